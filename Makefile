@@ -1,0 +1,102 @@
+# Everything that is run in this repository. `make help` lists the targets.
+# Needs: GNU make, /bin/sh, Python 3.11 or newer. Everything else is installed into .venv, in the versions of
+# constraints.txt.
+
+SHELL := /bin/sh
+.DEFAULT_GOAL := help
+
+# The interpreter that makes .venv; `make PYTHON=/path/to/python3.11 train` picks another one.
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && { echo $$p; exit; }; done; echo python3)
+VENV ?= .venv
+BIN := $(VENV)/bin
+PY := $(BIN)/python
+INSTALLED := $(VENV)/.hf_hotspa-installed
+
+# ---- make train: what is run, and on how many processes. `--multi_gpu` is what makes accelerate start several
+# processes; with `--use_cpu` (an argument of the script) they are CPU processes.
+PROCESSES ?= 4
+STRATEGIES ?= dp4:1024@4096,dp2tp2:4096,tp2pp2:8192
+TRAIN_SCRIPT ?= examples/finetune.py
+TRAIN_ARGS ?= --use_cpu --hotspa_strategies "$(STRATEGIES)" --hotspa_overlong split
+EXTRA_TRAIN_ARGS ?=
+LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed_precision no --dynamo_backend no \
+	--main_process_port 0
+
+PYTEST_ARGS ?=
+BENCH_SCRIPTS ?= $(sort $(wildcard benchmarks/bench_*.py))
+BENCH_ARGS ?=
+
+# One compute thread a process: the tests and the CPU example run several processes on few cores.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Without the first variable a restarted job can meet the dead attempt's addresses.
+LAUNCH_ENV := TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1}
+
+.PHONY: help
+help:  ## This list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1|\2/p' $(firstword $(MAKEFILE_LIST)) | \
+		while IFS='|' read -r name text; do printf '%-18s %s\n' "$$name" "$$text"; done
+
+$(PY):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "hf_hotspa needs Python 3.11 or newer, and '$(PYTHON)' is not: make PYTHON=/path/to/python3.11 ..." >&2; \
+		exit 1; }
+	@echo "making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+# The stamp is older than setup.cfg or constraints.txt when one of them changed: then pip is asked again, and leaves
+# alone what is right already. setuptools comes first, so that the build needs no download of its own.
+$(INSTALLED): setup.cfg constraints.txt | $(PY)
+	@echo "installing hf_hotspa and the versions of constraints.txt into $(VENV) (minutes the first time) ..."
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	@touch $@
+	@echo "installed: $$($(PY) -c 'import hf_hotspa; print("hf_hotspa", hf_hotspa.__version__)')"
+
+.PHONY: install
+install: $(INSTALLED)  ## Make .venv and install everything into it (the other targets do it when needed)
+
+.PHONY: train
+train: $(INSTALLED)  ## Fine-tune a small model on PROCESSES=4 CPU processes, switching strategies inside each step
+	$(LAUNCH_ENV) $(BIN)/accelerate launch $(LAUNCH_ARGS) $(TRAIN_SCRIPT) $(TRAIN_ARGS) $(EXTRA_TRAIN_ARGS)
+
+.PHONY: test
+test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones really ran
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-slow
+test-slow: $(INSTALLED)  ## The slow tests
+	$(ONE_THREAD) $(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+
+.PHONY: test-gpu
+test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+# mypy resolves no package_dir mapping, so it is shown the tree as it is installed: a folder of links.
+TREE := .cache/merged-tree
+.PHONY: lint
+lint: $(INSTALLED)  ## ruff (rules and format), mypy on the merged package, codespell
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@rm -rf $(TREE) && mkdir -p $(TREE)/hf_hotspa
+	@ln -s "$(CURDIR)"/hf_hotspa/* "$(CURDIR)/trainer" "$(CURDIR)/callbacks" $(TREE)/hf_hotspa/
+	@ln -s "$(CURDIR)/tests" $(TREE)/tests
+	cd $(TREE) && "$(abspath $(BIN))/mypy" --config-file "$(CURDIR)/pyproject.toml" \
+		--cache-dir "$(CURDIR)/.mypy_cache" -p hf_hotspa -p tests
+	$(BIN)/codespell
+
+.PHONY: format
+format: $(INSTALLED)  ## Let ruff repair what it can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: $(INSTALLED)  ## The benchmarks, one after the other
+	@test -n "$(BENCH_SCRIPTS)" || { echo "no benchmarks/bench_*.py here; name one: make bench BENCH_SCRIPTS=..." >&2; exit 1; }
+	@set -e; for script in $(BENCH_SCRIPTS); do \
+		echo "== $$script"; $(LAUNCH_ENV) $(PY) $$script $(BENCH_ARGS); done
+
+.PHONY: clean
+clean:  ## Remove caches and build products; .venv and results in out/ stay
+	rm -rf build dist *.egg-info .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

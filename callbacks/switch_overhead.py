@@ -1,0 +1,122 @@
+"""`SwitchOverheadCallback`: what switching costs, in the log and as a table.
+
+Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since the last
+log: seconds and MB of switching, its share of the step, tokens per second, waiting, and seconds per strategy.
+"""
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from tqdm import tqdm
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from hf_hotspa.report import PhaseReport, StepReport
+
+_HEADER = f"{'strategy':<14}{'packs':>7}{'sequences':>11}{'tokens':>10}{'compute s':>11}{'wait s':>8}{'switch s':>10}{'switch MB':>11}{'share':>7}"
+
+
+@dataclass
+class _Totals:
+    """Sums over steps."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    switch_s: float = 0.0
+    switch_bytes: int = 0
+    wait_s: float = 0.0
+    by_strategy: dict[str, list[PhaseReport]] = field(default_factory=lambda: defaultdict(list))
+
+    def add(self, report: StepReport) -> None:
+        self.steps += 1
+        self.tokens += report.num_tokens
+        self.seconds += report.total_s
+        self.switch_s += report.switch_s
+        self.switch_bytes += report.switch_bytes
+        self.wait_s += sum(phase.wait_s for phase in report.phases)
+        for phase in report.phases:
+            self.by_strategy[phase.strategy].append(phase)
+
+
+class SwitchOverheadCallback(TrainerCallback):
+    """Logs the overhead of switching and, when asked, prints it.
+
+    Args:
+        print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
+
+    The logged keys, each a mean over the steps since the last log: `hotspa/switch_s`, `hotspa/switch_mb`,
+    `hotspa/switch_share` (0 to 1), `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
+    `hotspa/phases`, `hotspa/<strategy>/compute_s`; and counts since the last log of rows that a policy changed:
+    `hotspa/truncated`, `hotspa/split`, `hotspa/dropped`.
+    """
+
+    def __init__(self, print_table: bool = False) -> None:
+        self.print_table = print_table
+        self._since_log, self._whole_run = _Totals(), _Totals()
+        self._changed: dict[str, int] = defaultdict(int)
+        self._last: StepReport | None = None
+
+    def on_step_report(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
+    ) -> None:
+        """Takes the report of a mini-batch; called by `HotSPaTrainer`."""
+        self._since_log.add(report)
+        self._whole_run.add(report)
+        self._last = report
+        for name in ("truncated", "split", "dropped"):
+            self._changed[name] += getattr(report, f"num_{name}")
+
+    def pop_metrics(self) -> dict[str, float]:
+        """The numbers since the last call, by the keys above; called by `HotSPaTrainer.log`."""
+        totals, changed = self._since_log, self._changed
+        self._since_log, self._changed = _Totals(), defaultdict(int)
+        if not totals.steps:
+            return {}
+        metrics: dict[str, float] = {
+            "hotspa/switch_s": totals.switch_s / totals.steps,
+            "hotspa/switch_mb": totals.switch_bytes / totals.steps / 1e6,
+            "hotspa/switch_share": totals.switch_s / totals.seconds,
+            "hotspa/wait_s": totals.wait_s / totals.steps,
+            "hotspa/tokens_per_s": totals.tokens / totals.seconds,
+            "hotspa/phases": sum(map(len, totals.by_strategy.values())) / totals.steps,
+        }
+        for strategy, phases in totals.by_strategy.items():
+            metrics[f"hotspa/{strategy}/compute_s"] = sum(p.compute_s for p in phases) / totals.steps
+        metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
+        return {key: round(value, 6) for key, value in metrics.items()}
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
+    ) -> None:
+        """Prints the phases of the last step."""
+        if self.print_table and state.is_world_process_zero and self._last is not None:
+            last, self._last = self._last, None
+            title = f"step {state.global_step}: loss {last.loss:.4f}, {last.num_tokens} tokens in {last.total_s:.2f} s"
+            by_strategy = {phase.strategy: [phase] for phase in last.phases}
+            tqdm.write("\n".join(_table(title, by_strategy, last.total_s)))
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Prints the sums of the run."""
+        totals = self._whole_run
+        if self.print_table and state.is_world_process_zero and totals.steps:
+            title = (
+                f"whole run: {totals.steps} steps, {totals.tokens} tokens, {totals.tokens / totals.seconds:.0f} tokens/s, "
+                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s"
+            )
+            tqdm.write("\n".join(_table(title, totals.by_strategy, totals.seconds)))
+
+
+def _table(title: str, by_strategy: dict[str, list[PhaseReport]], seconds: float) -> list[str]:
+    lines = [title, _HEADER]
+    for strategy, phases in by_strategy.items():
+        switch_s = sum(p.switch_s for p in phases)
+        lines.append(
+            f"{strategy:<14}{sum(p.num_packs for p in phases):>7}{sum(p.num_sequences for p in phases):>11}"
+            f"{sum(p.num_tokens for p in phases):>10}{sum(p.compute_s for p in phases):>11.3f}"
+            f"{sum(p.wait_s for p in phases):>8.3f}{switch_s:>10.3f}{sum(p.switch_bytes for p in phases) / 1e6:>11.1f}"
+            f"{switch_s / seconds:>7.1%}"
+        )
+    return lines

@@ -1,0 +1,85 @@
+"""hf_hotspa: training that switches between parallel layouts inside one optimizer step.
+
+A mini-batch of sequences with a long-tailed length distribution is trained fastest by more than one parallel layout:
+short sequences want data parallelism, rare long ones want tensor or pipeline parallelism to fit at all.
+`HotSPaTrainer` is a `transformers.Trainer` that groups each mini-batch by length into buckets, packs and trains each
+bucket under its own strategy, moves the parameters between the layouts by planned peer-to-peer transfers, and sums all
+gradients into one sharded fp32 master store, where a single optimizer step is made: the update equals, to rounding, the
+one that a single process would have made on the whole mini-batch.
+
+One word for one thing, in code, documents and logs:
+
+==============  ======================================================================================================
+mini-batch      the sequences of one optimizer step, over all ranks
+bucket          a length range ``(low, high]`` and its strategy
+pack            one row of concatenated sequences, at most a capacity of tokens, isolated from each other
+micro-batch     one forward/backward unit: one pack on one replica
+phase           the run of one strategy inside a mini-batch
+strategy        the degrees of dp, tp and pp, written ``dp4tp2pp1``
+axis            dp, tp or pp of a mesh
+dim             a dimension of a tensor (never an axis)
+rank            the global number of a process
+coord           the position of a rank on an axis
+stage           a pipeline slice of the model
+replica         one data-parallel copy of the model
+layout          which intervals of the parameter vector each rank holds
+switch          moving parameters into the layout of the next strategy
+master store    fp32 master weights, optimizer state and gradient accumulator; each element is owned by exactly one rank
+==============  ======================================================================================================
+
+Importing the package imports no torch; the public names below are loaded when they are first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from hf_hotspa import _source_tree
+
+if TYPE_CHECKING:
+    from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+    from hf_hotspa.data.collator import PackedBucketCollator
+    from hf_hotspa.errors import HotspaError
+    from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.strategy import Strategy, parse_buckets
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "HotSPaEngine",
+    "HotSPaTrainer",
+    "HotSPaTrainingArguments",
+    "HotspaError",
+    "PackedBucketCollator",
+    "Strategy",
+    "SwitchOverheadCallback",
+    "__version__",
+    "parse_buckets",
+]
+
+_HOMES = {
+    "HotSPaEngine": "hf_hotspa.runtime.engine",
+    "HotSPaTrainer": "hf_hotspa.trainer.trainer",
+    "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments",
+    "HotspaError": "hf_hotspa.errors",
+    "PackedBucketCollator": "hf_hotspa.data.collator",
+    "Strategy": "hf_hotspa.strategy",
+    "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
+    "parse_buckets": "hf_hotspa.strategy",
+}
+
+_source_tree.install()
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,242 @@
+"""From a mini-batch plan and the rows it names to the packed tensors of one rank.
+
+Owns `MicroBatch` and `MiniBatch`, what the engine runs, and `PackedBucketCollator`, which builds them. Everything that
+can be wrong with the contents of a row is found here, on the CPU, before the first transfer of the mini-batch; it is
+carried in `MiniBatch.error` and not raised, because only some ranks see the row and all must stop together.
+
+Legend of the shape suffixes: T packed tokens of a micro-batch, S its sequences, S1 = S + 1.
+Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so nothing downstream shifts again.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from hf_hotspa.data.mini_batch import MiniBatchPlan, Pack
+from hf_hotspa.data.scan import IGNORED_LABEL, SequenceTable, row_arrays
+from hf_hotspa.errors import DataError, HotspaError, TokenRangeError
+from hf_hotspa.strategy import Bucket
+
+_Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One pack as tensors: one forward/backward unit of one replica.
+
+    Args:
+        input_ids: [1, T] int64.
+        position_ids: [1, T] int64, from 0 in each sequence.
+        labels: [1, T] int64, the target of each position, already shifted; -100 where there is none, so always at the
+            last position of a sequence.
+        cu_seqlens: [S1] int32, where each sequence begins, and T at the end.
+        lengths: The S sequence lengths, on the host.
+        num_labels: Targets that count, on the host (no device is asked).
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    labels: torch.Tensor
+    cu_seqlens: torch.Tensor
+    lengths: tuple[int, ...]
+    num_labels: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[1]
+
+    @property
+    def max_length(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self.lengths)
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
+        """The same micro-batch on a device."""
+        return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def pin_memory(self) -> "MicroBatch":
+        """The same micro-batch in page-locked memory."""
+        return self._map(lambda tensor: tensor.pin_memory())
+
+    def padded_to(self, num_tokens: int, pad_token_id: int) -> "MicroBatch":
+        """Appends one sequence of padding, isolated like any other and without labels, up to `num_tokens` tokens.
+
+        Raises:
+            DataError: the micro-batch is longer than that.
+        """
+        pad = num_tokens - self.num_tokens
+        if pad < 0:
+            raise DataError(f"a micro-batch of {self.num_tokens} tokens cannot be padded to {num_tokens}")
+        if pad == 0:
+            return self
+        row, end = self.input_ids.new_full, self.cu_seqlens.new_full((1,), num_tokens)
+        positions = torch.arange(pad, dtype=self.position_ids.dtype, device=self.position_ids.device)
+        return MicroBatch(
+            torch.cat([self.input_ids, row((1, pad), pad_token_id)], 1),
+            torch.cat([self.position_ids, positions[None]], 1),
+            torch.cat([self.labels, row((1, pad), IGNORED_LABEL)], 1),
+            torch.cat([self.cu_seqlens, end]),
+            (*self.lengths, pad),
+            self.num_labels,
+        )
+
+    def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
+        return replace(
+            self,
+            input_ids=function(self.input_ids),
+            position_ids=function(self.position_ids),
+            labels=function(self.labels),
+            cu_seqlens=function(self.cu_seqlens),
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseBatch:
+    """What this rank's replica runs in one phase; no micro-batch at all is a normal case."""
+
+    bucket: Bucket
+    micro_batches: tuple[MicroBatch, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class MiniBatch:
+    """One optimizer step as one rank sees it.
+
+    Args:
+        plan: The plan of the whole mini-batch, the same on every rank.
+        phases: One for each phase of the plan, on every rank, in the same order.
+        error: What was found wrong while the rows were read, to be agreed on and raised by all ranks; the phases are
+            empty then.
+    """
+
+    plan: MiniBatchPlan
+    phases: tuple[PhaseBatch, ...]
+    error: HotspaError | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """Label tokens of the whole mini-batch, over all ranks: the N of the loss."""
+        return self.plan.num_labels
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> "MiniBatch":
+        """The same mini-batch on a device."""
+        return self._map(lambda micro_batch: micro_batch.to(device, non_blocking))
+
+    def pin_memory(self) -> "MiniBatch":
+        """The same mini-batch in page-locked memory (called by the DataLoader)."""
+        return self._map(lambda micro_batch: micro_batch.pin_memory())
+
+    def _map(self, function: Callable[[MicroBatch], MicroBatch]) -> "MiniBatch":
+        phases = tuple(replace(p, micro_batches=tuple(map(function, p.micro_batches))) for p in self.phases)
+        return replace(self, phases=phases)
+
+
+class PackedBucketCollator:
+    """Builds the mini-batch of one rank.
+
+    Args:
+        rank: Global rank. In each phase it runs the packs of replica ``strategy.coord(rank).dp``.
+        vocab_size: Token ids and labels must be below it.
+        table: The scan that the plans were made from; with it, a row whose length is no longer the scanned one is
+            refused even where the planned slice would still fit.
+    """
+
+    def __init__(self, rank: int, vocab_size: int, table: SequenceTable | None = None) -> None:
+        self.rank, self.vocab_size, self.table = rank, vocab_size, table
+
+    def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
+        """The packs that this rank runs, for each phase."""
+        return tuple(phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for phase in plan.phases)
+
+    def rows_of(self, plan: MiniBatchPlan) -> tuple[int, ...]:
+        """The dataset rows that this rank needs, each once, in the order of use."""
+        rows = (s.row for packs in self.packs_of(plan) for pack in packs for s in pack.sequences)
+        return tuple(dict.fromkeys(rows))
+
+    def __call__(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
+        """Builds the mini-batch; an error of this family is carried in it.
+
+        Args:
+            plan: The plan.
+            rows: Dataset row -> example (a mapping with `input_ids` and perhaps `labels`), for `rows_of(plan)`.
+        """
+        try:
+            arrays = {row: self._read(rows[row], row) for row in self.rows_of(plan)}
+            batches = [tuple(self._micro_batch(pack, arrays) for pack in packs) for packs in self.packs_of(plan)]
+        except HotspaError as error:
+            return self.failed(plan, error)
+        phases = (PhaseBatch(phase.bucket, packs) for phase, packs in zip(plan.phases, batches, strict=True))
+        return MiniBatch(plan, tuple(phases))
+
+    def failed(self, plan: MiniBatchPlan, error: HotspaError) -> MiniBatch:
+        """A mini-batch that carries an error."""
+        return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
+
+    def _read(self, example: Any, row: int) -> _Row:
+        ids, labels = row_arrays(example, row)
+        if self.table is not None and len(ids) != int(self.table.lengths[row]):
+            raise self._stale(row, f"it has {len(ids)} tokens and {int(self.table.lengths[row])} were scanned")
+        return ids, labels
+
+    def _micro_batch(self, pack: Pack, rows: Mapping[int, _Row]) -> MicroBatch:
+        lengths = pack.lengths
+        ends = np.cumsum(lengths)
+        num_tokens = int(ends[-1])
+        ids_T = np.empty(num_tokens, np.int64)
+        labels_T = np.full(num_tokens, IGNORED_LABEL, np.int64)
+        begin = 0
+        for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
+            ids, labels = rows[sequence.row]
+            if sequence.stop > len(ids):
+                raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(ids)}")
+            ids_T[begin:end] = ids[sequence.start : sequence.stop]
+            targets = (ids if labels is None else labels)[sequence.start + 1 : sequence.stop]
+            labels_T[begin : end - 1] = targets
+            num_labels = len(targets) if labels is None else int(np.count_nonzero(targets != IGNORED_LABEL))
+            if num_labels != sequence.num_labels:
+                raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
+            begin = end
+        # Ids first: without labels of their own, rows take their targets from them, and the id is the better name.
+        self._check_range(ids_T, "input_ids", pack)
+        self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack)
+        starts = ends - np.asarray(lengths)
+        positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
+        return MicroBatch(
+            torch.from_numpy(ids_T)[None],
+            torch.from_numpy(positions_T)[None],
+            torch.from_numpy(labels_T)[None],
+            torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
+            lengths,
+            pack.num_labels,
+        )
+
+    def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack) -> None:
+        if int(values_T.min()) >= 0 and int(values_T.max()) < self.vocab_size:
+            return
+        at = int(np.flatnonzero((values_T < 0) | (values_T >= self.vocab_size))[0])
+        begin = 0
+        for sequence in pack.sequences:
+            if at < begin + sequence.num_tokens:
+                break
+            begin += sequence.num_tokens
+        # A target stands one position before the label it was made from.
+        position = sequence.start + at - begin + (key == "labels")
+        raise TokenRangeError(
+            f"{key} holds {int(values_T[at])}, and the vocabulary has the ids 0 to {self.vocab_size - 1} "
+            f"(size {self.vocab_size})",
+            where=f"dataset row {sequence.row}, position {position}, rank {self.rank}",
+            why="the embedding or the loss would read beyond its table",
+            fix="tokenise with the model's own tokenizer, or resize the model's embeddings",
+        )
+
+    def _stale(self, row: int, difference: str) -> DataError:
+        return DataError(
+            f"the cached scan is stale: row {row} changed since its length was scanned; {difference}",
+            where=f"dataset row {row}, rank {self.rank}",
+            why="the mini-batch was planned from the scan, and its loss divided by the labels counted there",
+            fix="datasets must give the same row each time; remove random transforms, or delete the cached scan",
+        )

@@ -1,0 +1,127 @@
+"""The error family of hf_hotspa: one class per kind of failure, each with a stable code.
+
+A message answers four questions: what is wrong, where (rank, step, strategy), why, and how to fix it. Errors travel
+between ranks as plain dictionaries (`to_dict` / `from_dict`), so that every rank raises the class that the first
+failing rank raised. This file imports nothing.
+"""
+
+
+class HotspaError(Exception):
+    """Base of all errors of the package.
+
+    Args:
+        what: What was found wrong, with the numbers.
+        where: Where it happened: rank, step, strategy, sample. Left out when the place is obvious.
+        why: Why that is a failure, or what it would have caused.
+        fix: What the user can do.
+    """
+
+    code = "HSP-000"
+    _by_code: dict[str, type["HotspaError"]] = {}
+
+    def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
+        self.what, self.where, self.why, self.fix = what, where, why, fix
+        super().__init__(str(self))
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        HotspaError._by_code[cls.code] = cls
+
+    def __str__(self) -> str:
+        parts = [f"{self.code} {type(self).__name__.removesuffix('Error')}: {self.what}"]
+        parts += [
+            f"{label}: {text}" for label, text in (("Where", self.where), ("Why", self.why), ("Fix", self.fix)) if text
+        ]
+        return " | ".join(parts)
+
+    def to_dict(self) -> dict[str, str | None]:
+        """The error as JSON-ready plain data."""
+        return {"code": self.code, "what": self.what, "where": self.where, "why": self.why, "fix": self.fix}
+
+    @staticmethod
+    def from_dict(data: dict[str, str | None]) -> "HotspaError":
+        """The inverse of `to_dict`; an unknown code gives a plain `HotspaError`."""
+        cls = HotspaError._by_code.get(str(data["code"]), HotspaError)
+        error = cls(str(data["what"]), where=data.get("where"), why=data.get("why"), fix=data.get("fix"))
+        return error
+
+    def __reduce__(self) -> tuple[object, ...]:  # keyword-only arguments would be lost by the default pickling
+        return HotspaError.from_dict, (self.to_dict(),)
+
+
+class HotspaConfigError(HotspaError, ValueError):
+    """The user's configuration cannot be run: always raised before training starts."""
+
+    code = "HSP-010"
+
+
+class LaunchError(HotspaConfigError):
+    """The number of processes is not the one the configuration needs (usually the wrong launch line)."""
+
+    code = "HSP-001"
+
+
+class StrategyError(HotspaConfigError):
+    """A strategy does not parse, or does not fit the world or the model."""
+
+    code = "HSP-020"
+
+
+class UnsupportedError(HotspaConfigError):
+    """A setting that cannot be honoured exactly; refused by name, never ignored."""
+
+    code = "HSP-030"
+
+
+class ModelError(HotspaConfigError):
+    """The model's family or state cannot be laid out (no plan, unknown style, changed structure)."""
+
+    code = "HSP-040"
+
+
+class PlanError(HotspaError):
+    """A switch plan failed its own validation: a bug of the planner, nothing was sent."""
+
+    code = "HSP-201"
+
+
+class PlanMismatchError(HotspaError):
+    """Ranks computed different plans or hold different configurations; nothing was sent."""
+
+    code = "HSP-203"
+
+
+class TransferError(HotspaError):
+    """A transfer failed or timed out while it was in flight; the process group must not be used again."""
+
+    code = "HSP-204"
+
+
+class DataError(HotspaError, ValueError):
+    """A sample or a data set cannot be trained on as it is."""
+
+    code = "HSP-301"
+
+
+class OverlongError(DataError):
+    """A sequence is longer than the longest bucket and the policy is `error`."""
+
+    code = "HSP-302"
+
+
+class TokenRangeError(DataError):
+    """A token id or label lies outside the vocabulary."""
+
+    code = "HSP-303"
+
+
+class NonFiniteError(HotspaError):
+    """A loss or a gradient is NaN or infinite; the weights were not changed."""
+
+    code = "HSP-310"
+
+
+class PeerError(HotspaError):
+    """Another rank failed with an error that is not of this family; its text is in the message."""
+
+    code = "HSP-112"

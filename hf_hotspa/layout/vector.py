@@ -1,0 +1,199 @@
+"""The parameter vector: every parameter laid end to end in one canonical order.
+
+Each parameter is stored with its sharded dim outermost (a row-parallel weight transposed), so that a tensor-parallel
+shard of it is one contiguous interval of the vector, or one interval for each part of a fused weight.
+The vector is divided in *segments*: the parameters of one unit (embedding, each layer, head) that share a dtype and
+are trained or frozen together. A segment is the granularity of every buffer: layouts bind, switches move and
+the master store cuts by segment. Plain data, no torch; all sizes are counted in elements.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hf_hotspa.errors import ModelError
+
+EMBEDDING, HEAD = -1, -2
+"""Unit numbers of what comes before and after the decoder layers; layer i is unit i."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stretch of the sharded dim that is cut on its own (q, k and v of a fused weight are three parts).
+
+    Args:
+        rows: Size along the sharded dim.
+        groups: Groups of rows that stay whole while tp is at most their number (key/value heads, for query heads).
+        items: Units that are never cut (heads); a multiple of `groups`.
+        replicate: When tp exceeds `groups`, neighbouring shards hold the same whole group (key/value heads);
+            otherwise they share the group's items between them.
+    """
+
+    rows: int
+    groups: int
+    items: int
+    replicate: bool = False
+
+    def cut(self, tp: int, shard: int) -> tuple[int, int]:
+        """The rows `[start, stop)` of one shard. Cuts may be uneven, never through an item."""
+        if self.groups >= tp or (self.groups == self.items and not self.replicate):  # the latter: some shards are empty
+            size = self.rows // self.groups
+            return self.groups * shard // tp * size, self.groups * (shard + 1) // tp * size
+        sharers = tp // self.groups
+        group, position = divmod(shard, sharers)
+        items, size = self.items // self.groups, self.rows // self.items
+        first, last = (0, items) if self.replicate else (items * position // sharers, items * (position + 1) // sharers)
+        return (group * items + first) * size, (group * items + last) * size
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One parameter of the model as plain data.
+
+    Args:
+        name: Its Hugging Face name (the first one, when weights are tied).
+        shape: Its shape in the Hugging Face model.
+        dtype: Name of the dtype in which strategies hold it (``float32``, ``bfloat16``, ``float64``).
+        unit: The layer index, `EMBEDDING` or `HEAD`.
+        shard_dim: The tensor dim that tensor parallelism cuts; None when every tp coordinate holds all of it.
+        parts: How `shard_dim` is cut; empty exactly when `shard_dim` is None.
+        partial_gradient: Held by every tp coordinate, and each one's gradient is only a part of the sum (q/k norms).
+        trainable: False for a frozen parameter: moved, but without gradient and optimizer state.
+        tied_names: Further names of the same parameter.
+        in_head: Also used by the head, so that the last pipeline stage holds it too (tied embeddings).
+        offset: Where it starts in the parameter vector.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    unit: int
+    shard_dim: int | None = None
+    parts: tuple[Part, ...] = ()
+    partial_gradient: bool = False
+    trainable: bool = True
+    tied_names: tuple[str, ...] = ()
+    in_head: bool = False
+    offset: int = 0
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.numel
+
+    @property
+    def row_size(self) -> int:
+        """Elements of one row of the storage, which has `shard_dim` outermost."""
+        return self.numel // self.shape[self.shard_dim] if self.shard_dim is not None else 1
+
+    def shard_rows(self, tp: int, shard: int) -> tuple[tuple[int, int], ...]:
+        """The row ranges of one shard along `shard_dim`, in the order in which the shard stores them."""
+        ranges, start = [], 0
+        for part in self.parts:
+            low, high = part.cut(tp, shard)
+            ranges.append((start + low, start + high))
+            start += part.rows
+        return tuple(ranges)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The parameters `[start, stop)` of the vector that share a unit, a dtype and being trained or frozen."""
+
+    index: int
+    unit: int
+    dtype: str
+    trainable: bool
+    start: int
+    stop: int
+
+    @property
+    def numel(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def master_dtype(self) -> str:
+        """The dtype of the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
+        return "float32" if self.trainable and self.dtype != "float64" else self.dtype
+
+
+@dataclass(frozen=True)
+class ParameterVector:
+    """All parameters of a model in canonical order; made by `build_vector`.
+
+    Args:
+        specs: The parameters by offset.
+        segments: The segments by offset; they tile the vector.
+        layer_costs: Relative compute cost of each decoder layer for one token.
+        head_cost: The same for the head (final norm and vocabulary projection).
+    """
+
+    specs: tuple[ParameterSpec, ...]
+    segments: tuple[Segment, ...]
+    layer_costs: tuple[int, ...]
+    head_cost: int
+
+    @property
+    def numel(self) -> int:
+        return self.segments[-1].stop
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layer_costs)
+
+    def segment_of(self, spec: ParameterSpec) -> Segment:
+        """The segment that holds a parameter."""
+        return next(s for s in self.segments if s.start <= spec.offset and spec.stop <= s.stop)
+
+    def digest(self) -> str:
+        """SHA-256 of everything that decides layouts and plans: equal on ranks with the same model."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()
+
+
+def _unit_order(unit: int, num_layers: int) -> int:
+    return {EMBEDDING: -1, HEAD: num_layers}.get(unit, unit)
+
+
+def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], head_cost: int) -> ParameterVector:
+    """Orders the parameters by unit (embedding, layers, head), then by segment, and gives each its offset.
+
+    Args:
+        specs: The parameters in the model's order; their offsets are ignored.
+        layer_costs: Relative cost of each layer, see `ParameterVector`.
+        head_cost: Relative cost of the head.
+
+    Raises:
+        ModelError: a parameter is empty or scalar where it is sharded, its parts do not add up, or two share a name.
+    """
+    ordered: dict[tuple[int, str, bool], list[ParameterSpec]] = {}
+    names: set[str] = set()
+    for spec in specs:
+        if spec.name in names:
+            raise ModelError(f"two parameters are called {spec.name!r}")
+        names.add(spec.name)
+        if (spec.shard_dim is None) != (not spec.parts) or (
+            spec.shard_dim is not None and sum(p.rows for p in spec.parts) != spec.shape[spec.shard_dim]
+        ):
+            raise ModelError(f"the parts of parameter {spec.name!r} {spec.shape} do not add up to its sharded dim")
+        if any(p.groups < 1 or p.items % p.groups or p.rows % p.items for p in spec.parts):
+            raise ModelError(f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items")
+        key = (_unit_order(spec.unit, len(layer_costs)), spec.dtype, not spec.trainable)
+        ordered.setdefault(key, []).append(spec)
+    placed: list[ParameterSpec] = []
+    segments: list[Segment] = []
+    offset = 0
+    for key in sorted(ordered):
+        start = offset
+        for spec in ordered[key]:
+            placed.append(replace(spec, offset=offset))
+            offset += spec.numel
+        if offset > start:
+            first = placed[-1]
+            segments.append(Segment(len(segments), first.unit, first.dtype, first.trainable, start, offset))
+    if not segments:
+        raise ModelError("the model has no parameters")
+    return ParameterVector(tuple(placed), tuple(segments), tuple(layer_costs), head_cost)

@@ -1,0 +1,48 @@
+"""What the torch-free layers need to know about a model: counts and sizes, nothing else."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The numbers that decide which strategies are legal and what a token costs.
+
+    Args:
+        family: The transformers `model_type`.
+        num_layers: Decoder layers.
+        num_attention_heads: Query heads.
+        num_key_value_heads: Key/value heads (equal to the query heads without grouped-query attention).
+        hidden_size: Width of the residual stream.
+        attention_size: Query heads times head dimension.
+        vocab_size: Rows of the embedding.
+        layer_parameters: Parameters of one decoder layer (the mean, where layers differ).
+        max_position_embeddings: The longest sequence the position encoding was made for; None when unbounded.
+        has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
+        has_pp_plan: Whether transformers has a pipeline plan for the family.
+        tp_obstacle: Why tp > 1 cannot be exact although there is a plan, or None.
+        pp_obstacle: The same for pp > 1.
+    """
+
+    family: str
+    num_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    hidden_size: int
+    attention_size: int
+    vocab_size: int
+    layer_parameters: int
+    max_position_embeddings: int | None = None
+    has_tp_plan: bool = True
+    has_pp_plan: bool = True
+    tp_obstacle: str | None = None
+    pp_obstacle: str | None = None
+
+    @property
+    def quadratic_cost(self) -> float:
+        """Cost of a causal attention pair relative to the linear cost of a token.
+
+        Forward FLOP of one layer and one sequence of l tokens are `2 P l` in matrix products (P parameters a layer)
+        and `2 l^2 a` in causal attention (a = attention width), so the cost of a sequence is
+        proportional to `l + (a / P) l^2`.
+        """
+        return self.attention_size / max(self.layer_parameters, 1)

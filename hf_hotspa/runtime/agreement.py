@@ -1,0 +1,125 @@
+"""Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
+
+`Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named digests
+and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its peers wait
+inside a collective: it leaves its error in the rendezvous store, where the peers find it when their connection breaks.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError
+
+_MAILBOX_KEY = "hotspa_first_error"
+
+
+def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
+    """The error itself when it is of our family, else a `PeerError` that quotes it."""
+    if isinstance(error, HotspaError):
+        return error
+    return PeerError(f"{type(error).__name__}: {error}", where=where)
+
+
+def _located(error: HotspaError, rank: int) -> HotspaError:
+    data = error.to_dict()
+    data["where"] = f"rank {rank}" + (f", {data['where']}" if data["where"] else "")
+    return HotspaError.from_dict(data)
+
+
+class Agreement:
+    """Compares digests and exchanges errors over a host-side process group.
+
+    Args:
+        group: A group of all ranks for host tensors; None with one rank.
+        rank: This rank.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
+        self.group, self.rank = group, rank
+
+    def check(self, digests: Mapping[str, str], error: HotspaError | None, where: str) -> None:
+        """Returns when no rank has an error and all digests are equal; a collective call.
+
+        Args:
+            digests: What must be equal, by name; the same names in the same order on all ranks.
+            error: What this rank found wrong, or None.
+            where: The place, for messages: `step 12`.
+
+        Raises:
+            HotspaError: on every rank, the error of the first rank that has one.
+            PlanMismatchError: on every rank, when a digest differs. Nothing has been sent.
+        """
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        text = json.dumps(error.to_dict()).encode() if error is not None else b""
+        words = [int.from_bytes(hashlib.sha256(d.encode()).digest()[:8], "little", signed=True) for d in digests.values()]
+        rows = self._gather(torch.tensor([len(text), *words], dtype=torch.int64))
+        if any(int(row[0]) for row in rows):
+            self._raise_first(text, max(int(row[0]) for row in rows))
+        for position, name in enumerate(digests, start=1):
+            seen = [int(row[position]) for row in rows]
+            if len(set(seen)) > 1:
+                majority = max(seen, key=seen.count)
+                odd = [rank for rank, word in enumerate(seen) if word != majority]
+                raise PlanMismatchError(
+                    f"ranks {odd} have a different {name} than the other {len(seen) - len(odd)} ranks",
+                    where=where,
+                    why="layouts and transfers are computed from it on every rank; nothing was sent",
+                    fix=f"give all ranks the same {name} (same script, arguments, files and library versions)",
+                )
+
+    def gather(self, values: list[float]) -> torch.Tensor:
+        """fp64 [world size, number of values] of every rank's values; a collective call."""
+        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64)))
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.group is not None:
+            dist.barrier(group=self.group)
+
+    def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        if self.group is None:
+            return [values]
+        rows = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(rows, values, group=self.group)
+        return rows
+
+    def _raise_first(self, text: bytes, longest: int) -> NoReturn:
+        padded = torch.zeros(longest, dtype=torch.uint8)
+        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._gather(padded)]
+        first = next(rank for rank, found in enumerate(texts) if found)
+        raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
+
+
+class Mailbox:
+    """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
+
+    Args:
+        rank: This rank.
+        world_size: With 1 nothing is posted.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        # the store behind the default group: private in torch, and the only channel that outlives a broken group
+        self._store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it."""
+        if self._store is None:
+            return error
+        mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
+        try:
+            # only the first one in stays
+            first = self._store.compare_set(_MAILBOX_KEY, "", mine).decode()
+        except Exception:
+            return error
+        return error if first == mine else HotspaError.from_dict(json.loads(first))

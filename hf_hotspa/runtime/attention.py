@@ -1,0 +1,153 @@
+"""Attention over packed rows: every sequence of a pack sees itself only, and the cost is the sum of squared lengths.
+
+Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences of
+the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
+built. Three kernels, one meaning:
+
+* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap,
+* `scaled_dot_product_attention` per sequence everywhere else,
+* a plain softmax per sequence where the family caps its attention scores (Gemma 2), which no fused kernel computes.
+
+Shapes: T packed tokens, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hf_hotspa.errors import ModelError
+
+ATTENTION = "hotspa_packed"
+"""The `attn_implementation` of every replica."""
+
+
+@dataclass
+class PackedSequences:
+    """The sequences of one pack, as the attention kernels need them.
+
+    Args:
+        lengths: Tokens of each sequence, in the order in which they stand in the row.
+        cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
+        num_calls: How often a layer attended to this pack: the check that a family really comes through here.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    num_calls: int = field(default=0, compare=False)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    hotspa_pack: PackedSequences | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a packed row.
+
+    Args:
+        module: The family's attention module.
+        query: [1, H, T, D].
+        key: [1, K, T, D]; H is a multiple of K.
+        value: [1, K, T, D].
+        attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
+        hotspa_pack: The sequences of the row.
+        dropout: Must be 0: dropout is not reproducible across layouts.
+        scaling: Factor on the scores; 1 / sqrt(D) when None.
+        sliding_window: Tokens that a position sees, itself included; all before it when None.
+        softcap: Scores become `softcap * tanh(scores / softcap)` when given.
+        **kwargs: What else a family passes (position ids, flags); a key that changes the scores is refused.
+
+    Returns:
+        [1, T, H, D] and None (no attention weights).
+
+    Raises:
+        ModelError: the family passes something that this attention cannot honour, or does not pass the pack on.
+    """
+    if hotspa_pack is None or attention_mask is not None or dropout or query.shape[0] != 1:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with "
+            f"{'no pack' if hotspa_pack is None else f'mask={attention_mask is not None}, dropout={dropout}'}"
+            f", batch {query.shape[0]}",
+            why="the sequences of a pack would attend to each other",
+            fix="this family cannot be trained packed; report its model_type",
+        )
+    refused = [name for name in ("s_aux", "head_mask", "position_bias", "indices") if kwargs.get(name) is not None]
+    if refused or not getattr(module, "is_causal", True):
+        raise ModelError(f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported")
+    hotspa_pack.num_calls += 1
+    if softcap is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+        return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
+    per_sequence = [
+        _one_sequence(q, k, v, scaling, sliding_window, softcap)
+        for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
+    ]
+    return torch.cat(per_sequence, dim=2).transpose(1, 2).contiguous(), None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
+
+    longest = max(pack.lengths)
+    out = varlen_attn(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        pack.cu_seqlens,
+        pack.cu_seqlens,
+        longest,
+        longest,
+        scale=scaling,
+        # a window of n tokens reaches n - 1 to the left
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[None]
+
+
+def _one_sequence(
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, softcap: float | None
+) -> Tensor:
+    """[1, H, T, D] of one sequence."""
+    length = query.shape[2]
+    mask = None
+    if softcap is not None or (sliding_window is not None and sliding_window < length):
+        position = torch.arange(length, device=query.device)
+        distance = position[:, None] - position[None, :]
+        mask = distance >= 0
+        if sliding_window is not None:
+            mask &= distance < sliding_window
+    if softcap is None:
+        return functional.scaled_dot_product_attention(
+            query,
+            key,
+            value,
+            attn_mask=mask,
+            is_causal=mask is None,
+            scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
+    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
+    scores = softcap * torch.tanh(scores / softcap)
+    assert mask is not None
+    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    # stock eager attention takes the softmax in fp32; a wider dtype stays as it is
+    wide = torch.promote_types(scores.dtype, torch.float32)
+    return functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

@@ -1,0 +1,335 @@
+"""The conductor of a mini-batch: for each phase load the weights, run the packs, return the gradients.
+
+`HotSPaEngine` is the public entry below the Trainer; any loop can drive it (examples/bare_loop.py):
+
+    engine = HotSPaEngine(model, parse_buckets("dp4:1024@4096,tp4:8192"))
+    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-3)
+    for mini_batch in loader:
+        report = engine.forward_backward(mini_batch)      # gradients are now in the master store
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    engine.write_back(model)
+
+It promises: loss and gradients are those of the plain model on the whole mini-batch, whatever the strategies; only the
+optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
+"""
+
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.report import PhaseReport, StepReport
+from hf_hotspa.runtime.agreement import Agreement, Mailbox
+from hf_hotspa.runtime.arena import Arena
+from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.mesh import ProcessGroups
+from hf_hotspa.runtime.model_check import check_model, weights_digest
+from hf_hotspa.runtime.phase import PhaseRunner
+from hf_hotspa.runtime.pipeline import SCHEDULES
+from hf_hotspa.runtime.specs import ModelDescription, describe_model
+from hf_hotspa.strategy import Bucket, check_buckets, check_launch
+from hf_hotspa.switch.executor import SwitchExecutor
+from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
+
+logger = logging.getLogger(__name__)
+
+_MEASURES = 6  # numbers that a rank reports about a phase
+
+
+class HotSPaEngine:
+    """Trains one model with hot-switched strategies. Construction and all methods but the properties are collective.
+
+    Args:
+        model: A transformers causal language model with its weights, the same on all ranks (else rank 0's are taken).
+        buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
+        compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
+        device: Where this rank computes; its CUDA device when there is one, else the CPU.
+        pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        staging_bytes: Bound of each of the two staging buffers of a switch.
+        timeout_s: How long an operation may wait for a peer.
+        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+
+    Raises:
+        HotspaError: on every rank, naming what does not fit (launch, strategy, model, differing ranks).
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        buckets: Sequence[Bucket],
+        *,
+        compute_dtype: torch.dtype | None = None,
+        device: torch.device | None = None,
+        pipeline_schedule: str = "auto",
+        staging_bytes: int = 64 << 20,
+        timeout_s: float = 1800.0,
+        devices_per_node: int | None = None,
+    ) -> None:
+        started = dist.is_available() and dist.is_initialized()
+        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self.buckets = tuple(buckets)
+        check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
+        if device is None:
+            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        self.device = device
+        self._groups = ProcessGroups(self.rank, self.world_size, device, timedelta(seconds=timeout_s))
+        self._agreement = Agreement(self._groups.agreement, self.rank)
+        self._mailbox = Mailbox(self.rank, self.world_size)
+        self.description = self._describe(model, compute_dtype, pipeline_schedule, staging_bytes)
+        vector = self.description.vector
+        self.master = MasterStore(vector, self.rank, self.world_size, device)
+        self._fill_master(model)
+        per_node = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        cluster = Cluster(self.world_size, per_node)
+        buffers = dict(model.named_buffers())
+        self.phases = {
+            bucket.strategy: PhaseRunner(
+                self.description,
+                self._groups.mesh(bucket.strategy),
+                cluster,
+                self.master,
+                buffers,
+                pipeline_schedule,
+            )
+            for bucket in self.buckets
+        }
+        transport = (
+            ProcessGroupTransport(self._groups.switch) if self.world_size > 1 else LoopbackHub(1).transport(0)
+        )
+        self._executor = SwitchExecutor(transport, self.rank, staging_bytes, device)
+        plans = [plan for phase in self.phases.values() for plan in (phase.load_plan, phase.return_plan)]
+        self._agreement.check({f"switch plan {plan.name!r}": plan.digest() for plan in plans}, None, "set-up")
+        self._executor.reserve(plans)
+        self._weight_arena, self._gradient_arena = Arena(device), Arena(device)
+        self._steps = self._switches = 0
+        self._grad_norm = 0.0
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def _describe(
+        self, model: PreTrainedModel, compute_dtype: torch.dtype | None, pipeline_schedule: str, staging_bytes: int
+    ) -> ModelDescription:
+        description, error = None, None
+        try:
+            if pipeline_schedule not in SCHEDULES:
+                raise UnsupportedError(
+                    f"there is no pipeline schedule {pipeline_schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}"
+                )
+            description = describe_model(model, compute_dtype)
+            check_buckets(self.buckets, self.world_size, description.shape)
+            check_model(model, description)
+        except HotspaError as found:
+            error = found
+        options = f"{pipeline_schedule} {staging_bytes} {compute_dtype}"
+        digests = {
+            "list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets)),
+            "set of engine options": options,
+            "model": description.digest() if description else "",
+        }
+        self._agreement.check(digests, error, "set-up")
+        assert description is not None
+        return description
+
+    def _fill_master(self, model: PreTrainedModel) -> None:
+        tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+        # compared on 52 bits, which a float64 carries exactly
+        digests = self._agreement.gather([float(int(weights_digest(model)[:13], 16))])
+        if len(set(digests[:, 0].tolist())) > 1:
+            if self.rank == 0:
+                logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
+            for spec in self.description.vector.specs:
+                tensor = tensors[spec.name].to(self.device, copy=True).contiguous()
+                dist.broadcast(tensor, src=0, group=self._groups.switch)
+                self.master.fill({spec.name: tensor})
+            return
+        self.master.fill(tensors)
+
+    def agree(self, error: HotspaError | None, where: str) -> None:
+        """Raises on every rank when one of them has an error: the same error, naming the rank."""
+        self._agreement.check({}, error, where)
+
+    # -- optimizer side -----------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name. Not collective."""
+        return ((name, p) for name, p in self.master.parameters.items() if p.requires_grad)
+
+    def parameter_groups(self, weight_decay: float = 0.0, decayed: Collection[str] | None = None) -> list[dict[str, Any]]:
+        """Two groups for a torch optimizer: with and without weight decay. Not collective.
+
+        Args:
+            weight_decay: The decay of the first group.
+            decayed: Names of the parameters to decay; when None, all with at least two dims (no biases, no norms).
+        """
+        if decayed is None:
+            decayed = {spec.name for spec in self.description.vector.specs if len(spec.shape) > 1}
+        named = list(self.named_parameters())
+        return [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradient of the last mini-batch, before clipping."""
+        return self._grad_norm
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before. No communication.
+
+        The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1.
+        """
+        factor = max_norm / (self._grad_norm + 1e-6)
+        if factor < 1.0:
+            self.master.scale_gradients(factor)
+        return self._grad_norm
+
+    # -- a mini-batch -------------------------------------------------------------------------------------------------
+
+    def forward_backward(self, mini_batch: MiniBatch) -> StepReport:
+        """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
+
+        Raises:
+            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
+                differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
+        """
+        begin = time.perf_counter()
+        where = f"mini-batch {self._steps + 1}"
+        error = mini_batch.error
+        if error is None and mini_batch.num_labels == 0:
+            error = DataError(
+                f"none of the {mini_batch.plan.num_rows} rows of the mini-batch has a label token",
+                where=where,
+                why="the loss is a mean over label tokens",
+                fix="use a larger hotspa_mini_batch_size or drop rows without labels",
+            )
+        self._agreement.check({"mini-batch (data order, seed or data set)": mini_batch.plan.digest()}, error, where)
+        self.master.zero_gradients()
+        self.master.bind_gradients()
+        measures: list[list[float]] = []
+        loss = 0.0
+        for phase in mini_batch.phases:
+            try:
+                phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels)
+            except Exception as failure:
+                self.phases[phase.bucket.strategy].release()
+                place = f"{where}, strategy {phase.bucket.strategy}"
+                explained = self._mailbox.explain(failure, place)
+                if explained is failure:
+                    raise
+                raise explained from failure
+            loss += phase_loss
+            measures.append(measured)
+        self._steps += 1
+        return self._finish(mini_batch, loss, measures, begin, where)
+
+    def _run_phase(self, phase: PhaseBatch, scale: float) -> tuple[float, list[float]]:
+        runner = self.phases[phase.bucket.strategy]
+        clock = [time.perf_counter()]
+
+        def lap() -> float:
+            self._synchronize()
+            clock.append(time.perf_counter())
+            return clock[-1] - clock[-2]
+
+        self._switches += 2
+        load = runner.load(self._executor, self._weight_arena, self._gradient_arena, self._switches)
+        load_s = lap()
+        micro_batches = [m.to(self.device, non_blocking=True) for m in phase.micro_batches]
+        loss = float(runner.compute(micro_batches, scale))
+        compute_s = lap()
+        # without it, waiting for the busiest replica would be counted as switching
+        self._agreement.barrier()
+        wait_s = lap()
+        returned = runner.return_gradients(self._executor, self._switches + 1)
+        measured = [load_s, compute_s, wait_s, lap(), float(load.sent_bytes), float(returned.sent_bytes)]
+        return loss, measured
+
+    def _finish(
+        self, mini_batch: MiniBatch, loss: float, measures: list[list[float]], begin: float, where: str
+    ) -> StepReport:
+        values = [loss, self.master.squared_norm(), *(number for phase in measures for number in phase)]
+        rows = self._agreement.gather(values)
+        total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
+        self._grad_norm = squared_norm**0.5
+        if not (torch.isfinite(rows[:, :2]).all()):
+            self._raise_non_finite(total_loss, where)
+        per_phase = rows[:, 2:].view(self.world_size, -1, _MEASURES)
+        plan = mini_batch.plan
+        return StepReport(
+            step=self._steps,
+            loss=total_loss,
+            grad_norm=self._grad_norm,
+            num_labels=plan.num_labels,
+            num_rows=plan.num_rows,
+            num_truncated=plan.num_truncated,
+            num_split=plan.num_split,
+            num_dropped=plan.num_dropped,
+            num_empty=plan.num_empty,
+            phases=tuple(
+                PhaseReport(
+                    strategy=str(phase.bucket.strategy),
+                    num_packs=phase.num_packs,
+                    num_sequences=phase.num_sequences,
+                    num_tokens=phase.num_tokens,
+                    load_s=measured[:, 0].max().item(),
+                    compute_s=measured[:, 1].max().item(),
+                    wait_s=measured[:, 2].max().item(),
+                    return_s=measured[:, 3].max().item(),
+                    load_bytes=int(measured[:, 4].sum()),
+                    return_bytes=int(measured[:, 5].sum()),
+                )
+                for phase, measured in zip(plan.phases, per_phase.unbind(1), strict=True)
+            ),
+            total_s=time.perf_counter() - begin,
+        )
+
+    def _raise_non_finite(self, loss: float, where: str) -> None:
+        names = self.master.non_finite_parameters()
+        mine = None
+        if names:
+            mine = NonFiniteError(
+                f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
+                where=where,
+                why="the weights were not changed",
+                fix="lower the learning rate, clip gradients, or look for broken samples in this mini-batch",
+            )
+        self._agreement.check({}, mine, where)
+        raise NonFiniteError(f"the loss is {loss}", where=where, why="the weights were not changed")
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self, model: PreTrainedModel) -> None:
+        """Copies the trained weights into a model of the same structure (one segment at a time). Collective."""
+        targets = dict(model.named_parameters(remove_duplicate=False))
+        for name, whole in self.master.gather(self._groups.switch):
+            targets[name].copy_(whole)
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
+        gathered = self.master.gather(self._groups.switch, gradients=True)
+        return {name: whole.clone() for name, whole in gathered}
+
+    def close(self) -> None:
+        """Frees memory and destroys the process groups. Collective; nothing may follow."""
+        self._agreement.barrier()
+        self._weight_arena.clear()
+        self._gradient_arena.clear()
+        self._groups.close()

@@ -1,0 +1,117 @@
+"""Process groups and device meshes: made once, at start, by all ranks in one order.
+
+Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and
+every group is tied to what it is for: tensor parallel, pipeline, switching, agreement. There are no data-parallel groups:
+the gradient return sums over replicas.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_hotspa.strategy import Coord, Strategy
+
+
+@dataclass(frozen=True)
+class TensorGroup:
+    """The tensor-parallel group of a rank.
+
+    Args:
+        group: Its process group.
+        size: Its number of ranks.
+        shard: Which shard of each weight this rank holds. Not its position in the group: a process group sorts its
+            ranks, and the order of shards may differ.
+        order: `order[i]` is the position in the group of the rank that holds shard i.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    shard: int
+    order: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class StrategyMesh:
+    """Where a rank stands in a strategy, and its groups there (None for an axis of degree 1)."""
+
+    strategy: Strategy
+    rank: int
+    coord: Coord
+    tensor: TensorGroup | None
+    pipeline: dist.ProcessGroup | None
+    device_mesh: DeviceMesh | None
+
+
+class ProcessGroups:
+    """Makes and keeps process groups. Every rank must ask for the same groups in the same order.
+
+    Args:
+        rank: This rank.
+        world_size: All ranks; with 1 no group is ever made.
+        device: Where this rank computes; decides the backend of agreement.
+        timeout: How long an operation may wait for a peer.
+    """
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+        self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
+        self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        everyone = list(range(world_size))
+        self.switch = dist.new_group(everyone, timeout=timeout) if world_size > 1 else None
+        # small host tensors: gloo, whatever the device
+        self.agreement = dist.new_group(everyone, timeout=timeout, backend="gloo") if world_size > 1 else None
+
+    def __len__(self) -> int:
+        return len(self._by_ranks) + sum(group is not None for group in (self.switch, self.agreement))
+
+    def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of these ranks, None when there is only one. A collective call for all ranks of the world."""
+        key = tuple(ranks)
+        if len(key) == 1:
+            return None
+        if key not in self._by_ranks:
+            self._by_ranks[key] = dist.new_group(list(key), timeout=self.timeout)
+        return self._by_ranks[key]
+
+    def mesh(self, strategy: Strategy) -> StrategyMesh:
+        """The mesh of a strategy as this rank sees it. A collective call for all ranks of the world."""
+        me = strategy.coord(self.rank)
+        tensor_of = {
+            (d, p): self.of(strategy.tp_ranks(d, p)) for p in range(strategy.pp) for d in range(strategy.dp)
+        }
+        pipeline_of = {
+            (d, t): self.of(strategy.pp_ranks(d, t)) for d in range(strategy.dp) for t in range(strategy.tp)
+        }
+        tensor, pipeline = tensor_of[me.dp, me.pp], pipeline_of[me.dp, me.tp]
+        tensor_group = None
+        if tensor is not None:
+            shard_of = [strategy.shard_index(t) for t in range(strategy.tp)]
+            order = tuple(shard_of.index(i) for i in range(strategy.tp))
+            tensor_group = TensorGroup(tensor, strategy.tp, shard_of[me.tp], order)
+        return StrategyMesh(strategy, self.rank, me, tensor_group, pipeline, self._device_mesh(me, strategy, tensor, pipeline))
+
+    def _device_mesh(
+        self, me: Coord, strategy: Strategy, tensor: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None
+    ) -> DeviceMesh | None:
+        """This rank's replica as a torch mesh over its axes of degree above 1, on the groups that exist already."""
+        axes = [(name, group) for name, group in (("pp", pipeline), ("tp", tensor)) if group is not None]
+        if not axes:
+            return None
+        ranks = torch.tensor([strategy.tp_ranks(me.dp, p) for p in range(strategy.pp)], dtype=torch.int)
+        ranks = ranks.reshape([size for size in (strategy.pp, strategy.tp) if size > 1])
+        names = tuple(name for name, _ in axes)
+        if len(axes) == 1:
+            return DeviceMesh.from_group(axes[0][1], self.device.type, mesh_dim_names=names)
+        return DeviceMesh.from_group([group for _, group in axes], self.device.type, mesh=ranks, mesh_dim_names=names)
+
+    def close(self) -> None:
+        """Destroys the groups made here; a collective call. Nothing may be in flight."""
+        groups = [*self._by_ranks.values(), self.switch, self.agreement]
+        members = [g for g in groups if g is not None and g is not dist.GroupMember.NON_GROUP_MEMBER]
+        for group in members:
+            dist.destroy_process_group(group)
+        self._by_ranks.clear()
+        self.switch = self.agreement = None

@@ -1,0 +1,69 @@
+"""Checks of the model that a user hands over: what replicas would silently leave behind is refused by name.
+
+Replicas are built from the model's class and config, so everything else that someone may have changed on the object after it
+was made (hooks, resized embeddings, replaced layers) has to be found here.
+"""
+
+import hashlib
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.runtime.attention import ATTENTION
+from hf_hotspa.runtime.specs import ModelDescription
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_model(model: PreTrainedModel, description: ModelDescription) -> None:
+    """Compares the model with what its class builds from its config.
+
+    Raises:
+        UnsupportedError: it carries hooks, or weights that are not on a real device.
+        ModelError: it was changed after it was built.
+    """
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            if getattr(module, kind, None):
+                raise UnsupportedError(
+                    f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
+                    why="the model is rebuilt for every strategy and hooks would be lost",
+                    fix="remove the hooks before training",
+                )
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"the forward of module {name or 'model'!r} was replaced on the object",
+                why="the model is rebuilt for every strategy and the replacement would be lost",
+                fix="subclass the model instead",
+            )
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta:
+        raise UnsupportedError(
+            f"the parameters {meta[:3]} are on the meta device", fix="load the model's weights before training"
+        )
+    with init_empty_weights(include_buffers=False):
+        fresh = description.model_class._from_config(description.config, attn_implementation=ATTENTION)
+    expected = {name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
+    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if found != expected:
+        names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        first = names[0]
+        raise ModelError(
+            f"parameter {first!r} is {found.get(first, 'missing')} in the model and {expected.get(first, 'missing')} in a "
+            f"{description.model_class.__name__} built from its config ({len(names)} differ)",
+            fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
+        )
+
+
+def weights_digest(model: PreTrainedModel) -> str:
+    """A digest of all parameters' bits, to find ranks that built their model from different seeds."""
+    sums = [(name, _bit_sum(p.detach())) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def _bit_sum(tensor: Tensor) -> int:
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
+    return int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() else 0

@@ -1,0 +1,256 @@
+"""Pipeline schedules: one stage interface, our own 1F1B and torch's schedules behind it.
+
+`PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
+
+* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer of
+  them than stages, and none: every shape is known from the plan, so nothing is negotiated.
+* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape; a schedule object is bound to its first shape
+  (another one aborts the process on gloo), so there is one object per shape.
+
+Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
+"""
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.runtime.mesh import StrategyMesh
+
+SCHEDULES = ("auto", "own", "1f1b", "gpipe")
+"""`own`: our 1F1B. `1f1b`, `gpipe`: torch's, padding the packs of a phase to one shape where needed. `auto`: torch's 1F1B when
+all packs have one shape anyway and fill the pipeline, else our own (padding costs more than any schedule gains)."""
+
+_CACHED_SCHEDULES = 8
+
+
+class Stage(Protocol):
+    """One pipeline stage on this rank."""
+
+    is_first: bool
+    is_last: bool
+    device: torch.device
+    compute_dtype: torch.dtype
+
+    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None, scale: float) -> Tensor:
+        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar)."""
+
+    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """The shape of what travels between stages."""
+
+
+class PipelineRunner:
+    """Runs a replica's micro-batches under one strategy.
+
+    Args:
+        stage: This rank's stage.
+        mesh: The strategy and its pipeline group.
+        schedule: One of `SCHEDULES`.
+        pad_token_id: What padding is made of, where a schedule needs one shape.
+    """
+
+    def __init__(self, stage: Stage, mesh: StrategyMesh, schedule: str = "auto", pad_token_id: int = 0) -> None:
+        assert schedule in SCHEDULES, schedule
+        self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
+        self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
+        self._torch = _TorchSchedules(stage, mesh)
+
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
+
+        Args:
+            micro_batches: What this replica runs; the same on every stage. May be empty.
+            scale: 1 / (label tokens of the mini-batch).
+
+        Returns:
+            fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
+        """
+        if self._group is None:
+            return self._run_alone(micro_batches, scale)
+        kind = self._choose(micro_batches)
+        if kind == "own":
+            return _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages).run(micro_batches, scale)
+        longest = max(m.num_tokens for m in micro_batches)
+        return self._torch.run(kind, [m.padded_to(longest, self._pad_token_id) for m in micro_batches], scale)
+
+    def _choose(self, micro_batches: Sequence[MicroBatch]) -> str:
+        fills = len(micro_batches) >= self._num_stages
+        if self._schedule == "auto":
+            return "1f1b" if fills and len({m.num_tokens for m in micro_batches}) == 1 else "own"
+        if (self._schedule == "1f1b" and not fills) or not micro_batches:
+            return "own"  # torch's 1F1B refuses fewer micro-batches than stages
+        return self._schedule
+
+    def _run_alone(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        for micro_batch in micro_batches:
+            loss = self._stage.forward(micro_batch, None, scale)
+            loss.backward()
+            total += loss.detach()
+        return total
+
+
+@dataclass
+class _InFlight:
+    """A micro-batch between its forward and its backward."""
+
+    hidden: Tensor | None
+    out: Tensor
+
+
+class _OneForwardOneBackward:
+    """One run of our own schedule.
+
+    What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking operations
+    on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a stage never
+    waits for its receiver.
+    """
+
+    def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int, num_stages: int) -> None:
+        self._stage, self._group, self._index, self._num_stages = stage, group, index, num_stages
+        self._pending: list[tuple[Any, Tensor | None]] = []
+        self._in_flight: dict[int, _InFlight] = {}
+        self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
+
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        total = len(micro_batches)
+        warm_up = min(total, self._num_stages - 1 - self._index)
+        for i in range(warm_up):
+            hidden = self._exchange(None, self._wanted_hidden(micro_batches, i))
+            self._exchange(self._forward_message(self._forward(micro_batches, i, hidden, scale), i), None)
+        hidden = self._exchange(None, self._wanted_hidden(micro_batches, warm_up)) if warm_up < total else None
+        for i in range(warm_up, total):  # steady state: one forward, one backward
+            out = self._forward(micro_batches, i, hidden, scale)
+            grad = self._exchange(self._forward_message(out, i), self._wanted_gradient(i - warm_up))
+            message = self._backward(i - warm_up, grad)
+            hidden = self._exchange(message, self._wanted_hidden(micro_batches, i + 1) if i + 1 < total else None)
+        for i in range(total - warm_up, total):  # drain
+            self._exchange(self._backward(i, self._exchange(None, self._wanted_gradient(i))), None)
+        for work, _ in self._pending:
+            work.wait()
+        return self._loss
+
+    # A message is (tensor, neighbour, tag); tags keep forward and backward of each micro-batch apart on gloo.
+
+    def _wanted_hidden(self, micro_batches: Sequence[MicroBatch], i: int) -> tuple[Tensor, int, int] | None:
+        if self._stage.is_first:
+            return None
+        shape = self._stage.hidden_shape(micro_batches[i])
+        return torch.empty(shape, dtype=self._stage.compute_dtype, device=self._stage.device), self._index - 1, 2 * i
+
+    def _wanted_gradient(self, i: int) -> tuple[Tensor, int, int] | None:
+        if self._stage.is_last:
+            return None
+        out = self._in_flight[i].out
+        return torch.empty(out.shape, dtype=out.dtype, device=out.device), self._index + 1, 2 * i + 1
+
+    def _forward_message(self, out: Tensor, i: int) -> tuple[Tensor, int, int] | None:
+        return None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
+
+    def _forward(self, micro_batches: Sequence[MicroBatch], i: int, hidden: Tensor | None, scale: float) -> Tensor:
+        if hidden is not None:
+            hidden.requires_grad_()
+        out = self._stage.forward(micro_batches[i], hidden, scale)
+        self._in_flight[i] = _InFlight(hidden, out)
+        if self._stage.is_last:
+            self._loss += out.detach()
+        return out
+
+    def _backward(self, i: int, grad: Tensor | None) -> tuple[Tensor, int, int] | None:
+        state = self._in_flight.pop(i)
+        if state.out.requires_grad:  # a first stage may be frozen altogether
+            torch.autograd.backward(state.out, grad)
+        if state.hidden is None:
+            return None
+        assert state.hidden.grad is not None
+        return state.hidden.grad.contiguous(), self._index - 1, 2 * i + 1
+
+    def _exchange(
+        self, send: tuple[Tensor, int, int] | None, receive: tuple[Tensor, int, int] | None
+    ) -> Tensor | None:
+        """Posts a send and a receive together; returns what was received."""
+        operations = [
+            dist.P2POp(kind, tensor, group=self._group, tag=tag, group_peer=peer)
+            for kind, message in ((dist.irecv, receive), (dist.isend, send))
+            if message is not None
+            for tensor, peer, tag in [message]
+        ]
+        if not operations:
+            return None
+        works = dist.batch_isend_irecv(operations)
+        if receive is not None:
+            works.pop(0).wait()  # NCCL returns one work for the whole batch; gloo one each, the receive first
+        self._pending += [(work, send[0] if send else None) for work in works]
+        while self._pending and self._pending[0][0].is_completed():
+            self._pending.pop(0)[0].wait()
+        return receive[0] if receive is not None else None
+
+
+class _StageModule(nn.Module):
+    """The stage as the module that torch's schedules call: micro-batches are named by index, tensors stay here."""
+
+    def __init__(self, stage: Stage) -> None:
+        super().__init__()
+        self._stage = stage
+        self.micro_batches: Sequence[MicroBatch] = ()
+        self.scale = 0.0
+
+    def forward(self, x: Tensor, index: Tensor) -> Tensor:
+        hidden = None if self._stage.is_first else x
+        out = self._stage.forward(self.micro_batches[int(index)], hidden, self.scale)
+        return out.view(1) if self._stage.is_last else out
+
+
+class _TorchSchedules:
+    """torch's schedule objects, one per (kind, number of micro-batches, tokens), the least recently used one dropped."""
+
+    def __init__(self, stage: Stage, mesh: StrategyMesh) -> None:
+        self._stage, self._mesh = stage, mesh
+        self._module = _StageModule(stage)
+        self._cache: OrderedDict[tuple[str, int, int], Schedule1F1B | ScheduleGPipe] = OrderedDict()
+
+    def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        self._module.micro_batches, self._module.scale = micro_batches, scale
+        indices = torch.arange(len(micro_batches))
+        losses: list[Tensor] = []
+        first = (indices,) if self._stage.is_first else ()
+        last: dict[str, Any] = {"target": indices, "losses": losses} if self._stage.is_last else {}
+        self._schedule(kind, micro_batches).step(*first, index=indices, return_outputs=False, **last)
+        self._module.micro_batches = ()
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        return total + sum(loss.detach() for loss in losses)
+
+    def _schedule(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Schedule1F1B | ScheduleGPipe:
+        key = (kind, len(micro_batches), micro_batches[0].num_tokens)
+        if key not in self._cache:
+            self._cache[key] = self._make(kind, micro_batches)
+            if len(self._cache) > _CACHED_SCHEDULES:
+                self._cache.popitem(last=False)
+        self._cache.move_to_end(key)
+        return self._cache[key]
+
+    def _make(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Schedule1F1B | ScheduleGPipe:
+        stage = self._stage
+        # shapes and dtypes given here spare torch an inference pass over a real micro-batch
+        hidden = torch.empty(
+            stage.hidden_shape(micro_batches[0]), dtype=stage.compute_dtype, device="meta", requires_grad=True
+        )
+        loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
+        index = torch.empty(1, dtype=torch.int64, device="meta")
+        pipe = PipelineStage(
+            self._module,
+            self._mesh.coord.pp,
+            self._mesh.strategy.pp,
+            stage.device,
+            input_args=index if stage.is_first else hidden,
+            output_args=loss if stage.is_last else hidden,
+            group=self._mesh.pipeline,
+        )
+        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[kind]
+        return schedule(pipe, len(micro_batches), loss_fn=lambda out, _: out.sum(), scale_grads=False)

@@ -1,0 +1,214 @@
+"""The model of one strategy on this rank: the family's own class, reduced to this rank's layers and shards.
+
+Built once, on the meta device; its storage comes and goes. `bind` makes every parameter a view into the flat buffers of
+the strategy's layout, `release` lets go of them, and a released replica raises when it is touched.
+Layers of other stages become pass-throughs at the same index (families look up `config.layer_types` by index),
+and later stages get the hidden state as `inputs_embeds`: no family needs a forward of ours.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import ModelError
+from hf_hotspa.layout.placement import Slot, rank_slots
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
+from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
+from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.specs import ModelDescription
+from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
+
+
+class PassThrough(nn.Module):
+    """Stands where a layer or norm of another stage was: returns the hidden state it is given."""
+
+    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden
+
+
+class Replica:
+    """This rank's part of the model under one strategy.
+
+    Args:
+        description: The model as plain data.
+        mesh: The strategy, this rank's place in it, and its groups.
+        device: Where it computes.
+        buffers: The model's buffers by name (rotary tables and the like), copied to the device.
+    """
+
+    def __init__(
+        self, description: ModelDescription, mesh: StrategyMesh, device: torch.device, buffers: Mapping[str, Tensor]
+    ) -> None:
+        self.mesh, self.device = mesh, device
+        strategy, coord = mesh.strategy, mesh.coord
+        self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
+        self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
+        self.slots = rank_slots(description.vector, strategy, mesh.rank)
+        self._segments = description.vector.segments
+        self.num_layers = len(
+            cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
+        )
+        self.model = self._build(description)
+        self._base = getattr(self.model, description.base)
+        self._parameters = self._own_parameters(description)
+        for name, buffer in dict(self.model.named_buffers()).items():
+            module, _, leaf = name.rpartition(".")
+            source = buffers.get(name, buffer)
+            setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
+        self.release()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _build(self, description: ModelDescription) -> Any:
+        with init_empty_weights(include_buffers=False):
+            model = description.model_class._from_config(
+                description.config, attn_implementation=ATTENTION, dtype=description.compute_dtype
+            )
+        model.train()
+        base = getattr(model, description.base)
+        layers = getattr(base, description.layers)
+        strategy, vector = self.mesh.strategy, description.vector
+        mine = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)[self.mesh.coord.pp]
+        for index in range(len(layers)):
+            if index not in mine:
+                layers[index] = PassThrough()
+        if not self.is_first:
+            for name in description.embeddings:
+                setattr(base, name, None)
+        if not self.is_last:
+            for name in description.norms:
+                setattr(base, name, PassThrough())
+            model.set_submodule(description.head, PassThrough())
+        return model
+
+    def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
+        """Puts a fresh parameter in place of each meta one; tied names on this stage share it."""
+        modules = dict(self.model.named_modules())
+        owned = []
+        for slot in self.slots:
+            spec = slot.spec
+            dtype = getattr(torch, spec.dtype)
+            parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
+            if spec.trainable:
+                # gradients of 16-bit weights accumulate in fp32
+                parameter.grad_dtype = getattr(torch, self._segments[slot.segment].master_dtype)
+            for name in (spec.name, *spec.tied_names):
+                module, _, leaf = name.rpartition(".")
+                if leaf in getattr(modules.get(module), "_parameters", {}):
+                    modules[module]._parameters[leaf] = parameter
+            owned.append((parameter, slot))
+        left = [name for name, p in self.model.named_parameters() if p.is_meta]
+        if left:
+            raise ModelError(
+                f"the model's class creates the parameters {left[:3]}, which the model passed in does not have",
+                fix="pass a model as its class builds it from its config",
+            )
+        return owned
+
+    def _shard(self, description: ModelDescription) -> Any:
+        strategy, tensor = self.mesh.strategy, self.mesh.tensor
+        assert tensor is not None
+        specs = {spec.name: spec for spec in description.vector.specs}
+        specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
+        widths = {
+            module: tuple(
+                sum(b - a for a, b in specs[f"{module}.weight"].shard_rows(strategy.tp, shard))
+                for shard in range(strategy.tp)
+            )
+            for module in description.styles
+        }
+        modules = dict(self.model.named_modules())
+        self._first_vocabulary_row = sum(widths[description.head][: tensor.shard])
+        local = {name for name, style in description.styles.items() if style in (COLWISE, ROWWISE)}
+        for name in description.attention_layers:
+            query = next((f"{name}.{leaf}" for leaf in ("q_proj", "qkv_proj") if f"{name}.{leaf}" in local), None)
+            if query is not None and name in modules:
+                heads, kv_heads = description.shape.num_attention_heads, description.shape.num_key_value_heads
+                parts = specs[f"{query}.weight"].parts
+                head_size = parts[0].rows // heads
+                low, high = parts[0].cut(strategy.tp, tensor.shard)
+                mine = max(kv_heads * (tensor.shard + 1) // strategy.tp - kv_heads * tensor.shard // strategy.tp, 1)
+                set_local_heads(modules[name], (high - low) // head_size, mine)
+        # pass-throughs of other stages must not be wrapped
+        present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+        return apply_tensor_parallel(present, description.styles, widths, tensor)
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+        """Makes the parameters views into flat buffers.
+
+        Args:
+            weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
+            gradients: By segment, 1-D, of the segment's master dtype; None where nothing is trained.
+        """
+        for parameter, slot in self._parameters:
+            parameter.data = _view(weights[slot.segment], slot)
+            parameter.grad = _view(gradients[slot.segment], slot) if slot.spec.trainable else None
+
+    def release(self) -> None:
+        """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
+        for parameter, _ in self._parameters:
+            parameter.data = parameter.data.new_empty(0)
+            parameter.grad = None
+
+    # -- one pipeline stage -------------------------------------------------------------------------------------------
+
+    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None, scale: float) -> Tensor:
+        """Runs this rank's stage on one micro-batch.
+
+        Args:
+            micro_batch: One pack, T tokens.
+            hidden: [1, T, hidden size] from the stage before; None on the first stage.
+            scale: 1 / (label tokens of the mini-batch).
+
+        Returns:
+            [1, T, hidden size] for the next stage, or on the last stage the scaled sum of cross entropies (fp64 scalar).
+        """
+        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
+        inputs: dict[str, Any] = {
+            "position_ids": micro_batch.position_ids,
+            "attention_mask": None,
+            "use_cache": False,
+            "hotspa_pack": pack,
+        }
+        if self.is_first:
+            inputs["input_ids"] = micro_batch.input_ids
+        else:
+            inputs["inputs_embeds"] = hidden
+        if self.is_last:
+            logits = self.model(**inputs).logits[0]
+            tensor = self.mesh.tensor
+            first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
+            out = vocab_parallel_cross_entropy(logits, micro_batch.labels[0], scale, first_row, group)
+        else:
+            out = self._base(**inputs).last_hidden_state
+        self._after_forward()
+        if pack.num_calls != self.num_layers:
+            raise ModelError(
+                f"{type(self.model).__name__} attended {pack.num_calls} times in {self.num_layers} layers",
+                why="layers that do not use the packed attention would mix the sequences of a pack",
+            )
+        return out
+
+    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
+        """The shape of what travels between stages."""
+        return (1, micro_batch.num_tokens, self.hidden_size)
+
+
+def _view(buffer: Tensor | None, slot: Slot) -> Tensor:
+    """The slot's part of a flat buffer, in the Hugging Face order of dims."""
+    assert buffer is not None
+    flat = buffer[slot.offset : slot.offset + slot.numel]
+    dim = slot.spec.shard_dim
+    if dim is None or dim == 0:
+        return flat.view(slot.shape)
+    stored = [slot.shape[dim], *(size for i, size in enumerate(slot.shape) if i != dim)]
+    return flat.view(stored).movedim(0, dim)
+

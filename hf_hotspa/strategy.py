@@ -1,0 +1,238 @@
+"""Parallel strategies and buckets: parsing, formatting, rank arithmetic, and which strategies are legal.
+
+Owns the two grammars that users type:
+
+* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), and
+* a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
+  ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough.
+
+Ranks are laid out tp fastest, then dp, then pp: ``rank = (pp_coord * dp + dp_coord) * tp + tp_coord``.
+Plain data, no torch.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from hf_hotspa.errors import LaunchError, StrategyError
+from hf_hotspa.model_shape import ModelShape
+
+AXES = ("dp", "tp", "pp")
+_STRATEGY = re.compile(r"(?:(?:dp|tp|pp)[0-9]+)+")
+_DEGREE = re.compile(r"(dp|tp|pp)([0-9]+)")
+_MAX_DEGREE = 1 << 20
+
+
+@dataclass(frozen=True, order=True)
+class Coord:
+    """The position of a rank on the three axes."""
+
+    dp: int
+    tp: int
+    pp: int
+
+
+@dataclass(frozen=True, order=True)
+class Strategy:
+    """The degrees of data, tensor and pipeline parallelism of one layout.
+
+    Raises:
+        StrategyError: when a degree is not a positive integer.
+    """
+
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in AXES:
+            degree = getattr(self, axis)
+            if type(degree) is not int or not 1 <= degree <= _MAX_DEGREE:
+                raise StrategyError(
+                    f"{axis} degree {degree!r} is not an integer between 1 and {_MAX_DEGREE}",
+                    fix="write a strategy such as dp4tp2pp1",
+                )
+
+    def __str__(self) -> str:
+        return f"dp{self.dp}tp{self.tp}pp{self.pp}"
+
+    @property
+    def world_size(self) -> int:
+        return self.dp * self.tp * self.pp
+
+    def coord(self, rank: int) -> Coord:
+        """The coordinates of a global rank."""
+        return Coord(dp=rank // self.tp % self.dp, tp=rank % self.tp, pp=rank // (self.tp * self.dp))
+
+    def rank(self, coord: Coord) -> int:
+        """The global rank at given coordinates: the inverse of `coord`."""
+        return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+
+    def shard_index(self, tp_coord: int) -> int:
+        """Which tp shard a tp coordinate holds. The identity today; a permuted order changes only this function."""
+        return tp_coord
+
+    def tp_ranks(self, dp_coord: int, pp_coord: int) -> tuple[int, ...]:
+        """The ranks of one tensor-parallel group, by tp coordinate."""
+        return tuple(self.rank(Coord(dp_coord, t, pp_coord)) for t in range(self.tp))
+
+    def pp_ranks(self, dp_coord: int, tp_coord: int) -> tuple[int, ...]:
+        """The ranks of one pipeline, by stage."""
+        return tuple(self.rank(Coord(dp_coord, tp_coord, p)) for p in range(self.pp))
+
+    @classmethod
+    def parse(cls, text: str) -> "Strategy":
+        """Reads ``dp4tp2pp1``; each axis at most once, in any order, 1 when left out.
+
+        Raises:
+            StrategyError: the text is not a strategy.
+        """
+        text = text.strip()
+        how = "write the degrees as dp4tp2pp1; an axis may be left out when its degree is 1 (dp2tp2, tp4)"
+        base, plus, options = text.partition("+")
+        if plus:
+            raise StrategyError(
+                f"strategy {text!r} asks for the options {options!r}, which are not supported yet", fix=f"use {base!r}"
+            )
+        if not _STRATEGY.fullmatch(base):
+            raise StrategyError(f"{text!r} is not a strategy", fix=how)
+        degrees: dict[str, int] = {}
+        for axis, digits in _DEGREE.findall(base):
+            if axis in degrees:
+                raise StrategyError(f"strategy {text!r} names the axis {axis} twice", fix=how)
+            if len(digits) > 7:
+                raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
+            degrees[axis] = int(digits)
+        return cls(**degrees)
+
+    def misfit(self, model: ModelShape) -> str | None:
+        """Why this strategy cannot run the model, or None when it can."""
+        if self.tp > 1 and not model.has_tp_plan:
+            return f"the family {model.family!r} has no tensor-parallel plan in transformers, so tp must be 1"
+        if self.tp > 1 and model.tp_obstacle:
+            return model.tp_obstacle
+        if self.tp > model.num_attention_heads:
+            return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
+        kv_heads = model.num_key_value_heads
+        if self.tp > kv_heads and self.tp % kv_heads:
+            return f"tp{self.tp} is neither at most the {kv_heads} key/value heads nor a multiple of them"
+        if self.pp > 1 and not model.has_pp_plan:
+            return f"the family {model.family!r} has no pipeline plan in transformers, so pp must be 1"
+        if self.pp > 1 and model.pp_obstacle:
+            return model.pp_obstacle
+        if self.pp > model.num_layers:
+            return f"pp{self.pp} is more than the {model.num_layers} layers"
+        return None
+
+
+def strategies_of(world_size: int) -> Iterator[Strategy]:
+    """Every (dp, tp, pp) whose product is the world size, in a fixed order: pp outermost, then tp."""
+    for pp in range(1, world_size + 1):
+        if world_size % pp == 0:
+            for tp in range(1, world_size // pp + 1):
+                if world_size // pp % tp == 0:
+                    yield Strategy(dp=world_size // pp // tp, tp=tp, pp=pp)
+
+
+def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
+    """The strategies of a world size that can run the model."""
+    return [s for s in strategies_of(world_size) if s.misfit(model) is None]
+
+
+@dataclass(frozen=True, order=True)
+class Bucket:
+    """A length range and how it is trained: sequences of ``(low, longest]`` tokens run under `strategy`.
+
+    Args:
+        strategy: The parallel strategy of the bucket.
+        longest: The longest sequence of the bucket, in tokens.
+        pack_tokens: The most tokens in one pack (one row of concatenated sequences); at least `longest`.
+        low: The `longest` of the bucket before it; 0 for the first.
+    """
+
+    strategy: Strategy
+    longest: int
+    pack_tokens: int
+    low: int = 0
+
+    def __str__(self) -> str:
+        capacity = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""
+        return f"{self.strategy}:{self.longest}{capacity}"
+
+
+def parse_buckets(text: str) -> tuple[Bucket, ...]:
+    """Reads ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192`` (shortest bucket first).
+
+    Raises:
+        StrategyError: an entry does not parse, the longest sequences do not increase, the same strategy is used twice,
+            a pack is smaller than the longest sequence, or the strategies need different numbers of processes.
+    """
+    example = "write strategy:longest[@pack tokens], shortest first, such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"
+    if text.strip() == "auto":
+        raise StrategyError("hotspa_strategies 'auto' is not supported yet", fix=example)
+    buckets: list[Bucket] = []
+    for entry in text.split(","):
+        name, colon, lengths = entry.strip().partition(":")
+        strategy = Strategy.parse(name)
+        match = re.fullmatch(r"([0-9]{1,9})(?:@([0-9]{1,9}))?", lengths.strip())
+        if not colon or not match:
+            raise StrategyError(f"bucket {entry.strip()!r} has no longest sequence in tokens", fix=example)
+        longest = int(match[1])
+        pack_tokens = int(match[2]) if match[2] else longest
+        low = buckets[-1].longest if buckets else 0
+        if longest <= low:
+            raise StrategyError(
+                f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, where the one before ends",
+                fix=example,
+            )
+        if pack_tokens < longest:
+            raise StrategyError(
+                f"bucket {entry.strip()!r}: a pack of {pack_tokens} tokens cannot hold a sequence of {longest}",
+                fix=f"write {strategy}:{longest}@{longest} or more",
+            )
+        if any(b.strategy == strategy for b in buckets):
+            raise StrategyError(f"strategy {strategy} is used by two buckets", fix="join the two length ranges into one")
+        buckets.append(Bucket(strategy, longest, pack_tokens, low))
+    worlds = {b.strategy.world_size for b in buckets}
+    if len(worlds) > 1:
+        sizes = ", ".join(f"{b.strategy} = {b.strategy.world_size}" for b in buckets)
+        raise StrategyError(
+            f"the strategies need different numbers of processes: {sizes}",
+            fix="give every strategy the same product dp*tp*pp, the number of processes you launch",
+        )
+    return tuple(buckets)
+
+
+def check_launch(buckets: tuple[Bucket, ...], world_size: int) -> None:
+    """Checks the number of processes.
+
+    Raises:
+        LaunchError: it is not the one that the strategies need; the message prints the command that starts it.
+    """
+    needed = buckets[0].strategy.world_size
+    if world_size != needed:
+        raise LaunchError(
+            f"the strategies need {needed} processes and {world_size} are running",
+            why="`accelerate launch --cpu --num_processes N` starts one process" if world_size == 1 else None,
+            fix=f"accelerate launch --multi_gpu --num_processes {needed} SCRIPT (on CPU give SCRIPT the flag --use_cpu)",
+        )
+
+
+def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShape) -> None:
+    """Checks that every bucket's strategy fits the world and the model.
+
+    Raises:
+        StrategyError: naming the strategy, the reason and the legal choices.
+    """
+    for bucket in buckets:
+        strategy = bucket.strategy
+        why = (
+            f"it needs {strategy.world_size} processes and {world_size} are running"
+            if strategy.world_size != world_size
+            else strategy.misfit(model)
+        )
+        if why:
+            legal = ", ".join(map(str, legal_strategies(world_size, model)))
+            raise StrategyError(
+                f"strategy {strategy} cannot run", why=why, fix=f"legal with {world_size} processes and this model: {legal}"
+            )

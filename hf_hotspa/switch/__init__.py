@@ -1,0 +1,1 @@
+"""Switching: plans of transfers between layouts, and their execution."""

@@ -1,0 +1,217 @@
+"""Transports: how tensors get from rank to rank. Three verbs, two implementations, one contract.
+
+* `send` and `recv` submit an operation; nothing moves yet.
+* `start` posts everything submitted since the last start, and returns a handle whose `wait` blocks until it is done.
+
+Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
+contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
+tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; `LoopbackTransport` joins ranks of one process, and
+checks what real transports do not (a wrong size aborts a gloo process, a wrong order of equal sizes is silent corruption).
+"""
+
+import threading
+from collections import deque
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+
+from hf_hotspa.errors import TransferError
+
+
+class TransferHandle(Protocol):
+    """What was started together."""
+
+    def wait(self) -> None:
+        """Returns when all of it is done: on CPU when the bytes have arrived, on an accelerator when everything that
+        the current stream does from now on comes after their arrival.
+
+        Raises:
+            TransferError: an operation failed; the message names rank, peer and tag.
+        """
+        ...
+
+
+class Transport(Protocol):
+    """See the head of this file."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        """Submits a send to a global rank."""
+        ...
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        """Submits a receive from a global rank."""
+        ...
+
+    def start(self) -> TransferHandle:
+        """Posts what was submitted, in the order of submission."""
+        ...
+
+
+class _Operation(NamedTuple):
+    sends: bool
+    tensor: torch.Tensor
+    rank: int
+    peer: int
+    tag: int
+
+    def describe(self) -> str:
+        verb = "send to" if self.sends else "receive from"
+        return f"{verb} rank {self.peer} (tag {self.tag}, {self.tensor.numel()} x {self.tensor.dtype})"
+
+    def error(self, what: str) -> TransferError:
+        return TransferError(f"{self.describe()} {what}", where=f"rank {self.rank}, peer {self.peer}, tag {self.tag}")
+
+    def checked(self) -> "_Operation":
+        if self.peer == self.rank:
+            raise self.error("is to itself; nothing was posted")
+        if not self.tensor.is_contiguous():
+            raise self.error("is not contiguous; nothing was posted")
+        return self
+
+
+class ProcessGroupTransport:
+    """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
+
+    On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must be
+    one that all its ranks take part in (the agreement on the plans is).
+
+    Args:
+        group: The group; None for the default one. Ranks are global ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = dist.get_rank()
+        self._submitted: list[_Operation] = []
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
+
+    def start(self) -> TransferHandle:
+        operations, self._submitted = self._submitted, []
+        posts = [
+            dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, op.peer, self.group, op.tag)
+            for op in operations
+        ]
+        try:
+            works = dist.batch_isend_irecv(posts) if posts else []
+        except Exception as error:
+            raise _batch_error("could not be posted", operations, error) from error
+        return _ProcessGroupHandle(operations, works)
+
+
+class _ProcessGroupHandle:
+    def __init__(self, operations: list[_Operation], works: list[dist.Work]) -> None:
+        self._operations, self._works = operations, works
+
+    def wait(self) -> None:
+        for index, work in enumerate(self._works):
+            try:
+                work.wait()
+            except Exception as error:
+                if len(self._works) == len(self._operations):
+                    raise self._operations[index].error(f"failed: {error}") from error
+                # a coalescing backend returns one work for the whole batch
+                raise _batch_error("failed", self._operations, error) from error
+
+
+def _batch_error(what: str, operations: list[_Operation], error: Exception) -> TransferError:
+    peers, tags = sorted({op.peer for op in operations}), sorted({op.tag for op in operations})
+    batch = ", ".join(op.describe() for op in operations)
+    return TransferError(
+        f"batch {what}: {batch}: {error}", where=f"rank {operations[0].rank}, peers {peers}, tags {tags}"
+    )
+
+
+class LoopbackHub:
+    """The wires between the loopback transports of one process.
+
+    Ranks may run in one thread each, or be stepped in turn by a single thread, which starts a round on every rank
+    before it waits on any.
+
+    Args:
+        world_size: Number of ranks.
+        timeout: Seconds that a wait lets other threads catch up; 0 when a single thread drives all ranks.
+    """
+
+    def __init__(self, world_size: int, timeout: float = 0.0) -> None:
+        self.world_size, self.timeout = world_size, timeout
+        self._mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
+        self._changed = threading.Condition()
+
+    def transport(self, rank: int) -> "LoopbackTransport":
+        """The transport of one rank."""
+        return LoopbackTransport(self, rank)
+
+    def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
+        """Puts a message on the wire."""
+        with self._changed:
+            self._mail.setdefault((src, dst, tag), deque()).append(tensor)
+            self._changed.notify_all()
+
+    def take(self, src: int, dst: int, tag: int) -> torch.Tensor | None:
+        """The oldest message with this address; None when there is none within the timeout."""
+        key = (src, dst, tag)
+        with self._changed:
+            if not self._changed.wait_for(lambda: key in self._mail, self.timeout):
+                return None
+            messages = self._mail[key]
+            message = messages.popleft()
+            if not messages:
+                del self._mail[key]
+            return message
+
+    def close(self) -> None:
+        """Checks that every message was received.
+
+        Raises:
+            TransferError: naming the messages that nobody received.
+        """
+        left = [f"{src} -> {dst} (tag {tag})" for src, dst, tag in sorted(self._mail)]
+        if left:
+            raise TransferError(f"messages that nobody received: {', '.join(left)}")
+
+
+class LoopbackTransport:
+    """The transport of one rank of a `LoopbackHub`."""
+
+    def __init__(self, hub: LoopbackHub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self._submitted: list[_Operation] = []
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
+
+    def start(self) -> TransferHandle:
+        operations, self._submitted = self._submitted, []
+        snapshots = [op.tensor.detach().clone() for op in operations if op.sends]
+        sends = [op for op in operations if op.sends]
+        for op, snapshot in zip(sends, snapshots, strict=True):
+            self.hub.post(op.rank, op.peer, op.tag, snapshot)
+        return _LoopbackHandle(self.hub, operations, snapshots)
+
+
+class _LoopbackHandle:
+    def __init__(self, hub: LoopbackHub, operations: list[_Operation], snapshots: list[torch.Tensor]) -> None:
+        self._hub, self._operations, self._snapshots = hub, operations, snapshots
+
+    def wait(self) -> None:
+        snapshots = iter(self._snapshots)
+        for op in self._operations:
+            if op.sends:
+                if not torch.equal(op.tensor.view(torch.uint8), next(snapshots).view(torch.uint8)):
+                    raise op.error("was changed while it was in flight")
+                continue
+            message = self._hub.take(op.peer, op.rank, op.tag)
+            if message is None:
+                raise op.error("found no message")
+            if (message.numel(), message.dtype) != (op.tensor.numel(), op.tensor.dtype):
+                raise op.error(f"found a message of {message.numel()} x {message.dtype}")
+            op.tensor.copy_(message.view_as(op.tensor))

@@ -1,0 +1,103 @@
+"""Marks, one compute thread, and the check that the multi-process tests really ran.
+
+With `HOTSPA_REQUIRE_GLOO=1` in the environment a session fails when no test marked `gloo` passed, when one was skipped,
+or when one that is neither `slow` nor `gpu` was deselected. Nothing here imports torch: sessions of pure unit tests
+start at once.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Examples are drawn anew on a desk and are always the same in continuous integration; a busy machine is no failure.
+settings.register_profile("hf_hotspa", deadline=None, derandomize=bool(os.environ.get("CI")))
+settings.load_profile("hf_hotspa")
+
+# Before any import of torch, and inherited by every process that a test starts.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["MKL_NUM_THREADS"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tests make their own models and data; none may depend on a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+_GLOO_FOLDER = Path(__file__).parent / "gloo"
+
+
+class GlooCheck:
+    """Counts what became of the tests marked `gloo`."""
+
+    def __init__(self, required: bool) -> None:
+        self.required = required
+        self.ids: set[str] = set()
+        self.passed: set[str] = set()
+        self.skipped: set[str] = set()
+        self.deselected: set[str] = set()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if _GLOO_FOLDER in item.path.parents:
+                item.add_marker(pytest.mark.gloo)
+            if item.get_closest_marker("gloo"):
+                self.ids.add(item.nodeid)
+
+    def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
+        for item in items:
+            if item.nodeid in self.ids and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+                self.deselected.add(item.nodeid)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        if any(item.nodeid in self.ids for item in session.items) and not session.config.option.collectonly:
+            from tests.harness import warm_up
+
+            warm_up()
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.skipped and "gloo" in Path(report.nodeid.partition("::")[0]).parts:
+            self.skipped.add(report.nodeid)
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.nodeid not in self.ids:
+            return
+        if report.skipped and not hasattr(report, "wasxfail"):
+            self.skipped.add(report.nodeid)
+        elif report.passed and report.when == "call":
+            self.passed.add(report.nodeid)
+
+    def complaints(self) -> list[str]:
+        """Why the session does not count as one that ran the multi-process tests."""
+        if not self.required:
+            return []
+        found = [] if self.passed else ["no test marked gloo passed"]
+        for word, ids in (("skipped", self.skipped), ("deselected", self.deselected)):
+            if ids:
+                found.append(f"{len(ids)} tests marked gloo were {word}, such as {min(ids)}")
+        return found
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if session.exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and self.complaints():
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if terminalreporter.config.option.collectonly:
+            return
+        for text in self.complaints():
+            terminalreporter.write_line(f"FAILED gloo check (HOTSPA_REQUIRE_GLOO=1): {text}", red=True)
+        if self.ids:
+            terminalreporter.write_line(f"gloo tests: {len(self.passed)} passed, {len(self.skipped)} skipped")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(GlooCheck(os.environ.get("HOTSPA_REQUIRE_GLOO") == "1"), "hotspa-gloo-check")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu"):
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs an NVIDIA GPU, and torch sees none")

@@ -1,0 +1,125 @@
+"""The rules of the source tree: layers, no cycles, one name for every module, files of a readable length."""
+
+import ast
+from collections.abc import Iterator
+
+import pytest
+
+from tests.contract.layers import (
+    DOCSTRING_ONLY,
+    LAYERS,
+    PACKAGE_FOLDERS,
+    ROOT,
+    ROOT_FILES,
+    Import,
+    imports_of,
+    layer_of,
+    modules,
+    source_files,
+)
+
+MAX_LINES = 420
+FILES = [file for file in source_files(*PACKAGE_FOLDERS) if file not in ROOT_FILES]
+
+
+def _imports(files: list[str]) -> Iterator[Import]:
+    known = modules()
+    for file in files:
+        yield from imports_of(file, known)
+
+
+def test_every_file_has_a_layer() -> None:
+    unknown = [file for file in FILES if layer_of(file) is None]
+    assert not unknown, f"give these files a layer in tests/contract/layers.py: {', '.join(unknown)}"
+
+
+def test_a_file_imports_its_own_layer_or_lower() -> None:
+    known = modules()
+    wrong = []
+    for found in _imports(FILES):
+        target = known.get(found.module)
+        if target is None or target in ROOT_FILES:
+            continue
+        layer, target_layer = layer_of(found.file), layer_of(target)
+        if layer is not None and target_layer is not None and target_layer > layer:
+            wrong.append(f"{found.file}:{found.line} (layer {layer}) imports {found.module} (layer {target_layer})")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_cycles() -> None:
+    known = modules()
+    edges: dict[str, set[str]] = {file: set() for file in FILES}
+    for found in _imports(FILES):
+        target = known.get(found.module)
+        if target in edges and target != found.file and not found.file.endswith("__init__.py"):
+            edges[found.file].add(target)
+    while leaves := [file for file, targets in edges.items() if not targets]:
+        edges = {file: targets.difference(leaves) for file, targets in edges.items() if targets}
+    assert not edges, f"these files import each other in a circle (or a file of one): {edges}"
+
+
+def test_nobody_in_the_package_imports_its_root() -> None:
+    wrong = [f"{i.file}:{i.line}" for i in _imports(FILES) if i.module in ("hf_hotspa", "hf_hotspa._source_tree")]
+    assert not wrong, f"import the module that holds the name, not the package root: {', '.join(wrong)}"
+
+
+def test_nobody_imports_bare_trainer_or_callbacks() -> None:
+    everywhere = source_files(*PACKAGE_FOLDERS, "examples", "tests", "benchmarks")
+    wrong = [
+        f"{i.file}:{i.line} imports {i.module}; write hf_hotspa.{i.module}"
+        for i in _imports(everywhere)
+        if i.module.partition(".")[0] in ("trainer", "callbacks")
+    ]
+    assert not wrong, "from the repository root this makes a second copy of every class:\n" + "\n".join(wrong)
+
+
+def test_docstring_only_files() -> None:
+    for file in DOCSTRING_ONLY:
+        body = ast.parse((ROOT / file).read_text()).body
+        assert len(body) == 1, f"{file} holds more than a docstring"
+        assert isinstance(body[0], ast.Expr)
+
+
+def test_files_are_short() -> None:
+    lengths = {file: len((ROOT / file).read_text().splitlines()) for file in source_files(*PACKAGE_FOLDERS, "examples")}
+    long = {file: lines for file, lines in lengths.items() if lines > MAX_LINES}
+    assert not long, f"more than {MAX_LINES} lines is asking to be two files: {long}"
+
+
+def test_every_file_says_what_it_owns() -> None:
+    silent = [f for f in source_files(*PACKAGE_FOLDERS) if not ast.get_docstring(ast.parse((ROOT / f).read_text()))]
+    assert not silent, f"no docstring: {silent}"
+
+
+# ---- the readers of this file are tested too: a rule that sees nothing finds nothing
+
+
+@pytest.mark.parametrize(
+    ("statement", "module"),
+    [
+        ("import hf_hotspa.errors", "hf_hotspa.errors"),
+        ("import hf_hotspa.errors as e", "hf_hotspa.errors"),
+        ("from hf_hotspa import errors", "hf_hotspa.errors"),
+        ("from hf_hotspa import HotSPaTrainer", "hf_hotspa"),
+        ("from hf_hotspa.errors import PlanError", "hf_hotspa.errors"),
+        ("def f():\n    from hf_hotspa.strategy import Strategy", "hf_hotspa.strategy"),
+        ("import trainer.trainer", "trainer.trainer"),
+        ("from trainer import x", "trainer"),
+        ("from . import collator", "hf_hotspa.data.collator"),
+        ("from .collator import x", "hf_hotspa.data.collator"),
+        ("from .. import errors", "hf_hotspa.errors"),
+        ("from ..errors import PlanError", "hf_hotspa.errors"),
+    ],
+)
+def test_imports_are_read(statement: str, module: str) -> None:
+    known = {"hf_hotspa.errors": "", "hf_hotspa.strategy": "", "hf_hotspa.data.collator": ""}
+    assert [i.module for i in imports_of("hf_hotspa/data/packing.py", known, statement)] == [module]
+
+
+def test_layer_table() -> None:
+    assert layer_of("hf_hotspa/errors.py") == 0
+    assert layer_of("hf_hotspa/layout/vector.py") == 1
+    assert layer_of("trainer/trainer.py") == 7
+    assert layer_of("hf_hotspa/no_such_file.py") is None
+    assert list(LAYERS) == list(range(9))
+    assert modules()["hf_hotspa.trainer"] == "trainer/__init__.py"

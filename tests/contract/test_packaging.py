@@ -1,0 +1,176 @@
+"""What is installed: the packages, the types, the pins, the lazy public names, and a source tree without installation."""
+
+import configparser
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from tests.contract.layers import PACKAGE_FOLDERS, ROOT, module_of, source_files
+
+
+def _setup_cfg() -> configparser.ConfigParser:
+    parser = configparser.ConfigParser()
+    parser.read(ROOT / "setup.cfg")
+    return parser
+
+
+def _lines(text: str) -> list[str]:
+    return [line.strip() for line in text.splitlines() if line.strip()]
+
+
+def _python(code: str, cwd: Path, *flags: str, **env: str) -> str:
+    command = [sys.executable, *flags, "-c", code]
+    clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    done = subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_pyproject_holds_no_metadata() -> None:
+    table = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    assert "project" not in table, "the metadata is in setup.cfg; a [project] table overrides it"
+    assert table["build-system"]["build-backend"] == "setuptools.build_meta"
+
+
+def test_setup_cfg_lists_every_package() -> None:
+    listed = _lines(_setup_cfg()["options"]["packages"])
+    found = [module_of(file) for file in source_files(*PACKAGE_FOLDERS) if file.endswith("__init__.py")]
+    assert sorted(listed) == sorted(found)
+    mapped = dict(re.split(r"\s*=\s*", line) for line in _lines(_setup_cfg()["options"]["package_dir"]))
+    assert mapped == {"hf_hotspa.trainer": "trainer", "hf_hotspa.callbacks": "callbacks"}
+
+
+def test_the_installed_version_is_this_one() -> None:
+    assert version("hf-hotspa") == _python("import hf_hotspa; print(hf_hotspa.__version__)", ROOT), "run: make install"
+
+
+def test_pins_satisfy_the_ranges() -> None:
+    pins = {}
+    for line in _lines((ROOT / "constraints.txt").read_text()):
+        if not line.startswith("#"):
+            name, _, pinned = line.partition("==")
+            assert re.fullmatch(r"[0-9][0-9.]*", pinned), f"not an exact pin: {line}"
+            pins[name] = Version(pinned)
+    config = _setup_cfg()
+    extras = [line for extra in config["options.extras_require"].values() for line in _lines(extra)]
+    for line in [*_lines(config["options"]["install_requires"]), *extras]:
+        requirement = Requirement(line)
+        assert requirement.name in pins, f"{requirement.name} has no pin in constraints.txt"
+        assert pins[requirement.name] in requirement.specifier, f"the pin of {requirement.name} is outside {line}"
+    assert sys.version_info >= tuple(map(int, config["options"]["python_requires"].removeprefix(">=").split(".")))
+
+
+def test_tests_run_with_the_pinned_versions() -> None:
+    pins = dict(re.findall(r"^(torch|transformers|accelerate|datasets)==(\S+)$", _constraints(), re.MULTILINE))
+    assert {name: version(name).partition("+")[0] for name in pins} == pins
+    assert len(pins) == 4
+
+
+def _constraints() -> str:
+    return (ROOT / "constraints.txt").read_text()
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel built from a copy of the tree, without network; needs setuptools 77 in the environment."""
+    pytest.importorskip("setuptools", minversion="77", reason="building needs setuptools>=77: make install brings it")
+    tree = tmp_path_factory.mktemp("tree")
+    for folder in PACKAGE_FOLDERS:
+        shutil.copytree(ROOT / folder, tree / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("setup.cfg", "pyproject.toml", "MANIFEST.in", "LICENSE", "README.md"):
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tree)
+    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--no-index", "-q", "-w"]
+    done = subprocess.run([*command, tree / "dist", tree], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    [built] = (tree / "dist").iterdir()
+    return built
+
+
+def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    expected = {
+        f"hf_hotspa/{file}" if file.startswith(("trainer/", "callbacks/")) else file
+        for file in source_files(*PACKAGE_FOLDERS)
+    }
+    assert {name for name in names if name.endswith(".py")} == expected
+    assert "hf_hotspa/py.typed" in names
+    assert {name.partition("/")[0] for name in names} == {
+        "hf_hotspa",
+        f"hf_hotspa-{wheel.name.split('-')[1]}.dist-info",
+    }
+    assert any(name.endswith("licenses/LICENSE") for name in names)
+
+
+def test_the_wheel_imports(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path / "site")
+    code = (
+        f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); import hf_hotspa.trainer as t; print(t.__file__)"
+    )
+    assert _python(code, tmp_path, "-S") == str(tmp_path / "site" / "hf_hotspa" / "trainer" / "__init__.py")
+
+
+@pytest.mark.parametrize("how", ["PYTHONPATH", "working directory"])
+@pytest.mark.parametrize("name", ["trainer", "callbacks"])
+def test_a_source_tree_needs_no_installation(tmp_path: Path, name: str, how: str) -> None:
+    code = f"import hf_hotspa.{name} as m; print(m.__file__, m.__spec__.name)"
+    # -S: without site-packages, so that no installed copy can answer
+    if how == "PYTHONPATH":
+        got = _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT))
+    else:
+        got = _python(code, ROOT, "-S")
+    assert got == f"{ROOT / name / '__init__.py'} hf_hotspa.{name}"
+
+
+def test_the_finder_answers_for_nothing_else(tmp_path: Path) -> None:
+    code = """
+import hf_hotspa, sys
+from hf_hotspa._source_tree import SourceTreeFinder, install
+assert sys.meta_path.count(SourceTreeFinder) == 1 and install() and sys.meta_path.count(SourceTreeFinder) == 1
+for name in ("trainer", "hf_hotspa.errors", "hf_hotspa.none", "other.trainer", "hf_hotspa.trainer.trainer"):
+    assert SourceTreeFinder.find_spec(name) is None, name
+print("ok")
+"""
+    assert _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT)) == "ok"
+
+
+def test_public_names_are_loaded_when_used() -> None:
+    code = """
+import sys, hf_hotspa
+assert set(hf_hotspa.__all__) <= set(dir(hf_hotspa))
+assert set(hf_hotspa._HOMES) | {"__version__"} == set(hf_hotspa.__all__)
+assert hf_hotspa.Strategy.parse("dp2").dp == 2 and hf_hotspa.parse_buckets("dp2:8") and hf_hotspa.HotspaError
+assert "Strategy" in vars(hf_hotspa) and "torch" not in sys.modules
+for module in (hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks):
+    try:
+        module.NoSuchName
+    except AttributeError as error:
+        assert "NoSuchName" in str(error)
+    else:
+        raise SystemExit("an unknown name was found")
+print("ok")
+"""
+    assert _python("import hf_hotspa.trainer, hf_hotspa.callbacks\n" + code, ROOT) == "ok"
+
+
+def test_every_public_name_exists() -> None:
+    code = """
+import hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks
+for module in (hf_hotspa, hf_hotspa.trainer, hf_hotspa.callbacks):
+    for name in module.__all__:
+        assert getattr(module, name) is not None
+        assert name in dir(module)
+assert hf_hotspa.HotSPaTrainer is hf_hotspa.trainer.HotSPaTrainer
+print("ok")
+"""
+    assert _python(code, ROOT) == "ok"

@@ -1,0 +1,1 @@
+"""Tests on several gloo ranks (CPU)."""

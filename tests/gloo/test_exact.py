@@ -1,0 +1,61 @@
+"""Exactness: loss and gradients of every strategy equal the plain Hugging Face model's on the unpacked sequences."""
+
+import pytest
+import torch
+
+from hf_hotspa.strategy import strategies_of
+from tests.families import FAMILIES, tiny_model
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-12, 1e-11)}
+"""Largest relative error of the loss, and of each gradient tensor."""
+
+
+def errors_of(family: str, dtype: torch.dtype, bucket_lists: list[str], **options: object) -> list[tuple[str, float, float, str]]:
+    """`(buckets, loss error, worst gradient error, its parameter)` of each bucket list, in one world."""
+    model = tiny_model(family, dtype)
+    rows = random_rows(11, model.config.vocab_size, longest=40)
+    loss, gradients = reference_step(model, rows)
+    found = []
+    for buckets in bucket_lists:
+        engine = make_engine(model, buckets, **options)
+        with exact_in_double(dtype):
+            report = engine.forward_backward(make_mini_batch(engine, rows))
+        got = engine.full_gradients()
+        assert got.keys() == gradients.keys()
+        errors = {name: relative_error(got[name], gradients[name]) for name in gradients}
+        worst = max(errors, key=lambda name: errors[name])
+        found.append((buckets, abs(report.loss - loss) / abs(loss), errors[worst], worst))
+        engine.close()
+    return found
+
+
+def rank_errors(rank: int, world_size: int, family: str, dtype: torch.dtype, bucket_lists: list[str]) -> object:
+    return errors_of(family, dtype, bucket_lists)
+
+
+def legal_buckets(world_size: int, family: str) -> list[str]:
+    from hf_hotspa.runtime.specs import describe_model
+
+    shape = describe_model(tiny_model(family)).shape
+    return [f"{s}:40@64" for s in strategies_of(world_size) if s.misfit(shape) is None]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy_of_four_ranks(family, dtype):
+    buckets = legal_buckets(4, family)
+    assert len(buckets) == 6
+    check(run_ranks(4, rank_errors, family, dtype, buckets), dtype)
+
+
+def check(per_rank, dtype):
+    loss_tolerance, gradient_tolerance = TOLERANCE[dtype]
+    for results in per_rank:
+        for buckets, loss_error, gradient_error, name in results:
+            assert loss_error <= loss_tolerance, f"{buckets}: loss off by {loss_error:.1e}"
+            assert gradient_error <= gradient_tolerance, f"{buckets}: gradient of {name} off by {gradient_error:.1e}"

@@ -1,0 +1,275 @@
+"""Switches over real process groups: one contract for all transports, random switches, and the agreement on plans."""
+
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import PlanMismatchError, TransferError
+from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.switch.agreement import agree_plans
+from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.planner import plan_load
+from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport, Transport
+from tests.harness import run_ranks
+from tests.switch_cases import bits, check_rank, make_case, poisoned, random_bits
+
+pytestmark = pytest.mark.gloo
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8)
+
+# ------------------------------------------------------------------------------------------ the contract of a transport
+
+
+def message(src: int, dst: int, tag: int, dtype: torch.dtype) -> torch.Tensor:
+    """A message that says where it belongs, of any bits and of a size of its own."""
+    generator = torch.Generator().manual_seed(src * 1000 + dst * 100 + tag)
+    return random_bits(generator, 1 + (src * 7 + dst * 3 + tag) % 11, dtype)
+
+
+def everyone_exchanges_everything(transport: Transport, rank: int, world_size: int) -> None:
+    """Several messages a pair and start, told apart by tags alone where the transport has them."""
+    peers = [peer for peer in range(world_size) if peer != rank]
+    for first in (0, 1 << 20):
+        received = []
+        for index, dtype in enumerate(DTYPES):
+            for peer in peers:
+                received.append((peer, index, torch.zeros_like(message(peer, rank, index, dtype))))
+                transport.recv(received[-1][2], peer, first + index)
+                transport.send(message(rank, peer, index, dtype), peer, first + index)
+        transport.start().wait()
+        for peer, index, tensor in received:
+            assert torch.equal(bits(tensor), bits(message(peer, rank, index, DTYPES[index])))
+
+
+def messages_keep_their_order_and_tags_their_own(transport: Transport, rank: int, world_size: int) -> None:
+    """Equal tags arrive in order; different tags may be received in any order."""
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    values = [torch.full((4,), float(10 * rank + i)) for i in range(4)]
+    for value, tag in zip(values, (5, 5, 6, 7), strict=True):
+        transport.send(value, after, tag)
+    received = [torch.zeros(4) for _ in range(4)]
+    for index, tag in ((3, 7), (0, 5), (2, 6), (1, 5)):
+        transport.recv(received[index], before, tag)
+    transport.start().wait()
+    assert [tensor[0].item() for tensor in received] == [10 * before + i for i in range(4)]
+
+
+def starts_may_overlap_and_be_empty(transport: Transport, rank: int, world_size: int) -> None:
+    """A rank may have nothing in a start, and may start again before it waits."""
+    transport.start().wait()
+    after, before = (rank + 1) % world_size, (rank - 1) % world_size
+    handles, received = [], [torch.zeros(3), torch.zeros(3)]
+    for index, tensor in enumerate(received):
+        transport.send(torch.full((3,), float(rank + 100 * index)), after, index)
+        transport.recv(tensor, before, index)
+        handles.append(transport.start())
+    for handle in handles:
+        handle.wait()
+    assert [tensor[2].item() for tensor in received] == [before, before + 100]
+    if rank == 0:
+        transport.send(torch.ones(2), 1, 9)
+    if rank == 1:
+        transport.recv(into := torch.zeros(2), 0, 9)
+    transport.start().wait()
+    assert rank != 1 or into.sum() == 2
+
+
+def what_no_transport_can_do_is_refused(transport: Transport, rank: int, world_size: int) -> None:
+    """Before anything is posted; what was submitted before stays as it was."""
+    for submit in (transport.send, transport.recv):
+        with pytest.raises(TransferError, match=f"rank {rank}.*is to itself"):
+            submit(torch.ones(2), rank, 1)
+        with pytest.raises(TransferError, match="not contiguous"):
+            submit(torch.ones(4)[::2], (rank + 1) % world_size, 1)
+    transport.start().wait()
+
+
+CONTRACT = (
+    everyone_exchanges_everything,
+    messages_keep_their_order_and_tags_their_own,
+    starts_may_overlap_and_be_empty,
+    what_no_transport_can_do_is_refused,
+)
+
+
+def contract_over_gloo(rank: int, world_size: int) -> None:
+    for clause in CONTRACT:
+        clause(ProcessGroupTransport(), rank, world_size)
+        group = dist.new_group(list(range(world_size)))
+        clause(ProcessGroupTransport(group), rank, world_size)
+
+
+def contract_in_a_subgroup(rank: int, world_size: int) -> None:
+    """Ranks are global ranks, in a group that starts at rank 1 too."""
+    group = dist.new_group(list(range(1, world_size)))
+    if rank > 0:
+        transport = ProcessGroupTransport(group)
+        peers = [peer for peer in range(1, world_size) if peer != rank]
+        received = {peer: torch.zeros(2) for peer in peers}
+        for peer in peers:
+            transport.send(torch.full((2,), float(rank)), peer, 0)
+            transport.recv(received[peer], peer, 0)
+        transport.start().wait()
+        assert all(tensor.tolist() == [peer, peer] for peer, tensor in received.items())
+
+
+@pytest.mark.parametrize("clause", CONTRACT)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_contract_of_the_loopback_transport(clause: Callable[[Transport, int, int], None], world_size: int) -> None:
+    hub = LoopbackHub(world_size, timeout=20.0)
+    failures: list[BaseException] = []
+
+    def work(rank: int) -> None:
+        try:
+            clause(hub.transport(rank), rank, world_size)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    hub.close()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_contract_of_the_process_group_transport(world_size: int) -> None:
+    run_ranks(world_size, contract_over_gloo)
+
+
+def test_ranks_of_a_subgroup_are_global_ranks() -> None:
+    run_ranks(4, contract_in_a_subgroup)
+
+
+def loses_its_peer(rank: int, world_size: int) -> str:
+    """Rank 1 dies while rank 0 waits for its message."""
+    if rank == 1:
+        os._exit(3)
+    transport = ProcessGroupTransport()
+    transport.recv(torch.zeros(4), 1, 17)
+    with pytest.raises(TransferError) as caught:
+        transport.start().wait()
+    return str(caught.value)
+
+
+def test_a_lost_peer_is_named() -> None:
+    outcome = run_ranks(2, loses_its_peer, expect_failure=True)[0]
+    assert outcome.returned, outcome.describe()
+    assert "receive from rank 1 (tag 17, 4 x torch.float32)" in outcome.value
+    assert "Where: rank 0, peer" in outcome.value
+
+
+# ---------------------------------------------------------------------------------------------------- random switches
+
+
+def random_switches(rank: int, world_size: int, seeds: range) -> int:
+    """All kinds in turn, one executor for all of them, as in training."""
+    executors: dict[int, SwitchExecutor] = {}
+    transport = ProcessGroupTransport()
+    for epoch, seed in enumerate(seeds):
+        case = make_case(seed, world_size)
+        agree_plans([case.plan], {"staging": str(case.staging_bytes)})
+        executor = executors.setdefault(case.staging_bytes, SwitchExecutor(transport, rank, case.staging_bytes))
+        executor.reserve([case.plan])
+        executor.run(case.plan, case.sources[rank], case.targets[rank], case.wires, epoch)
+        check_rank(case, rank, case.targets[rank])
+    return len(seeds)
+
+
+@pytest.mark.parametrize(("world_size", "switches"), [(2, 90), (4, 90), (8, 60)])
+def test_random_switches_are_exact(world_size: int, switches: int) -> None:
+    seeds = range(1000 * world_size, 1000 * world_size + switches)
+    assert run_ranks(world_size, random_switches, seeds) == [switches] * world_size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [2, 3, 4, 6, 8])
+def test_many_random_switches_are_exact(world_size: int) -> None:
+    run_ranks(world_size, random_switches, range(10_000, 10_900), timeout=280)
+
+
+def gather_in_bfloat16(rank: int, world_size: int, numel: int, staging_bytes: int) -> SwitchStats:
+    """An fp32 master store to a whole bf16 copy on every rank."""
+    share = numel // world_size
+    master = Layout(
+        "master",
+        tuple((Interval(r * share, (r + 1) * share, 0, 0),) for r in range(world_size)),
+        ((share,),) * world_size,
+    )
+    whole = Layout("whole", ((Interval(0, numel, 0, 0),),) * world_size, ((numel,),) * world_size)
+    plan = plan_load(master, whole, Cluster(world_size, world_size), [2])
+    full = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    into = poisoned(numel, torch.bfloat16)
+    executor = SwitchExecutor(ProcessGroupTransport(), rank, staging_bytes)
+    stats = executor.run(plan, [full[rank * share : (rank + 1) * share].clone()], [into], [torch.bfloat16], 3)
+    assert torch.equal(bits(into), bits(full.to(torch.bfloat16)))
+    return stats
+
+
+def test_master_weights_travel_in_the_dtype_of_the_model() -> None:
+    numel = 1 << 20
+    for staging_bytes, rounds in ((64 << 20, 1), (3 << 16, 8)):
+        for stats in run_ranks(4, gather_in_bfloat16, numel, staging_bytes):
+            assert stats.sent_bytes == stats.received_bytes == 3 * numel // 4 * 2
+            assert stats.num_rounds == rounds
+            assert stats.num_messages == 6 * rounds
+
+
+# ---------------------------------------------------------------------------------------------------------- agreement
+
+
+def small_plan() -> SwitchPlan:
+    source = Layout("a", ((Interval(0, 8, 0, 0),), ()), ((8,), (8,)))
+    target = Layout("b", ((), (Interval(0, 8, 0, 0),)), ((8,), (8,)))
+    return plan_load(source, target, Cluster(2, 2), [4])
+
+
+def disagreeing(rank: int, world_size: int) -> list[str]:
+    """One rank differs, in one thing after another; every rank must say so, and then still be able to work."""
+    plan = small_plan()
+    other = replace(plan, transfers=(plan.transfers[0]._replace(src_offset=1, length=7),))
+    odd = rank == 2
+    attempts = [
+        ([plan, other if odd else plan], {"model": "m"}),
+        ([plan], {"model": "m", "configuration": "x" if odd else "y"}),
+        ([plan] if odd else [plan, plan], {}),
+        ([plan], {"model" if odd else "config": "m"}),
+        ([plan], {"one": str(rank), "two": "equal", "three": str(rank // 2)}),
+        ([replace(plan, name=str(i) + ("!" if odd else "")) for i in range(9)], {}),
+    ]
+    messages = []
+    for plans, extra in attempts:
+        with pytest.raises(PlanMismatchError) as caught:
+            agree_plans(plans, extra)
+        messages.append(str(caught.value))
+    agree_plans([plan], {"model": "m"})
+    agree_plans([], {})
+    return messages
+
+
+def test_a_difference_is_an_error_on_every_rank_before_anything_is_sent() -> None:
+    for rank, messages in enumerate(run_ranks(4, disagreeing)):
+        assert all(f"rank {rank}" in text and "nothing was sent" in text for text in messages)
+        plans, configuration, lengths, names, several, renamed = messages
+        assert "plan 1 'load a -> b': ranks [0, 1, 3] have" in plans
+        assert "ranks [2] have" in plans
+        assert "plan 0" not in plans.split("Where:")[0]
+        assert "configuration: ranks [0, 1, 3] have" in configuration
+        assert "model" not in configuration.split("Where:")[0]
+        assert f"this rank compares {1 if rank == 2 else 2} plans" in lengths
+        assert f"this rank compares 1 plans, {'model' if rank == 2 else 'config'}" in names
+        assert "one: ranks [0] have" in several
+        assert "three: ranks [0, 1] have" in several
+        assert "two" not in several.split("Where:")[0]
+        assert "plan 4" in renamed
+        assert "(and 4 more)" in renamed

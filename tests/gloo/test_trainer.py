@@ -1,0 +1,116 @@
+"""`HotSPaTrainer` against the stock Trainer: same losses, same weights, same logs."""
+
+import math
+
+import pytest
+import torch
+from transformers import Trainer, TrainingArguments
+
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, relative_error
+
+pytestmark = pytest.mark.gloo
+
+STEPS, MINI_BATCH = 20, 12
+COMMON = {
+    "max_steps": STEPS,
+    "learning_rate": 1e-2,
+    "weight_decay": 0.1,
+    "max_grad_norm": 0.5,
+    "warmup_steps": 3,
+    "lr_scheduler_type": "cosine",
+    "seed": 7,
+    "logging_steps": 1,
+    "use_cpu": True,
+    "disable_tqdm": True,
+    "report_to": "none",
+}
+
+
+def dataset_rows(vocab_size):
+    # 90 rows: the last mini-batch of each epoch is short
+    return random_rows(90, vocab_size, longest=60, seed=3)
+
+
+class _LossRecorder(Trainer):
+    """The stock Trainer; keeps the loss of every step in full precision."""
+
+    def training_step(self, *args, **kwargs):
+        loss = super().training_step(*args, **kwargs)
+        self.losses = [*getattr(self, "losses", []), loss.item()]
+        return loss
+
+
+def _pad(examples):
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def padded(key, value):
+        return torch.tensor([e[key] + [value] * (longest - len(e[key])) for e in examples])
+
+    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples])
+    return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
+
+
+def stock_run(rank, world_size, family, dtype, output_dir):
+    model = tiny_model(family, dtype)
+    args = TrainingArguments(
+        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
+    )
+    trainer = _LossRecorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad)
+    with exact_in_double(dtype):
+        trainer.train()
+    weights = {n: p.detach().clone() for n, p in model.named_parameters()}
+    return trainer.losses, trainer.state.log_history, weights
+
+
+def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    losses, phases = [], set()
+
+    class Recorder(HotSPaTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            losses.append(self.last_report.loss)
+            phases.update(p.strategy for p in self.last_report.phases)
+            return loss
+
+    model = tiny_model(family, dtype)
+    args = HotSPaTrainingArguments(
+        output_dir=output_dir, hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies=strategies, **COMMON, **extra
+    )
+    trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
+    with exact_in_double(dtype):
+        trainer.train()
+    weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}
+    trainer.close_engine()
+    return losses, trainer.state.log_history, weights, sorted(phases)
+
+
+THREE = "dp4:16@32,dp2tp2:32,tp2pp2:60@64"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied"])
+def test_twenty_steps_equal_the_stock_trainer(family, dtype, tmp_path):
+    [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"))
+    per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), THREE, {})
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+    for found, found_logs, found_weights, phases in per_rank:
+        assert phases == ["dp1tp2pp2", "dp2tp2pp1", "dp4tp1pp1"]
+        assert len(found) == len(losses) == STEPS
+        for step, (a, b) in enumerate(zip(found, losses, strict=True), start=1):
+            assert math.isclose(a, b, rel_tol=tolerance), f"step {step}: loss {a} instead of {b}"
+        whole = relative_error(
+            torch.cat([found_weights[n].flatten() for n in weights]), torch.cat([w.flatten() for w in weights.values()])
+        )
+        assert whole <= 1e-5
+        for name, weight in weights.items():
+            assert relative_error(found_weights[name], weight) <= 1e-4, name
+        for log, expected in zip(found_logs, logs, strict=True):
+            for key in ("epoch", "step", "learning_rate"):
+                assert log.get(key) == expected.get(key)
+            if "grad_norm" in expected:
+                assert math.isclose(log["grad_norm"], expected["grad_norm"], rel_tol=1e-4)

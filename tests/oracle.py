@@ -1,0 +1,82 @@
+"""What the engine is compared with: the plain Hugging Face model, one unpacked sequence at a time, in one process."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+_CASTS = (torch.Tensor.to, torch.Tensor.float)
+
+
+class _KeepDouble(TorchFunctionMode):
+    """Turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
+            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,)):
+                return args[0]
+            if kwargs.get("dtype") is torch.float32:
+                if func is torch.Tensor.to:
+                    return args[0]
+                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax):
+                    kwargs = {**kwargs, "dtype": torch.float64}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def exact_in_double(dtype: torch.dtype) -> Iterator[None]:
+    """In fp64, keeps stock models from casting down; the same patch on both sides of a comparison. Else nothing."""
+    if dtype != torch.float64:
+        yield
+        return
+    with _KeepDouble():
+        yield
+
+
+def random_rows(num_rows: int, vocab_size: int, longest: int, seed: int = 0, masked: bool = True) -> list[dict[str, Any]]:
+    """Rows of long-tailed lengths up to `longest`; some of them, when `masked`, with labels on a part only."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integer(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (1,), generator=generator))
+
+    rows = []
+    for index in range(num_rows):
+        length = integer(longest // 2, longest + 1) if index % 5 == 4 else integer(1, max(longest // 4, 3))
+        ids = torch.randint(0, vocab_size, (length,), generator=generator)
+        labels = ids.clone()
+        if masked and index % 3 == 0:
+            labels[: length // 2] = -100
+        rows.append({"input_ids": ids.tolist(), "labels": labels.tolist()})
+    return rows
+
+
+def reference_step(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+    """Loss and gradients of the plain model: `sum(CE) / N` over all rows, each row alone."""
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    model.zero_grad(set_to_none=True)
+    total = 0.0
+    with exact_in_double(model.dtype):
+        for row in rows:
+            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+            logits = model(input_ids=ids, use_cache=False).logits[0]
+            loss = functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100) / num_labels
+            loss.backward()
+            total += loss.item()
+    gradients = {
+        name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    return total, gradients
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Norm of the difference over the norm of what is expected (absolute where that is nearly zero)."""
+    difference = torch.linalg.vector_norm(found.double() - expected.double())
+    return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-9))

@@ -1,0 +1,227 @@
+"""Random switches with known answers, for the loopback and the gloo tests alike.
+
+Every rank builds the same case from a seed: layouts, plan, the buffers of all ranks before the switch and after it.
+"""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.rounds import WINDOW_ALIGNMENT
+from hf_hotspa.switch.transport import LoopbackHub
+from tests.random_models import random_master_layout, random_model
+
+Buffers = list[torch.Tensor | None]
+POISON = 0xA5
+
+
+@dataclass(frozen=True)
+class Case:
+    """A switch of a whole world: `sources[rank][segment]`, and what `targets` hold before and after it."""
+
+    vector: ParameterVector
+    source: Layout
+    target: Layout
+    plan: SwitchPlan
+    sources: list[Buffers]
+    targets: list[Buffers]
+    expected: list[Buffers]
+    wires: list[torch.dtype | None]
+    staging_bytes: int
+
+    @property
+    def world_size(self) -> int:
+        return self.plan.world_size
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's bytes, in which NaN equals itself and -0.0 differs from 0.0."""
+    return tensor.view(torch.uint8)
+
+
+def poisoned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A buffer of bytes that no test expects."""
+    return torch.full((numel * dtype.itemsize,), POISON, dtype=torch.uint8).view(dtype)
+
+
+def random_bits(generator: torch.Generator, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Any bit pattern of the dtype: NaN payloads, infinities, denormals, -0.0."""
+    raw = torch.randint(0, 256, (numel * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+    values = raw.view(dtype)
+    if dtype.is_floating_point and numel > 2:
+        values[0], values[1] = -0.0, float("nan")
+    return values
+
+
+def random_values(generator: torch.Generator, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """Finite values of all magnitudes, and -0.0: conversions of these are defined to the bit, those of NaN are not."""
+    if not dtype.is_floating_point:
+        return random_bits(generator, numel, dtype)
+    values = torch.randn(numel, generator=generator, dtype=torch.float64) * 2.0 ** torch.randint(
+        -20, 14, (numel,), generator=generator
+    )
+    values[: numel // 10] = -0.0
+    return values.to(dtype)
+
+
+def scatter(vector: ParameterVector, layout: Layout, full: Sequence[torch.Tensor]) -> list[Buffers]:
+    """The buffers of all ranks, given the whole segments; the places that the layout does not list are poisoned."""
+    world: list[Buffers] = []
+    for holdings, sizes in zip(layout.holdings, layout.sizes, strict=True):
+        buffers: Buffers = [
+            poisoned(size, tensor.dtype) if size else None for size, tensor in zip(sizes, full, strict=True)
+        ]
+        for interval in holdings:
+            segment, buffer = vector.segments[interval.segment], buffers[interval.segment]
+            assert buffer is not None
+            values = full[interval.segment][interval.start - segment.start : interval.stop - segment.start]
+            buffer[interval.offset : interval.offset + interval.length] = values
+        world.append(buffers)
+    return world
+
+
+def random_staging(rng: random.Random, world_size: int, numel: int) -> int:
+    """From windows of one or two elements to everything in one round."""
+    peers = max(1, world_size - 1)
+    return peers * WINDOW_ALIGNMENT * rng.choice((max(1, numel // 256), rng.randint(2, 64), 1 << 20)) + rng.randint(
+        0, 15
+    )
+
+
+def load_case(seed: int, kind: str, world_size: int | None = None) -> Case:
+    """A load: `master` -> strategy (which converts fp32 to the model's dtype) or `strategy` -> strategy (any bits)."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    model = random_model(rng)
+    vector, world_size = model.vector, world_size or rng.randint(1, 8)
+    strategies = model.strategies(world_size)
+    target = strategy_layout(vector, rng.choice(strategies))
+    dtypes = [torch_dtype(segment.dtype) for segment in vector.segments]
+    if kind == "master":
+        source = random_master_layout(rng, vector, world_size)
+        held = [torch_dtype(segment.master_dtype) for segment in vector.segments]
+    else:
+        source = strategy_layout(vector, rng.choice(strategies))
+        held = dtypes
+    full = [
+        (random_bits if held_dtype == dtype else random_values)(generator, segment.numel, held_dtype)
+        for segment, dtype, held_dtype in zip(vector.segments, dtypes, held, strict=True)
+    ]
+    plan = plan_load(source, target, Cluster(world_size, rng.randint(1, world_size)), [d.itemsize for d in dtypes])
+    after = scatter(vector, target, [tensor.to(dtype) for tensor, dtype in zip(full, dtypes, strict=True)])
+    before: list[Buffers] = [[None if b is None else poisoned(b.numel(), b.dtype) for b in rank] for rank in after]
+    staging = random_staging(rng, world_size, vector.numel)
+    return Case(vector, source, target, plan, scatter(vector, source, full), before, after, list(dtypes), staging)
+
+
+def return_case(seed: int, world_size: int | None = None) -> Case:
+    """A gradient return of small integers, whose sums are exact in every dtype and every order.
+
+    What a rank must not send (the other tp coordinates' parts of a replicated gradient) is NaN.
+    """
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    model = random_model(rng)
+    vector, world_size = model.vector, world_size or rng.randint(1, 8)
+    contributions = gradient_layout(vector, rng.choice(model.strategies(world_size)))
+    master = random_master_layout(rng, vector, world_size)
+    narrow = rng.random() < 0.5  # gradients in the model's dtype, else in that of the master store
+    wires, totals, accumulated = [], [], []
+    for segment in vector.segments:
+        gradient = segment.dtype if narrow else segment.master_dtype
+        wires.append(torch_dtype(gradient) if segment.trainable else None)
+        start = torch.randint(-4, 5, (segment.numel,), generator=generator).to(torch_dtype(segment.master_dtype))
+        accumulated.append(start)
+        totals.append(start.clone())
+    sources = []
+    for holdings, sizes in zip(contributions.holdings, contributions.sizes, strict=True):
+        buffers: Buffers = [
+            torch.full((size,), float("nan"), dtype=wire) if size and wire is not None else None
+            for size, wire in zip(sizes, wires, strict=True)
+        ]
+        for interval in holdings:
+            segment, buffer = vector.segments[interval.segment], buffers[interval.segment]
+            assert buffer is not None
+            values = torch.randint(-8, 9, (interval.length,), generator=generator)
+            buffer[interval.offset : interval.offset + interval.length] = values
+            totals[interval.segment][interval.start - segment.start : interval.stop - segment.start] += values
+        sources.append(buffers)
+    return Case(
+        vector,
+        contributions,
+        master,
+        plan_return(contributions, master),
+        sources,
+        scatter(vector, master, accumulated),
+        scatter(vector, master, totals),
+        wires,
+        random_staging(rng, world_size, vector.numel),
+    )
+
+
+def make_case(seed: int, world_size: int | None = None) -> Case:
+    """One case of every kind in turn."""
+    kind = ("master", "strategy", "return")[seed % 3]
+    return return_case(seed, world_size) if kind == "return" else load_case(seed, kind, world_size)
+
+
+def check_rank(case: Case, rank: int, found: Buffers) -> None:
+    """Compares one rank's target buffers with the expected ones, bit for bit."""
+    for segment, (expected, buffer) in enumerate(zip(case.expected[rank], found, strict=True)):
+        assert (expected is None) == (buffer is None)
+        if expected is not None and buffer is not None:
+            assert torch.equal(bits(expected), bits(buffer)), f"{case.plan.name}: rank {rank}, segment {segment}"
+
+
+def check_exactly_once(case: Case) -> None:
+    """Counts deliveries element by element, without the plan's own proof."""
+    plan = case.plan
+    needed, end = (case.source, "src") if plan.accumulate else (case.target, "dst")
+    for rank, holdings in enumerate(needed.holdings):
+        counts = torch.zeros(case.vector.numel, dtype=torch.int32)
+        expected = torch.zeros_like(counts)
+        for transfer in plan.transfers:
+            if getattr(transfer, end) == rank:
+                counts[transfer.start : transfer.stop] += 1
+        for interval in holdings:
+            expected[interval.start : interval.stop] = 1
+        assert torch.equal(counts, expected), f"{plan.name}: rank {rank}"
+
+
+def clone(world: list[Buffers]) -> list[Buffers]:
+    return [[None if buffer is None else buffer.clone() for buffer in buffers] for buffers in world]
+
+
+def drive(
+    case: Case, targets: list[Buffers], rng: random.Random, *, staging_bytes: int | None = None
+) -> list[SwitchStats]:
+    """Runs a switch of all ranks in this thread, the ranks in another random order in every step."""
+    hub, world_size, epoch = LoopbackHub(case.world_size), case.world_size, rng.randint(0, 1 << 20)
+    runs = {}
+    for rank in range(world_size):
+        executor = SwitchExecutor(hub.transport(rank), rank, staging_bytes or case.staging_bytes)
+        runs[rank] = executor.steps(case.plan, case.sources[rank], targets[rank], case.wires, epoch)
+    stats: dict[int, SwitchStats] = {}
+    while runs:
+        for rank in rng.sample(sorted(runs), len(runs)):
+            try:
+                next(runs[rank])
+            except StopIteration as end:
+                stats[rank] = end.value
+        assert not stats or len(stats) == world_size, "ranks have different numbers of rounds"
+        if stats:
+            break
+    hub.close()
+    return [stats[rank] for rank in range(world_size)]

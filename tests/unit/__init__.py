@@ -1,0 +1,1 @@
+"""Tests without processes: tables and properties of the torch-free files."""

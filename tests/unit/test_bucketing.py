@@ -1,0 +1,157 @@
+"""From rows to a plan: policies, buckets, label counts, and that nothing is trained twice or lost."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hotspa.data.bucketing import OVERLONG_POLICIES, assign_buckets, check_lengths, cut_rows, plan_mini_batch
+from hf_hotspa.data.mini_batch import Sequence
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.strategy import parse_buckets
+
+BUCKETS = parse_buckets("dp4:8@16,dp2tp2:20,tp2pp2:50@60")
+
+
+def table_of(*lengths):
+    return SequenceTable.from_lengths(lengths)
+
+
+def slices(cut):
+    return [(s.row, s.start, s.stop, s.num_labels) for s in cut.sequences]
+
+
+def test_rows_that_fit_are_left_alone_under_every_policy():
+    table = table_of(1, 5, 50)
+    for policy in OVERLONG_POLICIES:
+        cut = cut_rows([2, 0, 1], table, 50, policy)
+        assert slices(cut) == [(2, 0, 50, 49), (0, 0, 1, 0), (1, 0, 5, 4)]
+        assert (cut.num_truncated, cut.num_split, cut.num_dropped, cut.num_empty) == (0, 0, 0, 0)
+
+
+def test_error_names_row_length_limit_and_fix():
+    with pytest.raises(OverlongError) as info:
+        cut_rows([0, 1], table_of(50, 51), 50, "error")
+    text = str(info.value)
+    assert "dataset row 1" in text
+    assert "51 tokens" in text
+    assert "longest bucket, 50 tokens" in text
+    assert "split" in text
+
+
+def test_truncate_split_and_drop():
+    table = table_of(7, 121, 100, 101)
+    truncated = cut_rows([1, 0], table, 50, "truncate")
+    assert slices(truncated) == [(1, 0, 50, 49), (0, 0, 7, 6)]
+    assert truncated.num_truncated == 1
+    split = cut_rows([1, 2, 3], table, 50, "split")
+    assert slices(split) == [
+        (1, 0, 50, 49),
+        (1, 50, 100, 49),
+        (1, 100, 121, 20),
+        (2, 0, 50, 49),
+        (2, 50, 100, 49),
+        (3, 0, 50, 49),
+        (3, 50, 100, 49),
+        (3, 100, 101, 0),  # a last piece of one token: planned, and without a label
+    ]
+    assert split.num_split == 3
+    dropped = cut_rows([1, 0], table, 50, "drop")
+    assert slices(dropped) == [(0, 0, 7, 6)]
+    assert (dropped.num_dropped, dropped.num_rows) == (1, 2)
+
+
+def test_empty_rows_are_left_out_and_counted():
+    plan = plan_mini_batch([0, 1, 2], table_of(0, 1, 0), BUCKETS)
+    assert [(s.row, s.num_labels) for s in plan.sequences()] == [(1, 0)]
+    assert (plan.num_rows, plan.num_empty, plan.num_labels, plan.num_tokens) == (3, 2, 0, 1)
+
+
+def test_a_mini_batch_of_nothing_is_a_plan_without_phases():
+    plan = plan_mini_batch([0], table_of(0), BUCKETS)
+    assert plan.phases == ()
+    assert (plan.num_labels, plan.num_rows, plan.num_sequences) == (0, 1, 0)
+
+
+def test_edges_of_buckets_belong_to_the_shorter_one():
+    sequences = [Sequence(n, 0, n, 0) for n in (1, 8, 9, 20, 21, 50)]
+    lengths = [[s.num_tokens for s in members] for members in assign_buckets(sequences, BUCKETS)]
+    assert lengths == [[1, 8], [9, 20], [21, 50]]
+    turned = [[s.num_tokens for s in members] for members in assign_buckets(sequences, BUCKETS[::-1])]
+    assert turned == lengths[::-1]
+
+
+def test_phases_follow_the_buckets_given_and_empty_ones_are_left_out():
+    table = table_of(5, 40, 6)
+    plan = plan_mini_batch([0, 1, 2], table, BUCKETS)
+    assert [p.bucket for p in plan.phases] == [BUCKETS[0], BUCKETS[2]]
+    turned = plan_mini_batch([0, 1, 2], table, BUCKETS[::-1])
+    assert [p.bucket for p in turned.phases] == [BUCKETS[2], BUCKETS[0]]
+    assert len(plan.phases[0].replicas) == 4
+    assert [len(packs) for packs in plan.phases[0].replicas] == [1, 1, 0, 0]
+
+
+def test_labels_of_slices_come_from_the_mask():
+    # Row 0 trains on everything, row 1 on the tokens 6..9 only.
+    mask = np.zeros(12, np.uint8)
+    mask[6:10] = 1
+    table = SequenceTable(np.array([12, 12]), np.array([11, 4]), np.array([-1, 0]), np.packbits(mask))
+    plan = plan_mini_batch([0, 1], table, parse_buckets("dp1:5"), policy="split")
+    counts = sorted((s.row, s.start, s.num_labels) for s in plan.sequences())
+    # The label of token 5 (row 0) and of nothing in row 1 is lost at a cut: token 5 is the first of its piece.
+    assert counts == [(0, 0, 4), (0, 5, 4), (0, 10, 1), (1, 0, 0), (1, 5, 4), (1, 10, 0)]
+    assert plan.num_labels == 13
+    assert plan_mini_batch([1], table, parse_buckets("dp1:8"), policy="truncate").num_labels == 2
+
+
+@given(
+    st.lists(st.integers(0, 130), min_size=1, max_size=80),
+    st.sampled_from(["truncate", "split", "drop"]),
+    st.randoms(use_true_random=False),
+)
+@settings(deadline=None, max_examples=150)
+def test_every_token_is_planned_exactly_once(lengths, policy, random):
+    table = table_of(*lengths)
+    rows = list(range(len(lengths)))
+    random.shuffle(rows)
+    plan = plan_mini_batch(rows, table, BUCKETS, quadratic_cost=1e-2, policy=policy)
+    seen = {row: [] for row in rows}
+    for phase in plan.phases:
+        for packs in phase.replicas:
+            for pack in packs:
+                assert pack.num_tokens <= phase.bucket.pack_tokens
+                for s in pack.sequences:
+                    assert phase.bucket.low < s.num_tokens <= phase.bucket.longest
+                    seen[s.row].append((s.start, s.stop))
+    for row, length in enumerate(lengths):
+        if policy == "split":
+            expected = length
+        else:
+            expected = length if length <= 50 else {"truncate": 50, "drop": 0}[policy]
+        covered = sorted(seen[row])
+        assert [a for a, _ in covered] + [expected] == [0] + [b for _, b in covered]  # gapless, no overlap
+    assert plan.num_labels == sum(max(s.num_tokens - 1, 0) for s in plan.sequences())
+    assert plan.num_rows == len(lengths)
+    assert plan.num_empty == lengths.count(0)
+    over = sum(length > 50 for length in lengths)
+    assert plan.num_truncated + plan.num_split + plan.num_dropped == over
+    again = plan_mini_batch(tuple(rows), table_of(*lengths), BUCKETS, quadratic_cost=1e-2, policy=policy)
+    assert again == plan
+    assert again.digest() == plan.digest()
+
+
+def test_the_whole_table_is_checked_before_training():
+    table = table_of(3, 90, 60, 50)
+    for policy in ("truncate", "split", "drop"):
+        check_lengths(table, 50, policy)
+    check_lengths(table, 90, "error")
+    with pytest.raises(OverlongError, match=r"90 tokens.*row 1.*2 of 4 rows"):
+        check_lengths(table, 50, "error")
+
+
+def test_unknown_policy_and_missing_buckets_are_refused():
+    with pytest.raises(HotspaConfigError, match="truncate, split, drop"):
+        cut_rows([0], table_of(1), 10, "wrap")
+    with pytest.raises(HotspaConfigError, match="no bucket"):
+        plan_mini_batch([0], table_of(1), ())

@@ -1,0 +1,99 @@
+"""The error family: messages, stable codes, and the way between ranks."""
+
+import json
+import pickle
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hotspa import errors
+from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError
+
+CLASSES = [c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, HotspaError)]
+OPTIONAL_TEXT = st.none() | st.text(max_size=30)
+
+
+def test_codes_are_unique_and_well_formed() -> None:
+    codes = [c.code for c in CLASSES]
+    assert len(set(codes)) == len(codes), codes
+    for cls in CLASSES:
+        assert len(cls.code) == 7, cls
+        assert cls.code.startswith("HSP-"), cls
+        assert cls.code[4:].isdigit(), cls
+        assert cls.__name__.endswith("Error"), cls
+        assert cls.__doc__, cls
+
+
+# Codes are written in logs and searched for: a change here breaks somebody's search. A new error gets a line.
+CODES = {
+    "HotspaError": "HSP-000",
+    "LaunchError": "HSP-001",
+    "HotspaConfigError": "HSP-010",
+    "StrategyError": "HSP-020",
+    "UnsupportedError": "HSP-030",
+    "ModelError": "HSP-040",
+    "PeerError": "HSP-112",
+    "PlanError": "HSP-201",
+    "PlanMismatchError": "HSP-203",
+    "TransferError": "HSP-204",
+    "DataError": "HSP-301",
+    "OverlongError": "HSP-302",
+    "TokenRangeError": "HSP-303",
+    "NonFiniteError": "HSP-310",
+}
+
+
+def test_codes_do_not_change() -> None:
+    assert {cls.__name__: cls.code for cls in CLASSES} == CODES
+
+
+@pytest.mark.parametrize("name", ["LaunchError", "StrategyError", "UnsupportedError", "ModelError"])
+def test_what_the_user_wrote_wrong_is_a_value_error(name: str) -> None:
+    cls = getattr(errors, name)
+    assert issubclass(cls, HotspaConfigError)
+    assert issubclass(cls, ValueError)
+
+
+def test_message() -> None:
+    assert str(HotspaError("it broke")) == "HSP-000 Hotspa: it broke"
+    full = StrategyError("tp3 does not fit", where="rank 2", why="8 heads", fix="use tp4")
+    assert str(full) == "HSP-020 Strategy: tp3 does not fit | Where: rank 2 | Why: 8 heads | Fix: use tp4"
+    assert full.args == (str(full),)
+    assert str(StrategyError("x", fix="y")) == "HSP-020 Strategy: x | Fix: y"
+
+
+def test_parts_are_keywords() -> None:
+    with pytest.raises(TypeError):
+        HotspaError("what", "where")  # type: ignore[call-arg, misc]
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@given(what=st.text(max_size=30), where=OPTIONAL_TEXT, why=OPTIONAL_TEXT, fix=OPTIONAL_TEXT)
+def test_round_trips(cls: type[HotspaError], what: str, where: str | None, why: str | None, fix: str | None) -> None:
+    error = cls(what, where=where, why=why, fix=fix)
+    plain = json.loads(json.dumps(error.to_dict()))
+    for copy in (HotspaError.from_dict(plain), pickle.loads(pickle.dumps(error))):
+        assert type(copy) is cls
+        assert str(copy) == str(error)
+        assert copy.to_dict() == error.to_dict()
+
+
+def test_an_unknown_code_is_a_plain_error() -> None:
+    error = HotspaError.from_dict({"code": "HSP-999", "what": "from a newer version"})
+    assert type(error) is HotspaError
+    assert error.what == "from a newer version"
+    assert (error.where, error.why, error.fix) == (None, None, None)
+
+
+def _fail_from_a_key_error() -> None:
+    try:
+        raise KeyError("inner")
+    except KeyError as inner:
+        raise errors.PlanError("outer") from inner
+
+
+def test_raising_keeps_the_cause() -> None:
+    with pytest.raises(HotspaError) as caught:
+        _fail_from_a_key_error()
+    assert isinstance(caught.value.__cause__, KeyError)

@@ -1,0 +1,297 @@
+"""The executor over the loopback transport: thousands of random switches, bit for bit."""
+
+import random
+import threading
+
+import pytest
+import torch
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
+from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.transport import LoopbackHub
+from tests.switch_cases import Case, bits, check_exactly_once, check_rank, clone, drive, make_case, return_case
+
+CHUNKS, CHUNK = 9, 240  # 2,160 switches in the fast suite
+
+
+def switch(seed: int) -> None:
+    case = make_case(seed)
+    untouched, targets = clone(case.sources), clone(case.targets)
+    stats = drive(case, targets, random.Random(seed))
+    for rank, found in enumerate(targets):
+        check_rank(case, rank, found)
+    check_exactly_once(case)
+    check_stats(case, stats)
+    for before, after in zip(untouched, case.sources, strict=True):
+        for a, b in zip(before, after, strict=True):
+            assert (a is None and b is None) or torch.equal(bits(a), bits(b))
+
+
+def check_stats(case: Case, stats: list[SwitchStats]) -> None:
+    sizes = [wire.itemsize if wire else 0 for wire in case.wires]
+    traffic = case.plan.traffic(Cluster(case.world_size, 1), sizes)
+    assert sum(s.sent_bytes for s in stats) == sum(s.received_bytes for s in stats) == traffic.wire_bytes
+    assert max(s.sent_bytes for s in stats) == traffic.max_sent_bytes
+    assert max(s.received_bytes for s in stats) == traffic.max_received_bytes
+    assert len({s.num_rounds for s in stats}) == 1
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_random_switches_are_exact(chunk: int) -> None:
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        switch(seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chunk", range(CHUNKS, 90))
+def test_many_random_switches_are_exact(chunk: int) -> None:
+    for seed in range(chunk * CHUNK, (chunk + 1) * CHUNK):
+        switch(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_gradient_sum_does_not_depend_on_staging_or_arrival(seed: int) -> None:
+    case = return_case(seed)
+    generator = torch.Generator().manual_seed(seed)
+    for buffer in (b for buffers in (*case.sources, *case.targets) for b in buffers):
+        if buffer is not None and buffer.is_floating_point():
+            buffer.copy_(torch.randn(buffer.shape, generator=generator, dtype=torch.float64) * 100)
+    results = []
+    for attempt, windows in enumerate((4, 7, 1 << 16)):
+        targets = clone(case.targets)
+        drive(case, targets, random.Random(attempt), staging_bytes=windows * 16 * max(1, case.world_size - 1))
+        results.append(targets)
+    for other in results[1:]:
+        for a, b in zip(results[0], other, strict=True):
+            assert all(x is None or torch.equal(bits(x), bits(y)) for x, y in zip(a, b, strict=True))
+
+
+# --------------------------------------------------------------------------------------------- small cases by hand
+
+
+def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] | None = None) -> Layout:
+    """A layout of given `(start, stop, segment, offset)`; all buffers have the given sizes."""
+    held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
+    return Layout(name, held, tuple(sizes or (8,) for _ in holdings))
+
+
+def run_threads(
+    plan: SwitchPlan,
+    sources: list[list[torch.Tensor | None]],
+    targets: list[list[torch.Tensor | None]],
+    wires: list[torch.dtype | None],
+    staging_bytes: int = 1 << 10,
+) -> list[SwitchStats]:
+    """A switch with one thread per rank, through the blocking `run`."""
+    hub = LoopbackHub(plan.world_size, timeout=20.0)
+    stats: dict[int, SwitchStats] = {}
+    errors: list[Exception] = []
+
+    def work(rank: int) -> None:
+        try:
+            executor = SwitchExecutor(hub.transport(rank), rank, staging_bytes)
+            executor.reserve([plan])
+            stats[rank] = executor.run(plan, sources[rank], targets[rank], wires, 0)
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(plan.world_size)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    hub.close()
+    return [stats[rank] for rank in range(plan.world_size)]
+
+
+def test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place() -> None:
+    # In this order the 1 is lost in 2^24. With the local contribution first, or last, the sum would be 4.
+    values = [1.0, 2.0**24, -(2.0**24), 3.0]
+    parts = layout("parts", *[[(0, 1, 0, 0)]] * 4, sizes=(1,))
+    owner = layout("owner", [], [], [(0, 1, 0, 0)], [], sizes=(1,))
+    targets: list[list[torch.Tensor | None]] = [[torch.zeros(1) if rank == 2 else None] for rank in range(4)]
+    sources: list[list[torch.Tensor | None]] = [[torch.tensor([value])] for value in values]
+    run_threads(plan_return(parts, owner), sources, targets, [torch.float32])
+    assert targets[2][0] is not None
+    assert targets[2][0].item() == 3.0
+
+
+def test_threads_and_steps_give_the_same() -> None:
+    for seed in range(30):
+        case = make_case(seed, 4)
+        targets = clone(case.targets)
+        run_threads(case.plan, case.sources, targets, case.wires, case.staging_bytes)
+        for rank, found in enumerate(targets):
+            check_rank(case, rank, found)
+
+
+def test_a_load_converts_master_weights_as_a_cast_does() -> None:
+    source, target = layout("a", [(0, 4, 0, 0)], [(4, 8, 0, 0)]), layout("b", [(0, 8, 0, 0)], [(0, 8, 0, 0)])
+    full = torch.tensor([1.0, 1.00390625, -0.0, 3e38, float("inf"), 1e-40, 1.0117, -2.5])
+    targets: list[list[torch.Tensor | None]] = [[torch.empty(8, dtype=torch.bfloat16)] for _ in range(2)]
+    plan = plan_load(source, target, Cluster(2, 2), [2])
+    stats = run_threads(plan, [[full[:4].clone()], [full[4:].clone()]], targets, [torch.bfloat16])
+    for buffers in targets:
+        assert buffers[0] is not None
+        assert torch.equal(bits(buffers[0]), bits(full.to(torch.bfloat16)))
+    assert [s.sent_bytes for s in stats] == [8, 8]
+    assert [s.local_bytes for s in stats] == [8, 8]
+
+
+class Recorder:
+    """A transport that keeps what is submitted, and moves nothing."""
+
+    def __init__(self) -> None:
+        self.sent: list[torch.Tensor] = []
+        self.received: list[torch.Tensor] = []
+        self.addresses: list[tuple[str, int, int]] = []
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self.sent.append(tensor)
+        self.addresses.append(("to", dst, tag))
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self.received.append(tensor)
+        self.addresses.append(("from", src, tag))
+
+    def start(self) -> "Recorder":
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
+def test_one_contiguous_message_is_sent_and_received_in_place_and_replicas_share_a_packed_one() -> None:
+    source = layout("a", [(0, 2, 0, 0), (4, 6, 0, 2)], [(2, 4, 0, 0), (6, 8, 0, 2)], [], [])
+    target = layout("b", *[[(0, 8, 0, 0)]] * 4)
+    plan = plan_load(source, target, Cluster(4, 4), [4])
+    weights, into = torch.arange(4.0), torch.zeros(8)
+    transport = Recorder()
+    SwitchExecutor(transport, 0).run(plan, [weights], [into], [torch.float32], 0)
+    assert [t.data_ptr() for t in transport.sent] == [weights.data_ptr()] * 3  # contiguous at the sender: no copy
+    assert [t.numel() for t in transport.received] == [4]  # two intervals at the receiver: staged
+    transport = Recorder()
+    SwitchExecutor(transport, 0).run(plan, [weights], [into.bfloat16()], [torch.bfloat16], 0)
+    assert len({t.data_ptr() for t in transport.sent}) == 1  # converted once for three peers
+    whole = plan_load(layout("c", [(0, 8, 0, 0)], [], sizes=(8,)), layout("d", [], [(0, 8, 0, 0)]), Cluster(2, 2), [4])
+    transport = Recorder()
+    SwitchExecutor(transport, 1).run(whole, [None], [into], [torch.float32], 0)
+    assert [t.data_ptr() for t in transport.received] == [into.data_ptr()]
+
+
+def test_no_two_messages_of_some_rounds_and_epochs_have_one_address() -> None:
+    for seed in range(60):
+        case = make_case(seed)
+        if case.world_size > 1:
+            transport = Recorder()
+            executor = SwitchExecutor(transport, 1, case.staging_bytes)
+            for epoch in (0, 1, 8191):
+                executor.run(case.plan, case.sources[1], case.targets[1], case.wires, epoch)
+            assert len(set(transport.addresses)) == len(transport.addresses)
+            assert all(0 <= tag < 1 << 31 for _, _, tag in transport.addresses)
+
+
+def test_plans_of_one_name_are_told_apart() -> None:
+    executor = SwitchExecutor(LoopbackHub(1).transport(0), 0)
+    for low in (0, 4):
+        source = layout("a", [(0, 8, 0, 0)])
+        plan = plan_load(source, layout("b", [(low, low + 4, 0, 0)]), Cluster(1, 1), [4])
+        executor.run(plan, [torch.arange(8.0)], [into := torch.zeros(4)], [torch.float32], 0)
+        assert into.tolist() == [low, low + 1, low + 2, low + 3]
+
+
+def test_staging_stays_within_its_bound() -> None:
+    for seed in range(200):
+        case = make_case(seed)
+        executors = [
+            SwitchExecutor(LoopbackHub(1).transport(0), rank, case.staging_bytes) for rank in range(case.world_size)
+        ]
+        for executor in executors:
+            schedule = executor._schedule(case.plan, tuple(case.wires))
+            reserved = SwitchExecutor(executor.transport, executor.rank, case.staging_bytes)
+            reserved.reserve([case.plan])
+            for current in schedule.rounds:
+                assert current.send_bytes <= reserved._send_staging.numel() <= case.staging_bytes
+                assert current.receive_bytes <= reserved._receive_staging.numel() <= case.staging_bytes
+
+
+# ------------------------------------------------------------------------------------------------------- refusals
+
+
+def two_ranks() -> SwitchPlan:
+    return plan_load(layout("a", [(0, 8, 0, 0)], []), layout("b", [], [(0, 8, 0, 0)]), Cluster(2, 2), [4])
+
+
+@pytest.mark.parametrize(
+    ("source", "wires", "message"),
+    [
+        (torch.zeros(7), [torch.float32], "8 elements"),
+        (None, [torch.float32], "found none"),
+        (torch.zeros(2, 4), [torch.float32], "flat source buffer"),
+        (torch.zeros(16)[::2], [torch.float32], "strides"),
+        (torch.zeros(8, device="meta"), [torch.float32], "is on meta"),
+        (torch.zeros(8), [None], "no wire dtype"),
+        (torch.zeros(8), [], "no wire dtype"),
+    ],
+)
+def test_a_wrong_buffer_is_refused_before_anything_is_sent(
+    source: torch.Tensor | None, wires: list[torch.dtype | None], message: str
+) -> None:
+    hub = LoopbackHub(2)
+    executor = SwitchExecutor(hub.transport(0), 0)
+    with pytest.raises(PlanError, match=message):
+        executor.run(two_ranks(), [source], [None], wires, 0)
+    hub.close()  # nothing is on the wire
+
+
+def test_staging_that_cannot_hold_a_window_per_peer_is_refused() -> None:
+    with pytest.raises(HotspaConfigError, match="too small for 2 ranks"):
+        SwitchExecutor(LoopbackHub(2).transport(0), 0, staging_bytes=15).reserve([two_ranks()])
+
+
+def test_a_failure_in_flight_names_the_switch_and_ends_the_executor() -> None:
+    plan, executor = two_ranks(), SwitchExecutor(LoopbackHub(2).transport(1), 1)
+    into: list[torch.Tensor | None] = [torch.zeros(8)]
+    with pytest.raises(
+        TransferError, match="load a -> b.*round 1 of 1.*receive from rank 0.*found no message.*not be used again"
+    ):
+        executor.run(plan, [None], into, [torch.float32], 0)
+    with pytest.raises(TransferError, match="refused: an earlier one failed"):
+        executor.run(plan, [None], into, [torch.float32], 1)
+
+
+def test_a_switch_that_was_broken_off_ends_the_executor() -> None:
+    executor = SwitchExecutor(LoopbackHub(2).transport(0), 0)
+    steps = executor.steps(two_ranks(), [torch.zeros(8)], [None], [torch.float32], 0)
+    next(steps)
+    steps.close()
+    with pytest.raises(TransferError, match="did not end"):
+        executor.run(two_ranks(), [torch.zeros(8)], [None], [torch.float32], 1)
+
+
+def test_messages_of_other_epochs_do_not_match() -> None:
+    hub = LoopbackHub(2)
+    sender = SwitchExecutor(hub.transport(0), 0)
+    sender.run(two_ranks(), [torch.zeros(8)], [None], [torch.float32], 5)
+    with pytest.raises(TransferError, match="found no message"):
+        SwitchExecutor(hub.transport(1), 1).run(two_ranks(), [None], [torch.zeros(8)], [torch.float32], 6)
+    with pytest.raises(TransferError, match="nobody received"):
+        hub.close()
+
+
+def test_an_empty_plan_and_a_world_of_one_need_no_transport() -> None:
+    empty = plan_load(layout("a", [(0, 8, 0, 0)]), layout("b", []), Cluster(1, 1), [4])
+    executor = SwitchExecutor(LoopbackHub(1).transport(0), 0)
+    executor.reserve([empty])
+    assert executor.run(empty, [torch.zeros(8)], [None], [None], 0).num_rounds == 0
+    copy = plan_load(layout("a", [(0, 8, 0, 0)]), layout("b", [(0, 8, 0, 0)]), Cluster(1, 1), [4])
+    into = torch.zeros(8)
+    stats = executor.run(copy, [torch.arange(8.0)], [into], [torch.float32], 0)
+    assert torch.equal(into, torch.arange(8.0))
+    assert (stats.sent_bytes, stats.local_bytes, stats.num_messages) == (0, 32, 0)

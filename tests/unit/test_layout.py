@@ -1,0 +1,326 @@
+"""Layouts: cuts of parts and stages, and who holds which element under every strategy."""
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable
+
+import pytest
+
+from hf_hotspa.errors import ModelError, StrategyError
+from hf_hotspa.layout.placement import (
+    MASTER_ALIGNMENT,
+    Interval,
+    Layout,
+    Slot,
+    gradient_layout,
+    master_layout,
+    rank_slots,
+    stage_of_unit,
+    strategy_layout,
+)
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.strategy import Coord, Strategy
+from tests.random_models import RandomModel, plain, random_model
+
+SEEDS = range(60)
+
+
+def counts(vector: ParameterVector, intervals: Iterable[Interval]) -> list[int]:
+    """How often each element of the vector occurs in the intervals."""
+    steps = [0] * (vector.numel + 1)
+    for interval in intervals:
+        steps[interval.start] += 1
+        steps[interval.stop] -= 1
+    return list(itertools.accumulate(steps))[:-1]
+
+
+def replica(layout: Layout, strategy: Strategy, dp_coord: int) -> list[Interval]:
+    ranks = [r for r in range(strategy.world_size) if strategy.coord(r).dp == dp_coord]
+    return [interval for rank in ranks for interval in layout.holdings[rank]]
+
+
+def cases(seed: int, count: int = 4) -> list[tuple[RandomModel, Strategy]]:
+    rng = random.Random(seed)
+    model = random_model(rng)
+    return [(model, rng.choice(model.strategies(rng.randint(1, 8)))) for _ in range(count)]
+
+
+# ------------------------------------------------------------------------------------------------------------ parts
+
+
+@pytest.mark.parametrize(
+    ("part", "tp", "cuts"),
+    [
+        (Part(12, 12, 12), 4, [(0, 3), (3, 6), (6, 9), (9, 12)]),
+        (Part(7, 7, 7), 2, [(0, 3), (3, 7)]),  # an odd vocabulary
+        (Part(2, 2, 2), 3, [(0, 0), (0, 1), (1, 2)]),  # fewer rows than shards
+        (Part(24, 2, 6), 2, [(0, 12), (12, 24)]),  # query heads: whole groups while there are enough
+        (Part(24, 2, 6), 4, [(0, 4), (4, 12), (12, 16), (16, 24)]),  # then a group's three heads are shared by two
+        (Part(24, 3, 6), 2, [(0, 8), (8, 24)]),  # 3 groups over 2: one and two
+        (Part(8, 2, 2, replicate=True), 2, [(0, 4), (4, 8)]),
+        (Part(8, 2, 2, replicate=True), 4, [(0, 4), (0, 4), (4, 8), (4, 8)]),  # fewer key/value heads than shards
+        (Part(8, 1, 1, replicate=True), 3, [(0, 8)] * 3),
+    ],
+)
+def test_a_part_is_cut_as_by_hand(part: Part, tp: int, cuts: list[tuple[int, int]]) -> None:
+    assert [part.cut(tp, shard) for shard in range(tp)] == cuts
+
+
+def test_every_legal_cut_covers_a_part_exactly_and_never_splits_an_item() -> None:
+    for groups, per_group, size in itertools.product(range(1, 7), range(1, 5), range(1, 4)):
+        items = groups * per_group
+        for tp in range(1, 9):
+            if tp > groups and tp % groups and per_group > 1:
+                continue  # refused by Strategy.misfit
+            cuts = [Part(items * size, groups, items).cut(tp, shard) for shard in range(tp)]
+            assert [cuts[0][0], *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), items * size]
+            assert all(start % size == 0 and start <= stop for start, stop in cuts)
+            if tp <= groups:
+                assert all(start % (per_group * size) == 0 for start, _ in cuts)
+
+
+def test_replicated_heads_go_to_the_coords_that_hold_their_query_heads() -> None:
+    for kv_heads, per_group, multiple in itertools.product(range(1, 5), range(1, 5), range(1, 5)):
+        tp = kv_heads * multiple
+        query, key = (
+            Part(kv_heads * per_group, kv_heads, kv_heads * per_group),
+            Part(kv_heads, kv_heads, kv_heads, True),
+        )
+        for shard in range(tp):
+            heads = range(*query.cut(tp, shard))
+            assert {head // per_group for head in heads} <= set(range(*key.cut(tp, shard)))
+            assert key.cut(tp, shard) == (shard // multiple, shard // multiple + 1)
+
+
+# ----------------------------------------------------------------------------------------------------------- stages
+
+
+def brute_force(costs: list[int], head: int, stages: int) -> tuple[int, int]:
+    best = []
+    for cuts in itertools.combinations(range(1, len(costs)), stages - 1):
+        edges = [0, *cuts, len(costs)]
+        sums = [sum(costs[a:b]) for a, b in itertools.pairwise(edges)]
+        sums[-1] += head
+        best.append((max(sums), sum(s * s for s in sums)))
+    return min(best)
+
+
+def test_stages_are_as_balanced_as_the_best_of_all_cuts() -> None:
+    rng = random.Random(0)
+    for _ in range(300):
+        costs, head = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))], rng.randint(0, 12)
+        stages = rng.randint(1, len(costs))
+        cut = cut_stages(costs, head, stages)
+        assert [layer for stage in cut for layer in stage] == list(range(len(costs)))
+        assert all(len(stage) > 0 for stage in cut)
+        sums = [sum(costs[layer] for layer in stage) for stage in cut]
+        sums[-1] += head
+        assert (max(sums), sum(s * s for s in sums)) == brute_force(costs, head, stages)
+
+
+def test_a_costly_head_takes_layers_from_the_last_stage() -> None:
+    assert cut_stages([1] * 8, 0, 2) == (range(4), range(4, 8))
+    assert cut_stages([1] * 8, 4, 2) == (range(6), range(6, 8))
+
+
+@pytest.mark.parametrize("stages", [0, 4])
+def test_a_stage_without_a_layer_is_refused(stages: int) -> None:
+    with pytest.raises(StrategyError, match="cannot share 3 layers"):
+        cut_stages([1, 1, 1], 0, stages)
+
+
+# ------------------------------------------------------------------------------------------------- parameter vector
+
+
+def small_vector(*, tied: bool = False) -> ParameterVector:
+    """Two layers with a fused qkv weight (2 query heads, 1 key/value head), and a row-parallel one."""
+    query, key = Part(4, 1, 2), Part(2, 1, 1, replicate=True)
+    specs = [ParameterSpec("embed", (5, 2), "float32", EMBEDDING, 0, plain(5), in_head=tied)]
+    for layer in range(2):
+        specs += [
+            ParameterSpec(f"{layer}.qkv", (8, 2), "float32", layer, 0, (query, key, key)),
+            ParameterSpec(f"{layer}.o", (2, 4), "float32", layer, 1, (query,)),
+            ParameterSpec(f"{layer}.q_norm", (2,), "float32", layer, partial_gradient=True),
+            ParameterSpec(f"{layer}.norm", (3,), "float32", layer),
+        ]
+    if not tied:
+        specs.append(ParameterSpec("head", (5, 2), "float32", HEAD, 0, plain(5)))
+    return build_vector(specs, [1, 1], 1)
+
+
+def test_a_fused_weight_is_held_part_by_part() -> None:
+    vector = small_vector()
+    slot = rank_slots(vector, Strategy(tp=2), 1)[1]
+    start = slot.spec.offset
+    # the second query head (rows 2, 3), then the only key and value heads (rows 4, 5 and 6, 7); rows of 2 elements
+    assert slot.intervals() == [
+        Interval(start + 4, start + 8, slot.segment, 0),
+        Interval(start + 8, start + 12, slot.segment, 4),
+        Interval(start + 12, start + 16, slot.segment, 8),
+    ]
+    assert slot.shape == (6, 2)
+
+
+def test_a_row_parallel_weight_is_one_interval_of_its_transposed_storage() -> None:
+    slots = [rank_slots(small_vector(), Strategy(tp=2), rank)[2] for rank in range(2)]
+    start = slots[0].spec.offset
+    assert [[(i.start - start, i.stop - start) for i in slot.intervals()] for slot in slots] == [[(0, 4)], [(4, 8)]]
+    assert [slot.shape for slot in slots] == [(2, 2), (2, 2)]
+
+
+def test_tied_embeddings_are_held_by_the_first_and_the_last_stage() -> None:
+    vector, strategy = small_vector(tied=True), Strategy(tp=2, pp=2)
+    layout = strategy_layout(vector, strategy)
+    embedding = counts(vector, replica(layout, strategy, 0))[: vector.segments[0].numel]
+    assert embedding == [2] * vector.segments[0].numel
+    first, last = (layout.holdings[strategy.rank(Coord(0, 1, stage))][0] for stage in (0, 1))
+    assert first == last == Interval(4, 10, 0, 0)  # rows 2..4 of 5: an uneven cut
+
+
+def test_without_pipeline_tied_embeddings_are_held_once() -> None:
+    vector = small_vector(tied=True)
+    assert set(counts(vector, strategy_layout(vector, Strategy()).holdings[0])) == {1}
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        ([ParameterSpec("a", (2,), "float32", 0), ParameterSpec("a", (2,), "float32", 0)], "two parameters"),
+        ([ParameterSpec("a", (4, 2), "float32", 0, 0, plain(3))], "do not add up"),
+        ([ParameterSpec("a", (4, 2), "float32", 0, 0)], "do not add up"),
+        ([ParameterSpec("a", (4, 2), "float32", 0, 0, (Part(4, 3, 4),))], "does not divide"),
+        ([], "no parameters"),
+    ],
+)
+def test_parameters_that_do_not_fit_are_refused(specs: list[ParameterSpec], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        build_vector(specs, [1], 1)
+
+
+def test_the_digest_tells_models_apart() -> None:
+    assert small_vector().digest() == small_vector().digest() != small_vector(tied=True).digest()
+
+
+# ------------------------------------------------------------------------------- properties of random models' layouts
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_segments_tile_the_vector_and_hold_one_kind_of_parameter(seed: int) -> None:
+    vector = random_model(random.Random(seed)).vector
+    edges = [0, *(segment.stop for segment in vector.segments)]
+    assert [segment.start for segment in vector.segments] == edges[:-1]
+    assert [spec.offset for spec in vector.specs] == [0, *itertools.accumulate(spec.numel for spec in vector.specs)][
+        :-1
+    ]
+    for spec in vector.specs:
+        segment = vector.segment_of(spec)
+        assert (segment.unit, segment.dtype, segment.trainable) == (spec.unit, spec.dtype, spec.trainable)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_replica_holds_every_element_and_its_buffers_have_no_gaps(seed: int) -> None:
+    for model, strategy in cases(seed):
+        vector, layout = model.vector, strategy_layout(model.vector, strategy)
+        assert layout.world_size == strategy.world_size
+        expected = [expected_holders(model, strategy, spec) for spec in vector.specs for _ in range(spec.numel)]
+        for dp_coord in range(strategy.dp):
+            held = counts(vector, replica(layout, strategy, dp_coord))
+            for count, (low, high) in zip(held, expected, strict=True):
+                assert low <= count <= high
+        for holdings, sizes in zip(layout.holdings, layout.sizes, strict=True):
+            assert set(counts(vector, holdings)) <= {0, 1}
+            filled = Counter[int]()
+            for interval in sorted(holdings, key=lambda i: (i.segment, i.offset)):
+                segment = vector.segments[interval.segment]
+                assert interval.offset == filled[interval.segment]
+                assert segment.start <= interval.start < interval.stop <= segment.stop
+                filled[interval.segment] += interval.length
+            assert [filled[segment.index] for segment in vector.segments] == list(sizes)
+
+
+def expected_holders(model: RandomModel, strategy: Strategy, spec: ParameterSpec) -> tuple[int, int]:
+    """How many ranks of a replica hold an element of a parameter: at least, at most."""
+    stages = 2 if spec.in_head and strategy.pp > 1 else 1
+    if spec.shard_dim is None:
+        return strategy.tp * stages, strategy.tp * stages
+    copies = max(1, strategy.tp // model.shape.num_key_value_heads) if any(p.replicate for p in spec.parts) else 1
+    return stages, copies * stages
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_slots_agree_with_the_layout_and_with_the_shapes(seed: int) -> None:
+    for model, strategy in cases(seed, 2):
+        layout = strategy_layout(model.vector, strategy)
+        for rank in range(strategy.world_size):
+            slots: tuple[Slot, ...] = rank_slots(model.vector, strategy, rank)
+            intervals = [interval for slot in slots for interval in slot.intervals()]
+            assert sorted(intervals) == list(layout.holdings[rank])
+            for slot in slots:
+                size = 1
+                for dim in slot.shape:
+                    size *= dim
+                assert size == slot.numel
+                assert (
+                    stage_of_unit(model.vector, strategy, slot.spec.unit) == strategy.coord(rank).pp
+                    or slot.spec.in_head
+                )
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradients_of_replicated_parameters_are_counted_once_a_replica_and_those_of_holders_always(seed: int) -> None:
+    for model, strategy in cases(seed):
+        vector = model.vector
+        weights = counts(vector, itertools.chain(*strategy_layout(vector, strategy).holdings))
+        gradients = counts(vector, itertools.chain(*gradient_layout(vector, strategy).holdings))
+        for spec in vector.specs:
+            stages = 2 if spec.in_head and strategy.pp > 1 else 1
+            here = slice(spec.offset, spec.stop)
+            if not spec.trainable:
+                assert not any(gradients[here])
+            elif spec.shard_dim is None and not spec.partial_gradient:
+                assert gradients[here] == [strategy.dp * stages] * spec.numel
+            else:
+                assert gradients[here] == weights[here]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_gradient_buffers_are_shaped_like_weight_buffers(seed: int) -> None:
+    for model, strategy in cases(seed, 2):
+        weights, gradients = strategy_layout(model.vector, strategy), gradient_layout(model.vector, strategy)
+        assert weights.sizes == gradients.sizes
+        for rank in range(strategy.world_size):
+            place = {
+                element: (interval.segment, interval.offset + element - interval.start)
+                for interval in weights.holdings[rank]
+                for element in range(interval.start, interval.stop)
+            }
+            for interval in gradients.holdings[rank]:
+                assert place[interval.start] == (interval.segment, interval.offset)
+                assert place[interval.stop - 1] == (interval.segment, interval.offset + interval.length - 1)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_each_element_of_the_master_store_has_one_owner(seed: int) -> None:
+    vector = random_model(random.Random(seed)).vector
+    for world_size in range(1, 9):
+        layout = master_layout(vector, world_size)
+        assert set(counts(vector, itertools.chain(*layout.holdings))) == {1}
+        for holdings, sizes in zip(layout.holdings, layout.sizes, strict=True):
+            assert sum(interval.length for interval in holdings) == sum(sizes)
+            for interval in holdings:
+                segment = vector.segments[interval.segment]
+                assert interval.offset == 0
+                assert (interval.start - segment.start) % MASTER_ALIGNMENT == 0
+                assert (interval.stop - segment.start) % MASTER_ALIGNMENT == 0 or interval.stop == segment.stop
+
+
+def test_the_master_store_is_cut_evenly() -> None:
+    vector = build_vector(
+        [ParameterSpec("a", (10_000,), "float32", 0), ParameterSpec("b", (999,), "float32", 1)], [1, 1], 0
+    )
+    sizes = master_layout(vector, 4).sizes
+    for segment in vector.segments:
+        owned = [per_rank[segment.index] for per_rank in sizes]
+        assert max(owned) - min(owned) <= 2 * MASTER_ALIGNMENT

@@ -1,0 +1,164 @@
+"""Packing: nothing lost, nothing over capacity, the same every time, balanced where it can be."""
+
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hotspa.data.packing import (
+    MIN_PIPELINE_PACK_TOKENS,
+    _cheapest_with_room,
+    _halve_to,
+    pack_sequences,
+    sequence_cost,
+)
+from hf_hotspa.errors import OverlongError
+
+CASES = st.tuples(
+    st.integers(8, 400),  # capacity
+    st.lists(st.integers(1, 400), max_size=60),
+    st.integers(1, 5),  # dp
+    st.integers(1, 4),  # pp
+    st.sampled_from([0.0, 1e-3, 0.5]),
+)
+
+
+def loads(replicas, lengths, quadratic_cost):
+    return [sum(sequence_cost(lengths[i], quadratic_cost) for pack in packs for i in pack) for packs in replicas]
+
+
+@given(CASES)
+@settings(deadline=None, max_examples=200)
+def test_every_sequence_once_and_within_capacity(case):
+    capacity, lengths, dp, pp, quadratic_cost = case
+    lengths = [min(length, capacity) for length in lengths]
+    replicas = pack_sequences(lengths, capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost)
+    assert len(replicas) == dp
+    packs = [pack for packs in replicas for pack in packs]
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(pack for pack in packs)
+    assert all(sum(lengths[i] for i in pack) <= capacity for pack in packs)
+    for packs_of_one in replicas:
+        costs = [sum(sequence_cost(lengths[i], quadratic_cost) for i in pack) for pack in packs_of_one]
+        assert costs == sorted(costs, reverse=True)
+    assert replicas == pack_sequences(tuple(lengths), capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost)
+    if len(lengths) >= dp:  # nobody idles while somebody could be given work
+        assert all(replicas)
+
+
+@given(CASES)
+@settings(deadline=None, max_examples=100)
+def test_no_replica_carries_more_than_its_share_and_one_pack(case):
+    capacity, lengths, dp, pp, quadratic_cost = case
+    lengths = [min(length, capacity) for length in lengths]
+    if not lengths:
+        return
+    replicas = pack_sequences(lengths, capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost)
+    load = loads(replicas, lengths, quadratic_cost)
+    largest = max(loads([[p]], lengths, quadratic_cost)[0] for packs in replicas for p in packs)
+    assert max(load) <= sum(load) / dp + largest + 1e-6  # the bound of longest-processing-time-first
+
+
+def test_nothing_to_pack_leaves_every_replica_empty():
+    assert pack_sequences([], capacity=10, dp=3) == ((), (), ())
+
+
+def test_one_replica_uses_few_packs():
+    assert pack_sequences([6, 5, 4, 3, 2], capacity=10) == (((0, 2), (1, 3, 4)),)
+
+
+def test_number_of_packs_is_a_multiple_of_dp_where_the_sequences_allow():
+    lengths = [100] * 25  # 5 packs of 500 are enough
+    replicas = pack_sequences(lengths, capacity=500, dp=4)
+    assert [len(packs) for packs in replicas] == [2, 2, 2, 2]
+    assert [len(packs) for packs in pack_sequences([100] * 3, capacity=500, dp=4)] == [1, 1, 1, 0]
+    assert [len(packs) for packs in pack_sequences([400] * 5, capacity=500, dp=4)] == [2, 1, 1, 1]
+
+
+def test_a_pipeline_gets_enough_packs_but_no_tiny_ones():
+    def sizes(lengths, pp):
+        (packs,) = pack_sequences(lengths, capacity=4096, dp=1, pp=pp)
+        return [sum(lengths[i] for i in pack) for pack in packs]
+
+    assert len(sizes([128] * 32, pp=1)) == 1
+    assert sizes([128] * 32, pp=4) == [1024] * 4
+    short = sizes([16] * 40, pp=4)  # 640 tokens: two packs of at least 256, not four
+    assert len(short) == 2
+    assert min(short) >= MIN_PIPELINE_PACK_TOKENS
+    assert len(sizes([16] * 10, pp=4)) == 1
+
+
+def test_quadratic_cost_balances_attention_and_not_tokens():
+    lengths = [1000] + [100] * 10
+    quadratic_cost = 0.01
+    replicas = pack_sequences(lengths, capacity=2000, dp=2, quadratic_cost=quadratic_cost)
+    # In tokens 1000 = 10 * 100; in cost the long one weighs 11,000 and all others together 2,000.
+    assert replicas[0] == ((0,),)
+    assert sorted(replicas[1][0]) == list(range(1, 11))
+    costs = loads(replicas, lengths, quadratic_cost)
+    assert costs == pytest.approx([11_000, 2_000])
+
+
+def test_tight_packs_fall_back_to_best_fit():
+    # Cheapest-first would put 6 beside 5 or break up a pair that only fits as it is.
+    lengths = [6, 5, 5, 4, 4, 3, 3]
+    replicas = pack_sequences(lengths, capacity=10, dp=1)
+    assert sorted(sum(lengths[i] for i in pack) for pack in replicas[0]) == [10, 10, 10]
+
+
+def test_the_fall_back_still_gives_every_replica_as_many_packs():
+    # Seven packs are enough and eight are wanted; cheapest-first leaves 28 without room in any of the eight.
+    lengths = [51, 50, 49, 47, 46, 45, 43, 42, 36, 35, 35, 34, 33, 32, 30, 29, 28]
+    assert _cheapest_with_room(range(17), lengths, lengths, 100, 8) is None
+    replicas = pack_sequences(lengths, capacity=100, dp=4)
+    assert sum(len(packs) for packs in replicas) == 8
+    assert sorted(i for packs in replicas for pack in packs for i in pack) == list(range(17))
+
+
+def test_a_pack_without_room_for_one_sequence_is_asked_again_for_a_shorter_one():
+    lengths = [6, 3, 3, 3, 2, 1]  # three of 3 cost less than one of 6, but leave room for 1 only
+    costs = [sequence_cost(length, 0.5) for length in lengths]
+    assert _cheapest_with_room(range(6), lengths, costs, 10, 2) == [[0, 4], [1, 2, 3, 5]]
+
+
+@given(CASES, st.integers(1, 12))
+@settings(deadline=None, max_examples=150)
+def test_placement_is_the_cheapest_pack_with_room(case, num_packs):
+    capacity, lengths, _, _, quadratic_cost = case
+    lengths = sorted((min(length, capacity) for length in lengths), reverse=True)
+    costs = [sequence_cost(length, quadratic_cost) for length in lengths]
+    packs, rooms, loads = [[] for _ in range(num_packs)], [capacity] * num_packs, [0.0] * num_packs
+    for i, length in enumerate(lengths):  # the same rule, written down plainly
+        best = min((p for p in range(num_packs) if rooms[p] >= length), key=lambda p: (loads[p], p), default=None)
+        if best is None:
+            packs = None
+            break
+        packs[best].append(i)
+        rooms[best] -= length
+        loads[best] += costs[i]
+    assert _cheapest_with_room(range(len(lengths)), lengths, costs, capacity, num_packs) == packs
+
+
+def test_halving_reaches_the_target_and_loses_nothing():
+    packs = _halve_to([[0, 1, 2, 3, 4, 5], [6]], [5.0, 4.0, 3.0, 3.0, 2.0, 1.0, 9.0], 4)
+    assert len(packs) == 4
+    assert sorted(i for pack in packs for i in pack) == list(range(7))
+    assert all(packs)
+
+
+def test_too_long_for_a_pack_is_refused():
+    with pytest.raises(OverlongError, match="11 tokens does not fit into a pack of 10"):
+        pack_sequences([3, 11], capacity=10)
+
+
+def test_large_mini_batches_are_packed_in_milliseconds():
+    lengths = [1 + (i * 7919) % 4096 for i in range(4096)]
+    best = min(_seconds(lengths) for _ in range(3))
+    assert best < 0.25, f"{best * 1e3:.0f} ms"  # about 10 ms on an idle core
+
+
+def _seconds(lengths):
+    begin = time.perf_counter()
+    pack_sequences(lengths, capacity=8192, dp=8, pp=2, quadratic_cost=1e-4)
+    return time.perf_counter() - begin

@@ -1,0 +1,399 @@
+"""The planner: golden plans, the choice of senders, and that no wrong plan passes for a right one."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import PlanError
+from hf_hotspa.layout.placement import Interval, Layout, gradient_layout, master_layout, strategy_layout
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.plan import SwitchPlan, Traffic, Transfer, merge_transfers
+from hf_hotspa.switch.planner import SendLoads, choose_source, plan_load, plan_return
+from hf_hotspa.switch.rounds import Message, Round, Slice, Wire, cut_rounds
+from tests.random_models import plain, random_master_layout, random_model
+
+
+def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] = (8,)) -> Layout:
+    """A layout of given `(start, stop, segment, offset)`; every rank's buffers have the given sizes."""
+    held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
+    return Layout(name, held, tuple(sizes for _ in holdings))
+
+
+def cut_vector(rows: int = 8, layers: int = 2) -> ParameterVector:
+    """Layers of one column-parallel and one replicated parameter; an embedding and a head."""
+    specs = [ParameterSpec("embed", (rows, 1), "bfloat16", EMBEDDING, 0, plain(rows))]
+    for layer in range(layers):
+        specs.append(ParameterSpec(f"{layer}.up", (rows, 2), "bfloat16", layer, 0, plain(rows)))
+        specs.append(ParameterSpec(f"{layer}.norm", (3,), "bfloat16", layer))
+    specs.append(ParameterSpec("head", (rows, 1), "bfloat16", HEAD, 0, plain(rows)))
+    return build_vector(specs, [1] * layers, 0)
+
+
+def load_between(first: str, second: str, *, devices_per_node: int = 8) -> tuple[SwitchPlan, Traffic]:
+    vector = cut_vector()
+    source, target = (strategy_layout(vector, Strategy.parse(name)) for name in (first, second))
+    cluster, sizes = Cluster(source.world_size, devices_per_node), [2] * len(vector.segments)
+    plan = plan_load(source, target, cluster, sizes)
+    return plan, plan.traffic(cluster, sizes)
+
+
+# ------------------------------------------------------------------------------------------------ choice of sender
+
+
+@pytest.mark.parametrize(
+    ("holders", "dst", "intra", "inter", "expected", "why"),
+    [
+        ([0, 3, 5], 3, {3: 99}, {3: 99}, 3, "itself, whatever its load"),
+        ([2, 5, 7], 3, {2: 50}, {}, 2, "its own node comes before less loaded ones elsewhere"),
+        ([0, 2, 3], 1, {0: 5, 2: 4, 3: 4}, {}, 2, "the least loaded of the node, the lower rank of two"),
+        ([4, 5, 6], 0, {4: 0, 5: 9, 6: 9}, {4: 7, 5: 3, 6: 3}, 5, "between nodes, the load between nodes counts"),
+        ([6, 4], 1, {}, {}, 4, "equal loads: the lowest rank, whatever the order of the holders"),
+        ([1, 8], 9, {8: 1000}, {}, 8, "the last, smaller node is a node too"),
+        ([0, 4, 7], 9, {}, {0: 2, 4: 2, 7: 1}, 7, "the short node has no holder: least loaded of all others"),
+        ([2], 9, {2: 7}, {2: 7}, 2, "there is only one"),
+    ],
+)
+def test_choice_of_sender(
+    holders: list[int], dst: int, intra: dict[int, int], inter: dict[int, int], expected: int, why: str
+) -> None:
+    cluster = Cluster(10, 4)  # three nodes: ranks 0-3, 4-7, 8-9
+    loads = SendLoads([intra.get(r, 0) for r in range(10)], [inter.get(r, 0) for r in range(10)])
+    before = SendLoads(list(loads.intra_node), list(loads.inter_node))
+    assert choose_source(holders, dst, loads, cluster) == expected, why
+    assert loads == before
+
+
+def test_loads_are_counted_by_kind_of_link() -> None:
+    loads, cluster = SendLoads.zero(4), Cluster(4, 2)
+    for src, dst, size in ((0, 0, 5), (0, 1, 7), (0, 2, 11), (3, 1, 13), (0, 1, 1)):
+        loads.add(src, dst, size, cluster)
+    assert loads == SendLoads([8, 0, 0, 0], [11, 0, 0, 13])
+
+
+def test_loads_persist_over_pieces_and_segments() -> None:
+    # Ranks 0 and 1 hold everything; 2 and 3 need it. Three equal pieces each: the loads alternate through all six.
+    everything = [(0, 2, 0, 0), (2, 4, 1, 0), (4, 6, 2, 0)]
+    source = layout("a", everything, everything, [], [], sizes=(2, 2, 2))
+    target = layout("b", [], [], everything, everything, sizes=(2, 2, 2))
+    plan = plan_load(source, target, Cluster(4, 4), [4, 4, 4])
+    assert [(t.segment, t.src, t.dst) for t in sorted(plan.transfers, key=lambda t: (t.start, t.dst))] == [
+        (0, 0, 2), (0, 1, 3), (1, 0, 2), (1, 1, 3), (2, 0, 2), (2, 1, 3),
+    ]  # fmt: skip
+    plan = plan_load(source, target, Cluster(4, 4), [12, 4, 4])
+    assert plan.traffic(Cluster(4, 4), [12, 4, 4]).max_sent_bytes == 40
+    # A heavy piece for one needer: the other sender then takes all that follows.
+    target = layout("b", [], [], everything, [], sizes=(2, 2, 2))
+    plan = plan_load(source, target, Cluster(4, 4), [12, 4, 4])
+    assert [(t.segment, t.src) for t in sorted(plan.transfers, key=lambda t: t.start)] == [(0, 0), (1, 1), (2, 1)]
+
+
+# ---------------------------------------------------------------------------------------------------- golden plans
+
+
+def test_golden_load_from_quarters_to_halves() -> None:
+    source = layout("quarters", *[[(2 * r, 2 * r + 2, 0, 0)] for r in range(4)], sizes=(2,))
+    target = layout("halves", *[[(4 * (r % 2), 4 * (r % 2) + 4, 0, 0)] for r in range(4)], sizes=(4,))
+    plan = plan_load(source, target, Cluster(4, 2), [4])
+    assert plan.transfers == (
+        Transfer(segment=0, length=2, src=0, src_offset=0, dst=0, dst_offset=0, start=0),
+        Transfer(segment=0, length=2, src=0, src_offset=0, dst=2, dst_offset=0, start=0),
+        Transfer(segment=0, length=2, src=1, src_offset=0, dst=0, dst_offset=2, start=2),
+        Transfer(segment=0, length=2, src=1, src_offset=0, dst=2, dst_offset=2, start=2),
+        Transfer(segment=0, length=2, src=2, src_offset=0, dst=1, dst_offset=0, start=4),
+        Transfer(segment=0, length=2, src=2, src_offset=0, dst=3, dst_offset=0, start=4),
+        Transfer(segment=0, length=2, src=3, src_offset=0, dst=1, dst_offset=2, start=6),
+        Transfer(segment=0, length=2, src=3, src_offset=0, dst=3, dst_offset=2, start=6),
+    )
+    assert plan.name == "load quarters -> halves"
+    assert not plan.accumulate
+    assert plan.traffic(Cluster(4, 2), [4]) == Traffic(16, 16, 32, max_sent_bytes=16, max_received_bytes=16)
+
+
+def test_golden_return_of_two_replicas() -> None:
+    parts = layout("dp2", [(0, 8, 0, 0)], [(0, 8, 0, 0)])
+    master = layout("master", [(0, 5, 0, 0)], [(5, 8, 0, 0)])
+    plan = plan_return(parts, master)
+    assert plan.accumulate
+    assert plan.transfers == (
+        Transfer(0, 5, 0, 0, 0, 0, 0),
+        Transfer(0, 3, 0, 5, 1, 0, 5),
+        Transfer(0, 5, 1, 0, 0, 0, 0),
+        Transfer(0, 3, 1, 5, 1, 0, 5),
+    )
+
+
+def test_golden_digest() -> None:
+    """A change of the digest is a change of what old and new versions of the package agree on: make it knowingly."""
+    plan = SwitchPlan("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
+    assert plan.digest() == "99dc88a4eb0a9b69e16cda6154544bdef19f956dc4cf263db6cb07ffebbe1dc8"
+
+
+def test_transfers_that_continue_each_other_are_merged() -> None:
+    pieces = [
+        Transfer(0, 2, 0, 0, 1, 4, 10), Transfer(0, 3, 0, 2, 1, 6, 12),  # continues on both sides
+        Transfer(0, 1, 0, 5, 1, 10, 15),  # a gap at the destination
+        Transfer(1, 1, 0, 6, 1, 11, 16),  # another segment
+        Transfer(1, 1, 0, 7, 2, 12, 17),  # another destination
+    ]  # fmt: skip
+    random.Random(0).shuffle(pieces)
+    assert merge_transfers(pieces) == (
+        Transfer(0, 5, 0, 0, 1, 4, 10),
+        Transfer(0, 1, 0, 5, 1, 10, 15),
+        Transfer(1, 1, 0, 6, 1, 11, 16),
+        Transfer(1, 1, 0, 7, 2, 12, 17),
+    )
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [("dp4", "tp4"), ("dp4", "pp2dp2"), ("dp4", "dp2tp2"), ("dp8", "tp2pp2dp2"), ("tp4", "tp4"), ("dp2tp2", "dp2tp2")],
+)
+def test_what_is_held_already_moves_no_byte(first: str, second: str) -> None:
+    _, traffic = load_between(first, second)
+    assert traffic.wire_bytes == 0
+    assert traffic.local_bytes > 0
+
+
+def test_every_rank_sends_its_shard_from_tensor_to_data_parallel() -> None:
+    plan, traffic = load_between("tp4", "dp4")
+    shard = 2 * (8 + 2 * 16 + 8) // 4  # bytes of the cut parameters on one rank; the replicated ones stay
+    assert traffic.max_sent_bytes == traffic.max_received_bytes == 3 * shard
+    assert traffic.wire_bytes == 12 * shard
+    assert {len(plan.rank_view(rank).outgoing) for rank in range(4)} == {3}
+
+
+def test_replicas_share_the_sending() -> None:
+    _, traffic = load_between("dp4pp2", "dp8")
+    assert traffic.wire_bytes == 8 * traffic.max_sent_bytes
+    _, traffic = load_between("dp2tp4", "dp8", devices_per_node=4)
+    assert traffic.inter_node_bytes == 0  # each node holds a whole replica
+
+
+def test_a_target_may_leave_out_elements() -> None:
+    source, target = layout("a", [(0, 8, 0, 0)], []), layout("b", [], [(3, 5, 0, 0)])
+    assert plan_load(source, target, Cluster(2, 2), [4]).transfers == (Transfer(0, 2, 0, 3, 1, 0, 3),)
+
+
+# ------------------------------------------------------------------------------------------------- determinism, size
+
+
+def test_plans_are_equal_however_the_layouts_were_made() -> None:
+    rng = random.Random(1)
+    for _ in range(50):
+        model, world_size = random_model(rng), rng.randint(1, 8)
+        first, second = (rng.choice(model.strategies(world_size)) for _ in range(2))
+        source, target = strategy_layout(model.vector, first), strategy_layout(model.vector, second)
+        shuffled = replace(source, holdings=tuple(tuple(rng.sample(held, len(held))) for held in source.holdings))
+        cluster, sizes = Cluster(world_size, 2), [4] * len(model.vector.segments)
+        plan, again = (plan_load(layout, target, cluster, sizes) for layout in (source, shuffled))
+        assert plan == again
+        assert plan.digest() == again.digest()
+
+
+def test_a_large_model_plans_in_seconds() -> None:
+    vector = cut_vector(rows=4096, layers=32)
+    cluster, sizes = Cluster(64, 8), [2] * len(vector.segments)
+    source = strategy_layout(vector, Strategy(dp=8, tp=8))
+    plan = plan_load(source, strategy_layout(vector, Strategy(dp=64)), cluster, sizes)
+    traffic = plan.traffic(cluster, sizes)
+    assert traffic.inter_node_bytes == 0
+    assert traffic.max_sent_bytes == traffic.max_received_bytes == traffic.wire_bytes // 64
+
+
+# -------------------------------------------------------------------------------------------- validate, digest, inverse
+
+
+def shifted(field: str) -> Callable[[Transfer], Transfer]:
+    return lambda transfer: transfer._replace(**{field: getattr(transfer, field) + 1})
+
+
+def mutants(plan: SwitchPlan, rng: random.Random) -> dict[str, tuple[Transfer, ...]]:
+    """Wrong versions of a plan; each changes what is delivered, whatever the plan."""
+    transfers, index = list(plan.transfers), rng.randrange(len(plan.transfers))
+    chosen, rest = transfers[index], transfers[:index] + transfers[index + 1 :]
+    halves = chosen.length // 2
+    wrong = {
+        "dropped": rest,
+        "duplicated": [*transfers, chosen],
+        "reordered": [*rest, chosen] if index < len(rest) else [chosen, *rest],
+        "emptied": [*rest, chosen._replace(length=0)],
+        "no such segment": [*rest, chosen._replace(segment=chosen.segment + 99)],
+        "no such rank": [*rest, chosen._replace(dst=plan.world_size)],
+        "negative rank": [*rest, chosen._replace(src=-1)],
+    }
+    if len(transfers) == 1:
+        del wrong["reordered"]
+    for field in ("length", "src_offset", "dst_offset", "start"):
+        wrong[f"{field} shifted"] = [*rest, shifted(field)(chosen)]
+    if halves:
+        wrong["shortened"] = [*rest, chosen._replace(length=halves)]
+        first = chosen._replace(length=halves + 1)
+        offsets = {"src_offset": chosen.src_offset + halves, "dst_offset": chosen.dst_offset + halves}
+        second = chosen._replace(length=chosen.length - halves, start=chosen.start + halves, **offsets)
+        wrong["one element twice"] = [*rest, first, second]
+    other = rng.choice(transfers)
+    if (other.dst, other.dst_offset) != (chosen.dst, chosen.dst_offset) and other != chosen:
+        kept = [t for t in transfers if t not in (chosen, other)]
+        swap = {"dst": other.dst, "dst_offset": other.dst_offset}, {"dst": chosen.dst, "dst_offset": chosen.dst_offset}
+        pair = [chosen._replace(**swap[0]), other._replace(**swap[1])]
+        if sorted(pair) != sorted([chosen, other]) and chosen.start != other.start:
+            wrong["destinations swapped"] = [*kept, *pair]
+    ordered = {name: sorted(bad, key=lambda t: (t.src, t.dst, t.start)) for name, bad in wrong.items()}
+    if "reordered" in wrong:
+        ordered["reordered"] = wrong["reordered"]
+    return {name: tuple(bad) for name, bad in ordered.items()}
+
+
+def is_valid(plan: SwitchPlan, source: Layout, target: Layout) -> bool:
+    try:
+        plan.validate(source, target)
+    except PlanError as error:
+        return "transfer" not in str(error)
+    return True
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_no_mutant_of_a_plan_is_valid(seed: int) -> None:
+    rng = random.Random(seed)
+    model, world_size = random_model(rng), rng.randint(1, 8)
+    strategy = rng.choice(model.strategies(world_size))
+    master, weights = random_master_layout(rng, model.vector, world_size), strategy_layout(model.vector, strategy)
+    gradients = gradient_layout(model.vector, strategy)
+    sizes = [4] * len(model.vector.segments)
+    plans = [(plan_load(master, weights, Cluster(world_size, 2), sizes), master, weights)]
+    if any(gradients.holdings):
+        plans.append((plan_return(gradients, master), gradients, master))
+    for plan, source, target in plans:
+        plan.validate(source, target)
+        for name, transfers in mutants(plan, rng).items():
+            mutant = replace(plan, transfers=transfers)
+            assert not is_valid(mutant, source, target), f"a transfer {name}"
+            assert mutant.digest() != plan.digest(), f"a transfer {name}"
+
+
+def test_a_load_and_a_return_prove_different_things() -> None:
+    both = layout("both", [(0, 8, 0, 0)], [(0, 8, 0, 0)])
+    halves = layout("halves", [(0, 4, 0, 0)], [(4, 8, 0, 0)])
+    gathered = plan_return(both, halves)
+    with pytest.raises(PlanError, match="a second time"):
+        replace(gathered, accumulate=False).validate(both, halves)  # two copies into one place
+    with pytest.raises(PlanError, match="no transfer sends"):
+        replace(plan_load(both, halves, Cluster(2, 2), [4]), accumulate=True).validate(both, halves)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "message"),
+    [
+        (layout("a", [(0, 4, 0, 0)], []), layout("b", [(0, 8, 0, 0)], []), r"holds elements \[4, 8\)"),
+        (layout("a", [(0, 4, 0, 0)]), layout("b", [(0, 4, 0, 0)], []), "different worlds"),
+        (layout("a", [(0, 4, 0, 0), (3, 8, 0, 4)]), layout("b", [(0, 8, 0, 0)]), "holds element 3 twice"),
+        (layout("a", [(0, 4, 0, 0), (4, 8, 0, 3)]), layout("b", [(0, 8, 0, 0)]), "overlap in the buffer"),
+        (layout("a", [(0, 4, 0, 5)]), layout("b", [(0, 4, 0, 0)]), "leaves its buffer of 8"),
+        (layout("a", [(0, 4, 0, 0)]), layout("b", [(0, 4, 1, 0)], sizes=(0, 4)), "does not hold there"),
+    ],
+)
+def test_layouts_that_cannot_be_right_are_refused(source: Layout, target: Layout, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_load(source, target, Cluster(source.world_size, 2), [4, 4])
+
+
+@pytest.mark.parametrize(("owners", "count"), [(([(0, 8, 0, 0)], [(4, 8, 0, 0)]), 2), (([(0, 4, 0, 0)], []), 0)])
+def test_a_gradient_needs_exactly_one_owner(owners: tuple[list[tuple[int, int, int, int]], ...], count: int) -> None:
+    with pytest.raises(PlanError, match=rf"\[4, 8\) have {count} owners"):
+        plan_return(layout("parts", [(0, 8, 0, 0)], []), layout("master", *owners))
+
+
+def test_the_inverse_is_the_adjoint() -> None:
+    rng = random.Random(3)
+    for _ in range(60):
+        model, world_size = random_model(rng), rng.randint(1, 8)
+        source = random_master_layout(rng, model.vector, world_size)
+        target = strategy_layout(model.vector, rng.choice(model.strategies(world_size)))
+        plan = plan_load(source, target, Cluster(world_size, 2), [4] * len(model.vector.segments))
+        inverse = plan.inverse()
+        assert inverse.accumulate
+        inverse.validate(target, source)  # every copy that was made adds its gradient once
+        assert inverse.inverse() == plan
+        assert inverse.inverse().digest() == plan.digest() != inverse.digest()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"name": "other"}, {"world_size": 3}, {"accumulate": True}, {"transfers": ()}],
+)
+def test_the_digest_covers_every_field(change: dict[str, object]) -> None:
+    plan = SwitchPlan("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
+    assert replace(plan, **change).digest() != plan.digest()  # type: ignore[arg-type]
+    assert replace(plan).digest() == plan.digest()
+
+
+def test_both_ends_of_a_route_see_the_same_transfers_in_the_same_order() -> None:
+    vector = cut_vector()
+    plan = plan_return(gradient_layout(vector, Strategy(dp=2, tp=2)), master_layout(vector, 4))
+    views = [plan.rank_view(rank) for rank in range(4)]
+    for src, dst in ((a, b) for a in range(4) for b in range(4) if a != b):
+        assert views[src].outgoing.get(dst) == views[dst].incoming.get(src)
+    seen = [t for view in views for t in (*view.local, *(t for route in view.outgoing.values() for t in route))]
+    assert sorted(seen) == sorted(plan.transfers)
+
+
+# ---------------------------------------------------------------------------------------------------------- rounds
+
+
+def test_golden_rounds_of_a_load() -> None:
+    source = layout("a", [(0, 8, 0, 0)], [(8, 12, 1, 0)], [], sizes=(8, 4))
+    target = layout("b", [], [(0, 8, 0, 0)], [(0, 8, 0, 0), (8, 12, 1, 0)], sizes=(8, 4))
+    plan = plan_load(source, target, Cluster(3, 3), [4, 8])
+    single, double = Wire("float32", 4), Wire("float64", 8)
+    first = cut_rounds(plan, 0, [single, double], 16)
+    assert first.rounds == tuple(
+        Round(
+            (Message(1, single, (Slice(0, at, 4),), 4, 0), Message(2, single, (Slice(0, at, 4),), 4, 0)), (), (), 16, 0
+        )
+        for at in (0, 4)
+    )  # the two peers get the same: one place in staging
+    last = cut_rounds(plan, 2, [single, double], 16)
+    assert [[(m.peer, m.wire, m.slices, m.staging_offset) for m in r.receives] for r in last.rounds] == [
+        [(1, double, (Slice(1, 0, 2),), 0), (0, single, (Slice(0, 0, 4),), 16)],
+        [(1, double, (Slice(1, 2, 2),), 0), (0, single, (Slice(0, 4, 4),), 16)],
+    ]  # the nearest lower rank first; wide elements first in staging
+    assert last.target_extents == {0: 8, 1: 4}
+    assert last.source_extents == {}
+
+
+def test_rounds_of_a_return_follow_the_destination() -> None:
+    parts = layout("parts", [(0, 8, 0, 0)], [(2, 6, 0, 2)], [(6, 8, 0, 6)])
+    plan = plan_return(parts, layout("master", [], [], [(0, 8, 0, 0)]))
+    rounds = cut_rounds(plan, 2, [Wire("float32", 4)], 16).rounds
+    assert [[(m.peer, m.slices) for m in r.receives] for r in rounds] == [
+        [(1, (Slice(0, 2, 2),)), (0, (Slice(0, 0, 4),))],
+        [(1, (Slice(0, 4, 2),)), (0, (Slice(0, 4, 4),))],
+    ]
+    assert [[(t.src_offset, t.dst_offset, t.length) for t in r.local] for r in rounds] == [[], [(6, 6, 2)]]
+
+
+def test_sends_and_receives_of_all_rounds_pair_up() -> None:
+    rng = random.Random(5)
+    for _ in range(60):
+        model, world_size = random_model(rng), rng.randint(2, 8)
+        contributions = gradient_layout(model.vector, rng.choice(model.strategies(world_size)))
+        plan = plan_return(contributions, random_master_layout(rng, model.vector, world_size))
+        for kind in (plan, plan.inverse()):
+            wires = [
+                rng.choice((Wire("float16", 2), Wire("float32", 4), Wire("float64", 8))) for _ in model.vector.segments
+            ]
+            window = 16 * rng.randint(1, 40)
+            schedules = [cut_rounds(kind, rank, wires, window) for rank in range(world_size)]
+            assert len({len(s.rounds) for s in schedules}) == 1
+            for rounds in zip(*(s.rounds for s in schedules), strict=True):
+                sent = [(rank, m.peer, m.wire, m.length) for rank, r in enumerate(rounds) for m in r.sends]
+                received = [(m.peer, rank, m.wire, m.length) for rank, r in enumerate(rounds) for m in r.receives]
+                assert sorted(sent) == sorted(received)
+                assert len(set(sent)) == len(sent)
+                for r in rounds:
+                    assert r.send_bytes <= window * (world_size - 1)
+                    assert r.receive_bytes <= window * (world_size - 1)

@@ -1,0 +1,277 @@
+"""Preparing data: the tokens a user would write by hand, labels exactly where they belong, and clear refusals."""
+
+import json
+
+import datasets
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
+
+from hf_hotspa.data.prepare import load_source, prepare_dataset
+from hf_hotspa.errors import DataError, UnsupportedError
+
+SPECIALS = ["<eos>", "<bos>", "<user>", "<assistant>", "<end>"]
+EOS = 256
+
+# Roles and ends as tokens of their own; the assistant's turn is content and <end>.
+PLAIN = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' %}"
+    "{% generation %}{{ m.content }}<end>{% endgeneration %}{% else %}{{ m.content }}<end>{% endif %}{% endfor %}"
+)
+# Like templates that take the reasoning out of all turns but the last.
+REWRITING = (
+    "{% for m in messages %}<{{ m.role }}>{% if loop.last and m.role == 'assistant' %}think {% endif %}{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+TALK = [
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "yes"},
+    {"role": "user", "content": "so"},
+    {"role": "assistant", "content": "no"},
+]
+
+
+def byte_tokenizer(template=None, eos=True, adds_bos_and_eos=False, merges=()):
+    """One token a byte (and for each merge), so that expected tokens can be written down."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {letter: i for i, letter in enumerate(alphabet)}
+    specials = {name: 256 + i for i, name in enumerate(SPECIALS)}
+    vocab |= {a + b: 300 + i for i, (a, b) in enumerate(merges)}
+    core = Tokenizer(models.BPE(vocab=vocab | specials, merges=list(merges)))
+    core.add_special_tokens(SPECIALS)
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    core.decoder = decoders.ByteLevel()
+    if adds_bos_and_eos:
+        core.post_processor = processors.TemplateProcessing(
+            single="<bos> $A <eos>", special_tokens=[("<bos>", 257), ("<eos>", 256)]
+        )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>" if eos else None, bos_token="<bos>", chat_template=template
+    )
+
+
+class SlowCharacters(PreTrainedTokenizer):
+    """A tokenizer in Python: no offsets."""
+
+    def __init__(self, **kwargs):
+        super().__init__(eos_token="<eos>", **kwargs)
+
+    @property
+    def vocab_size(self):
+        return 256
+
+    def get_vocab(self):
+        return {chr(i): i for i in range(256)} | self.added_tokens_encoder
+
+    def _tokenize(self, text, **kwargs):
+        return list(text)
+
+    def _convert_token_to_id(self, token):
+        return ord(token)
+
+    def _convert_id_to_token(self, index):
+        return chr(index)
+
+
+@pytest.fixture(autouse=True)
+def _quiet(tmp_path, monkeypatch):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+    yield
+    datasets.enable_progress_bars()
+
+
+def prepare(rows, tokenizer, **kwargs):
+    dataset = prepare_dataset(rows, tokenizer, **kwargs)
+    return [{k: list(v) for k, v in row.items()} for row in dataset]
+
+
+def trained(tokenizer, row):
+    """The text of the tokens that carry labels; labels equal the ids there."""
+    assert all(label in (-100, i) for i, label in zip(row["input_ids"], row["labels"], strict=True))
+    return tokenizer.decode([label for label in row["labels"] if label != -100])
+
+
+def test_text_gets_one_eos_and_no_labels():
+    tokenizer = byte_tokenizer()
+    rows = prepare([{"text": "ab", "id": 1}, {"text": "c<eos>", "id": 2}, {"text": "", "id": 3}], tokenizer)
+    assert [tokenizer.decode(row["input_ids"]) for row in rows] == ["ab<eos>", "c<eos>", "<eos>"]
+    assert {tuple(row) for row in rows} == {("input_ids",)}
+    without = byte_tokenizer(eos=False)
+    assert without.decode(prepare([{"text": "ab"}], without)[0]["input_ids"]) == "ab"
+    adding = byte_tokenizer(adds_bos_and_eos=True)
+    assert adding.decode(prepare([{"text": "ab"}], adding)[0]["input_ids"]) == "<bos>ab<eos>"
+
+
+def test_nothing_is_truncated():
+    tokenizer = byte_tokenizer()
+    tokenizer.model_max_length = 8
+    tokenizer("warm", truncation=True, max_length=2)  # leaves its mark on the tokenizer
+    assert len(prepare([{"text": "x" * 5000}], tokenizer)[0]["input_ids"]) == 5001
+
+
+def test_input_ids_are_kept():
+    rows = [{"input_ids": [1, 2], "labels": [-100, 2], "text": "ignored"}]
+    assert prepare(rows, None) == [{"input_ids": [1, 2], "labels": [-100, 2]}]
+    assert prepare([{"input_ids": [1, 2], "source": "x"}], None) == [{"input_ids": [1, 2]}]
+    with pytest.raises(DataError, match=r"\['completion_mask'\], but no 'labels'"):
+        prepare([{"input_ids": [1], "completion_mask": [1]}], None)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["prefixes", "generation"])
+def test_messages_train_on_what_the_assistant_says(template):
+    tokenizer = byte_tokenizer(template)
+    (row,) = prepare([{"messages": TALK}], tokenizer)
+    assert tokenizer.decode(row["input_ids"]) == "<user>hi<end><assistant>yes<end><user>so<end><assistant>no<end>"
+    assert trained(tokenizer, row) == "yes<end>no<end>"
+    (row,) = prepare([{"messages": TALK[:1]}], tokenizer)
+    assert trained(tokenizer, row) == ""
+
+
+def test_messages_with_a_slow_tokenizer_go_by_prefixes():
+    tokenizer = SlowCharacters(chat_template=MARKED + "{% if add_generation_prompt %}<assistant>{% endif %}")
+    (row,) = prepare([{"messages": TALK}], tokenizer)
+    assert "".join(map(chr, (label for label in row["labels"] if label != -100))) == "yes<end>no<end>"
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused():
+    tokenizer = byte_tokenizer(REWRITING)
+    (row,) = prepare([{"messages": TALK[:2]}], tokenizer)  # the only turn is the last one
+    assert trained(tokenizer, row) == "think yes<end>"
+    with pytest.raises(DataError, match=r"turn 1 of the conversation.*dataset row 1.*generation"):
+        prepare([{"messages": TALK[:2]}, {"messages": TALK}], tokenizer)
+
+
+def test_a_first_message_of_the_assistant_needs_markers():
+    rows = [{"messages": TALK[1:2]}]
+    with pytest.raises(DataError, match=r"failed on 0 messages.*row 0.*generation"):
+        prepare(rows, byte_tokenizer(PLAIN))
+    assert trained(byte_tokenizer(MARKED), prepare(rows, byte_tokenizer(MARKED))[0]) == "yes<end>"
+
+
+def test_tools_reach_the_template():
+    template = "{% if tools %}{{ tools[0].name }}{% endif %}" + PLAIN
+    tokenizer = byte_tokenizer(template)
+    tools = [{"name": "clock"}]
+    for given in (tools, json.dumps(tools)):
+        (row,) = prepare([{"messages": TALK[:2], "tools": given}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == "clock<user>hi<end><assistant>yes<end>"
+        assert trained(tokenizer, row) == "yes<end>"
+
+
+@pytest.mark.parametrize("adds_bos_and_eos", [False, True])
+def test_prompt_and_completion_strings(adds_bos_and_eos):
+    tokenizer = byte_tokenizer(adds_bos_and_eos=adds_bos_and_eos)
+    (row,) = prepare([{"prompt": "2+2=", "completion": " four"}], tokenizer)
+    bos = "<bos>" if adds_bos_and_eos else ""
+    assert tokenizer.decode(row["input_ids"]) == bos + "2+2= four<eos>"
+    assert trained(tokenizer, row) == " four<eos>"
+
+
+def test_a_token_across_the_border_belongs_to_the_completion():
+    tokenizer = byte_tokenizer(merges=[("b", "c")])
+    (row,) = prepare([{"prompt": "ab", "completion": "cd"}], tokenizer)
+    assert len(row["input_ids"]) == 4  # a bc d <eos>
+    assert trained(tokenizer, row) == "bcd<eos>"
+
+
+def test_prompt_and_completion_with_a_slow_tokenizer():
+    (row,) = prepare([{"prompt": "ab", "completion": "cd"}], SlowCharacters())
+    assert row["labels"][:4] == [-100, -100, ord("c"), ord("d")]
+    assert row["labels"][4:] == row["input_ids"][4:] == [SlowCharacters().eos_token_id]
+
+
+def test_prompt_and_completion_messages():
+    tokenizer = byte_tokenizer(PLAIN)
+    (row,) = prepare([{"prompt": TALK[:3], "completion": TALK[3:]}], tokenizer)
+    assert trained(tokenizer, row) == "no<end>"
+    with pytest.raises(DataError, match=r"not the beginning.*row 0"):  # a prompt that ends with the assistant
+        prepare([{"prompt": TALK[:2], "completion": TALK[2:]}], byte_tokenizer(REWRITING))
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"content": "a", "id": 3}, r"columns \['content', 'id'\].*'input_ids'.*'messages'.*'prompt'.*'text'"),
+        ({"prompt": "a"}, r"columns \['prompt'\]"),
+        ({"text": None}, "text is a NoneType.*row 0"),
+        ({"prompt": "a", "completion": None}, "completion is a NoneType.*row 0"),
+        ({"prompt": "a", "completion": TALK}, "completion is a list.*row 0"),
+        ({"prompt": TALK, "completion": "a"}, "completion is no conversation.*row 0"),
+        ({"messages": []}, "messages is no conversation.*row 0"),
+        ({"messages": [{"content": "a"}]}, "messages is no conversation.*row 0"),
+        ({"messages": TALK}, "no chat template"),
+    ],
+)
+def test_what_cannot_be_prepared_is_named(row, message):
+    with pytest.raises(DataError, match=message):
+        prepare([row], byte_tokenizer(None if "chat" in message else PLAIN))
+
+
+def test_streams_splits_and_empty_datasets_are_refused():
+    dataset = datasets.Dataset.from_list([{"text": "a"}])
+    with pytest.raises(UnsupportedError, match="IterableDataset"):
+        prepare_dataset(dataset.to_iterable_dataset(), byte_tokenizer())
+    with pytest.raises(DataError, match=r"\['train'\]"):
+        prepare_dataset(datasets.DatasetDict(train=dataset), byte_tokenizer())
+    with pytest.raises(DataError, match="empty"):
+        prepare_dataset([], byte_tokenizer())
+
+
+def test_rows_are_named_across_batches_and_results_are_cached(tmp_path):
+    rows = [{"prompt": "a", "completion": "b"}] * 300
+    with pytest.raises(DataError, match="dataset row 300"):
+        prepare([*rows, {"prompt": "a", "completion": None}], byte_tokenizer())
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    source = load_source(str(tmp_path / "a.jsonl"))
+    first, second = (prepare_dataset(source, byte_tokenizer()) for _ in range(2))
+    assert first.cache_files == second.cache_files != []
+    assert first._fingerprint == second._fingerprint
+
+
+def test_sources_on_disk(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "two"}\n')
+    (tmp_path / "a.json").write_text('[{"text": "one"}, {"text": "two"}]')
+    (tmp_path / "a.csv").write_text("text\none\ntwo\n")
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    dataset = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    dataset.to_parquet(tmp_path / "a.parquet")
+    dataset.save_to_disk(tmp_path / "saved")
+    datasets.DatasetDict(test=dataset).save_to_disk(tmp_path / "splits")
+    (tmp_path / "folder").mkdir()
+    for name in ("b.jsonl", "a.jsonl"):
+        (tmp_path / "folder" / name).write_text(json.dumps({"text": name}))
+    for name in ("a.jsonl", "a.json", "a.csv", "a.txt", "a.parquet", "saved"):
+        assert list(load_source(str(tmp_path / name))["text"]) == ["one", "two"], name
+    assert list(load_source(str(tmp_path / "splits"), split="test")["text"]) == ["one", "two"]
+    assert list(load_source(str(tmp_path / "folder"))["text"]) == ["a.jsonl", "b.jsonl"]
+    assert list(load_source(str(tmp_path / "a.jsonl"), split="train[:1]")["text"]) == ["one"]
+    for name in ("splits", "saved"):
+        with pytest.raises(DataError, match="no split 'validation'"):
+            load_source(str(tmp_path / name), split="validation")
+
+
+def test_sources_that_are_not_there(tmp_path, monkeypatch):
+    for name in (str(tmp_path / "no.jsonl"), "no.parquet", "./no", "a/b/c"):
+        with pytest.raises(DataError, match="no file or directory"):
+            load_source(name)
+    with pytest.raises(DataError, match="no file that can be read"):
+        load_source(str(tmp_path))
+    (tmp_path / "a.bin").write_text("")
+    with pytest.raises(DataError, match=r"\['\.bin'\]"):
+        load_source(str(tmp_path / "a.bin"))
+    for name in ("a.txt", "a.csv"):
+        (tmp_path / name).write_text("text\n")
+    with pytest.raises(DataError, match=r"\['\.csv', '\.txt'\]"):
+        load_source(str(tmp_path))
+
+    def offline(*args, **kwargs):
+        raise ConnectionError("offline")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(DataError, match="'someone/corpus' is no local path.*ConnectionError: offline"):
+        load_source("someone/corpus")

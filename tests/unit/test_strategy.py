@@ -1,0 +1,387 @@
+"""Strategies and buckets: the two grammars, rank arithmetic, and which strategies are legal."""
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hotspa.errors import StrategyError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import (
+    Bucket,
+    Coord,
+    Strategy,
+    check_buckets,
+    legal_strategies,
+    parse_buckets,
+    strategies_of,
+)
+
+LLAMA = ModelShape(
+    family="llama",
+    num_layers=4,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    hidden_size=64,
+    attention_size=64,
+    vocab_size=128,
+    layer_parameters=50_000,
+)
+DEGREES = st.integers(1, 6)
+STRATEGIES = st.builds(Strategy, dp=DEGREES, tp=DEGREES, pp=DEGREES)
+
+
+# ---------------------------------------------------------------------------------------------- the strategy grammar
+
+
+@pytest.mark.parametrize(
+    ("text", "degrees"),
+    [
+        ("dp4tp2pp1", (4, 2, 1)),
+        ("dp2tp2", (2, 2, 1)),
+        ("tp4", (1, 4, 1)),
+        ("pp3", (1, 1, 3)),
+        ("pp2dp3", (3, 1, 2)),
+        ("tp2pp2dp2", (2, 2, 2)),
+        (" dp1 \n", (1, 1, 1)),
+        ("dp007", (7, 1, 1)),
+        ("dp1048576", (1 << 20, 1, 1)),
+    ],
+)
+def test_parse(text: str, degrees: tuple[int, int, int]) -> None:
+    strategy = Strategy.parse(text)
+    assert (strategy.dp, strategy.tp, strategy.pp) == degrees
+    assert strategy.world_size == prod(degrees)
+
+
+BAD_STRATEGIES = [
+    ("", "is not a strategy"),
+    ("   ", "is not a strategy"),
+    ("dp", "is not a strategy"),
+    ("4", "is not a strategy"),
+    ("dp-1", "is not a strategy"),
+    ("dp2.0", "is not a strategy"),
+    ("dp2 tp2", "is not a strategy"),
+    ("DP2", "is not a strategy"),
+    ("cp2", "is not a strategy"),
+    ("dp2xtp2", "is not a strategy"),
+    ("dp٣", "is not a strategy"),
+    ("dp2tp", "is not a strategy"),
+    ("dp2\x00", "is not a strategy"),
+    ("dp2dp2", "names the axis dp twice"),
+    ("tp1dp2tp1", "names the axis tp twice"),
+    ("dp0", "dp degree 0"),
+    ("dp2tp0", "tp degree 0"),
+    ("dp1048577", "dp degree 1048577"),
+    ("dp99999999", "too large"),
+    ("dp" + "9" * 10_000, "too large"),
+    ("dp2+sp", "options 'sp'"),
+    ("dp2+", "options ''"),
+    ("+sp", "options 'sp'"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_STRATEGIES, ids=[repr(t)[:20] for t, _ in BAD_STRATEGIES])
+def test_a_bad_strategy_is_refused_with_a_fix(text: str, says: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    assert caught.value.fix
+    assert says in caught.value.what
+
+
+@pytest.mark.parametrize("degree", [0, -1, (1 << 20) + 1, 1.0, "2", None])
+@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+def test_a_bad_degree_is_refused(axis: str, degree: object) -> None:
+    with pytest.raises(StrategyError, match=f"{axis} degree") as caught:
+        Strategy(**{axis: degree})  # type: ignore[arg-type]
+    assert caught.value.fix
+
+
+@given(STRATEGIES)
+def test_format_and_parse_are_inverse(strategy: Strategy) -> None:
+    assert Strategy.parse(str(strategy)) == strategy
+    assert str(Strategy.parse(str(strategy))) == str(strategy)
+
+
+def test_strategies_are_values() -> None:
+    assert Strategy(2, 1, 1) == Strategy.parse("dp2")
+    assert len({Strategy(2), Strategy.parse("dp2"), Strategy(1, 2)}) == 2
+    assert Strategy() < Strategy(2)
+    with pytest.raises(AttributeError):
+        Strategy().dp = 2  # type: ignore[misc]
+
+
+# -------------------------------------------------------------------------------------------------- rank arithmetic
+
+
+@given(STRATEGIES)
+def test_rank_and_coord_are_inverse(strategy: Strategy) -> None:
+    coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
+    assert [strategy.rank(coord) for coord in coords] == list(range(strategy.world_size))
+    assert len(set(coords)) == strategy.world_size
+    for coord in coords:
+        assert 0 <= coord.dp < strategy.dp
+        assert 0 <= coord.tp < strategy.tp
+        assert 0 <= coord.pp < strategy.pp
+
+
+def test_ranks_run_tp_first_then_dp_then_pp() -> None:
+    strategy = Strategy(dp=2, tp=2, pp=2)
+    assert [strategy.coord(rank) for rank in range(8)] == [
+        Coord(dp=0, tp=0, pp=0),
+        Coord(dp=0, tp=1, pp=0),
+        Coord(dp=1, tp=0, pp=0),
+        Coord(dp=1, tp=1, pp=0),
+        Coord(dp=0, tp=0, pp=1),
+        Coord(dp=0, tp=1, pp=1),
+        Coord(dp=1, tp=0, pp=1),
+        Coord(dp=1, tp=1, pp=1),
+    ]
+    assert strategy.tp_ranks(dp_coord=1, pp_coord=0) == (2, 3)
+    assert strategy.pp_ranks(dp_coord=1, tp_coord=1) == (3, 7)
+
+
+@given(STRATEGIES)
+def test_groups_cover_every_rank_once(strategy: Strategy) -> None:
+    everyone = list(range(strategy.world_size))
+    tp_groups = [strategy.tp_ranks(d, p) for d in range(strategy.dp) for p in range(strategy.pp)]
+    assert sorted(rank for group in tp_groups for rank in group) == everyone
+    pp_groups = [strategy.pp_ranks(d, t) for d in range(strategy.dp) for t in range(strategy.tp)]
+    assert sorted(rank for group in pp_groups for rank in group) == everyone
+    for group in tp_groups:
+        assert [strategy.coord(rank).tp for rank in group] == list(range(strategy.tp))
+    for group in pp_groups:
+        assert [strategy.coord(rank).pp for rank in group] == list(range(strategy.pp))
+
+
+@given(STRATEGIES)
+def test_shard_indices_are_a_permutation(strategy: Strategy) -> None:
+    assert sorted(strategy.shard_index(coord) for coord in range(strategy.tp)) == list(range(strategy.tp))
+
+
+# ------------------------------------------------------------------------------------------------- legal strategies
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 3), (4, 6), (7, 3), (8, 10), (12, 18), (64, 28)])
+def test_strategies_of_a_world(world_size: int, count: int) -> None:
+    found = list(strategies_of(world_size))
+    assert len(found) == len(set(found)) == count
+    assert {s.world_size for s in found} == {world_size}
+    assert found == sorted(found, key=lambda s: (s.pp, s.tp))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "change", "says"),
+    [
+        ("dp8", {}, None),
+        ("tp2", {}, None),
+        ("tp4", {}, None),  # twice the kv heads: each is held by two coords
+        ("tp8", {}, None),
+        ("tp3", {}, "tp3 is neither at most the 2 key/value heads nor a multiple"),
+        ("tp6", {"num_key_value_heads": 4}, "tp6 is neither"),
+        ("tp3", {"num_key_value_heads": 8}, None),  # uneven, but every coord has whole heads
+        ("tp16", {}, "tp16 is more than the 8 attention heads"),
+        ("pp4", {}, None),
+        ("pp5", {}, "pp5 is more than the 4 layers"),
+        ("tp2", {"has_tp_plan": False}, "'llama' has no tensor-parallel plan"),
+        ("dp2", {"has_tp_plan": False}, None),
+        ("pp2", {"has_pp_plan": False}, "'llama' has no pipeline plan"),
+        ("dp2", {"has_pp_plan": False}, None),
+        ("tp2", {"tp_obstacle": "tp would be wrong"}, "tp would be wrong"),
+        ("pp2", {"tp_obstacle": "tp would be wrong"}, None),
+        ("pp2", {"pp_obstacle": "pp would be wrong"}, "pp would be wrong"),
+        ("tp2", {"pp_obstacle": "pp would be wrong"}, None),
+    ],
+)
+def test_misfit(strategy: str, change: dict[str, object], says: str | None) -> None:
+    why = Strategy.parse(strategy).misfit(replace(LLAMA, **change))  # type: ignore[arg-type]
+    if says is None:
+        assert why is None
+    else:
+        assert says in (why or "")
+
+
+def test_legal_strategies() -> None:
+    assert [str(s) for s in legal_strategies(4, LLAMA)] == [
+        "dp4tp1pp1",
+        "dp2tp2pp1",
+        "dp1tp4pp1",
+        "dp2tp1pp2",
+        "dp1tp2pp2",
+        "dp1tp1pp4",
+    ]
+    assert [str(s) for s in legal_strategies(7, LLAMA)] == ["dp7tp1pp1"]
+    bare = replace(LLAMA, has_tp_plan=False, has_pp_plan=False)
+    assert legal_strategies(8, bare) == [Strategy(dp=8)]
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 4), st.integers(1, 12))
+def test_data_parallelism_is_always_legal(world_size: int, layers: int, kv_heads: int, group: int) -> None:
+    model = replace(LLAMA, num_layers=layers, num_key_value_heads=kv_heads, num_attention_heads=kv_heads * group)
+    legal = legal_strategies(world_size, model)
+    assert Strategy(dp=world_size) in legal
+    assert all(s.misfit(model) is None and s.world_size == world_size for s in legal)
+
+
+# ----------------------------------------------------------------------------------------------- the bucket grammar
+
+
+def test_parse_buckets() -> None:
+    assert parse_buckets("dp4:1024@4096,dp2tp2:4096, tp2pp2 : 8192 ") == (
+        Bucket(Strategy(4, 1, 1), longest=1024, pack_tokens=4096, low=0),
+        Bucket(Strategy(2, 2, 1), longest=4096, pack_tokens=4096, low=1024),
+        Bucket(Strategy(1, 2, 2), longest=8192, pack_tokens=8192, low=4096),
+    )
+    assert parse_buckets("dp1:1") == (Bucket(Strategy(), 1, 1),)
+
+
+BAD_BUCKETS = [
+    ("", "is not a strategy"),
+    (",", "is not a strategy"),
+    ("dp4:1024,", "is not a strategy"),
+    ("auto", "'auto' is not supported yet"),
+    (" auto ", "'auto' is not supported yet"),
+    ("dp4", "no longest sequence"),
+    ("dp4:", "no longest sequence"),
+    ("dp4:x", "no longest sequence"),
+    ("dp4:-1", "no longest sequence"),
+    ("dp4:1k", "no longest sequence"),
+    ("dp4:1024@", "no longest sequence"),
+    ("dp4:1024@x", "no longest sequence"),
+    ("dp4:1024@2048@4096", "no longest sequence"),
+    ("dp4:1024:2048", "no longest sequence"),
+    ("dp4:1234567890", "no longest sequence"),
+    ("dp4:0", "not above 0"),
+    ("dp4:1024,tp4:1024", "not above 1024"),
+    ("dp4:1024,tp4:512", "not above 1024"),
+    ("dp4:1024@512", "a pack of 512 tokens cannot hold a sequence of 1024"),
+    ("dp4:1024,dp4:2048", "used by two buckets"),
+    ("dp4:1024,dp4tp1pp1:2048", "used by two buckets"),
+    ("dp4:1024,dp2:2048", "different numbers of processes"),
+    ("dp4:1024;tp4:2048", "no longest sequence"),
+    ("dp4tp0:1024", "tp degree 0"),
+    ("dp4+rc:1024", "options 'rc'"),
+]
+
+
+@pytest.mark.parametrize(("text", "says"), BAD_BUCKETS)
+def test_bad_buckets_are_refused_with_a_fix(text: str, says: str) -> None:
+    with pytest.raises(StrategyError) as caught:
+        parse_buckets(text)
+    assert says in caught.value.what
+    assert caught.value.fix
+
+
+def test_different_worlds_are_named_with_their_numbers() -> None:
+    with pytest.raises(StrategyError, match="dp4tp1pp1 = 4, dp1tp2pp1 = 2"):
+        parse_buckets("dp4:1024,tp2:2048")
+
+
+@st.composite
+def _bucket_lists(draw: st.DrawFn) -> tuple[Bucket, ...]:
+    pool = list(strategies_of(draw(st.sampled_from([1, 2, 4, 8, 12]))))
+    chosen = draw(st.lists(st.sampled_from(pool), min_size=1, max_size=5, unique=True))
+    buckets: list[Bucket] = []
+    low = 0
+    for strategy in chosen:
+        longest = low + draw(st.integers(1, 100_000))
+        buckets.append(Bucket(strategy, longest, longest + draw(st.integers(0, 100_000)), low))
+        low = longest
+    return tuple(buckets)
+
+
+@given(_bucket_lists())
+def test_format_and_parse_buckets_are_inverse(buckets: tuple[Bucket, ...]) -> None:
+    text = ",".join(map(str, buckets))
+    assert parse_buckets(text) == buckets
+    assert ",".join(map(str, parse_buckets(text))) == text
+
+
+def test_a_pack_of_one_sequence_is_not_written() -> None:
+    assert str(Bucket(Strategy(2), 8, 8)) == "dp2tp1pp1:8"
+    assert str(Bucket(Strategy(2), 8, 16)) == "dp2tp1pp1:8@16"
+
+
+# --------------------------------------------------------------------------------------- buckets, world and model
+
+
+def test_buckets_that_fit_pass() -> None:
+    check_buckets(parse_buckets("dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"), 4, LLAMA)
+
+
+def test_a_wrong_world_lists_the_legal_choices() -> None:
+    with pytest.raises(StrategyError) as caught:
+        check_buckets(parse_buckets("dp4:1024"), 2, LLAMA)
+    assert caught.value.why == "it needs 4 processes and 2 are running"
+    assert "legal with 2 processes and this model: dp2tp1pp1, dp1tp2pp1, dp1tp1pp2" in (caught.value.fix or "")
+
+
+def test_a_model_that_does_not_fit_lists_the_legal_choices() -> None:
+    with pytest.raises(StrategyError, match="strategy dp1tp1pp8 cannot run") as caught:
+        check_buckets(parse_buckets("dp8:1024,pp8:2048"), 8, LLAMA)
+    assert caught.value.why == "pp8 is more than the 4 layers"
+    for strategy in legal_strategies(8, LLAMA):
+        assert str(strategy) in (caught.value.fix or "")
+
+
+@given(_bucket_lists(), st.sampled_from([1, 2, 4, 8]))
+def test_check_agrees_with_legal(buckets: tuple[Bucket, ...], world_size: int) -> None:
+    legal = legal_strategies(world_size, LLAMA)
+    if all(bucket.strategy in legal for bucket in buckets):
+        check_buckets(buckets, world_size, LLAMA)
+    else:
+        with pytest.raises(StrategyError) as caught:
+            check_buckets(buckets, world_size, LLAMA)
+        assert caught.value.why
+        assert caught.value.fix
+
+
+# ------------------------------------------------------------------------------------------------------------- fuzz
+
+
+def _random_text(draw: random.Random) -> str:
+    """Noise, words of the grammar in any order, or a correct text with a few characters changed."""
+    kind = draw.randrange(3)
+    if kind == 0:
+        return "".join(chr(draw.choice([draw.randrange(32, 127), draw.randrange(0x110000)])) for _ in range(8))
+    if kind == 1:
+        words = ["dp", "tp", "pp", "+", "sp", ":", "@", ",", " ", "0", "1", "2", "4", "1024", "4096", "auto", "-", "\n"]
+        return "".join(draw.choice(words) for _ in range(draw.randrange(12)))
+    text = list(draw.choice(["dp4tp2pp1", "dp4:1024@4096,dp2tp2:4096,tp2pp2:8192", "tp4:8", "pp2dp2:16@32"]))
+    for _ in range(draw.randrange(1, 4)):
+        text[draw.randrange(len(text))] = draw.choice([*"dtp0123456789:@,+ ", "", "٣", "\x00", "dp"])
+    return "".join(text)
+
+
+def _value_or_error(parse: Callable[[str], Strategy | tuple[Bucket, ...]], text: str) -> str | StrategyError:
+    """The parsed value written out again, or the error; anything else is raised."""
+    try:
+        value = parse(text)
+    except StrategyError as error:
+        return error
+    return str(value) if isinstance(value, Strategy) else ",".join(map(str, value))
+
+
+@pytest.mark.parametrize("parse", [Strategy.parse, parse_buckets])
+def test_ten_thousand_random_strings(parse: Callable[[str], Strategy | tuple[Bucket, ...]]) -> None:
+    draw = random.Random(20240917)
+    values = 0
+    for _ in range(10_000):
+        text = _random_text(draw)
+        result = _value_or_error(parse, text)
+        if isinstance(result, StrategyError):
+            assert result.fix, text
+        else:
+            values += 1
+            assert parse(result) == parse(text), text
+    assert values > 100
+
+
+@given(st.text(max_size=40))
+def test_any_text_is_a_value_or_a_strategy_error(text: str) -> None:
+    for result in (_value_or_error(Strategy.parse, text), _value_or_error(parse_buckets, text)):
+        assert not isinstance(result, StrategyError) or result.fix

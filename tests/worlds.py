@@ -1,0 +1,28 @@
+"""Pieces of the multi-process tests: an engine and its mini-batches from plain rows."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_hotspa.data.bucketing import plan_mini_batch
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.scan import scan_dataset
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.strategy import parse_buckets
+
+
+def make_engine(model: PreTrainedModel, buckets: str, **options: Any) -> HotSPaEngine:
+    """An engine for a bucket list in the user's grammar."""
+    return HotSPaEngine(model, parse_buckets(buckets), **options)
+
+
+def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy: str = "error") -> MiniBatch:
+    """One mini-batch of all rows, as the data loader would build it on this rank."""
+    table = scan_dataset(list(rows), disable_progress=True)
+    shape = engine.description.shape
+    plan = plan_mini_batch(
+        range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy
+    )
+    collator = PackedBucketCollator(engine.rank, shape.vocab_size)
+    return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})

@@ -1,0 +1,233 @@
+"""The train dataloader: every rank walks through the same mini-batches and reads only its own rows.
+
+Owns the order of rows and what one item of the loader is. Promises:
+
+* The order is the one that the stock `transformers.Trainer` follows on one process (accelerate's
+  `SeedableRandomSampler`, seeded with `data_seed` or `seed`, plus the epoch), and it is the same on every rank.
+* An item is one whole mini-batch, ``{"mini_batch": MiniBatch}``: `mini_batch_size` rows, the last one of an epoch
+  possibly fewer. The loader must not be prepared by accelerate, which would deal the mini-batches out to ranks.
+* It is a torch `DataLoader` whose batch sampler yields the rows of a mini-batch. The plan is made where the rows are
+  read, in the worker processes if there are any; so skipping mini-batches costs nothing, and accelerate's
+  `skip_first_batches`, which the Trainer calls when it resumes, works on it as it is: it rebuilds a plain DataLoader
+  around the batch sampler, whose `set_epoch` the Trainer then finds.
+* What is wrong with rows comes back in `MiniBatch.error`; it is never raised on some ranks only.
+"""
+
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+
+from hf_hotspa.data.bucketing import check_lengths, plan_mini_batch
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.data.scan import SequenceTable, arrow_view, is_plain_arrow, split_lists
+from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.strategy import Bucket
+
+
+@dataclass(frozen=True)
+class Planner:
+    """Rows -> plan: the arguments of `plan_mini_batch` that stay the same for a whole run."""
+
+    table: SequenceTable
+    buckets: tuple[Bucket, ...]
+    quadratic_cost: float
+    policy: str
+
+    def __call__(self, rows: Sequence[int]) -> MiniBatchPlan:
+        return plan_mini_batch(rows, self.table, self.buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
+
+
+class MiniBatchSampler(Sampler[list[int]]):
+    """The rows of one mini-batch after the other.
+
+    Args:
+        num_rows: Rows of the dataset.
+        mini_batch_size: Rows of a mini-batch.
+        seed: Seed of the order; the order of epoch e depends on ``seed + e`` only. None keeps the rows in their order.
+        drop_last: Leave out a last mini-batch that is not full.
+    """
+
+    def __init__(self, num_rows: int, mini_batch_size: int, *, seed: int | None, drop_last: bool = False) -> None:
+        self.num_rows, self.mini_batch_size, self.drop_last = num_rows, mini_batch_size, drop_last
+        rows = range(num_rows)
+        self.row_sampler: Sampler[int] = (
+            SequentialSampler(rows) if seed is None else SeedableRandomSampler(rows, data_seed=seed)
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, hence the order, of the next iteration."""
+        if isinstance(self.row_sampler, SeedableRandomSampler):
+            self.row_sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        full, rest = divmod(self.num_rows, self.mini_batch_size)
+        return full + (rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows: list[int] = []
+        for row in self.row_sampler:
+            rows.append(row)
+            if len(rows) == self.mini_batch_size:
+                yield rows
+                rows = []
+        if rows and not self.drop_last:
+            yield rows
+
+
+class RankRows(Dataset[Any]):
+    """What one rank reads of a dataset: the rows of a mini-batch in, its `MiniBatch` out.
+
+    Its length is that of the dataset, in rows; the Trainer reports it as the number of examples.
+    """
+
+    def __init__(self, dataset: Any, planner: Planner, collator: PackedBucketCollator) -> None:
+        self.dataset, self.planner, self.collator = dataset, planner, collator
+        self._arrow: Any = arrow_view(dataset) if is_plain_arrow(dataset) else None
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, row: int) -> MiniBatch:
+        """The mini-batch of a single row."""
+        return self.__getitems__([row])["mini_batch"]
+
+    def __getitems__(self, rows: list[int]) -> dict[str, MiniBatch]:
+        """The mini-batch of some rows; torch's fetcher calls this with what the batch sampler yields."""
+        plan = self.planner(rows)
+        wanted = self.collator.rows_of(plan)
+        try:
+            examples = self._arrow_rows(wanted) if self._arrow is not None else self._rows(wanted)
+        except Exception as error:
+            # Whatever a dataset raises is carried to all ranks, as one of our own errors: it travels between them.
+            return {"mini_batch": self.collator.failed(plan, self._unreadable(error, wanted))}
+        return {"mini_batch": self.collator(plan, examples)}
+
+    def _rows(self, rows: tuple[int, ...]) -> dict[int, Any]:
+        return {row: self.dataset[row] for row in rows}
+
+    def _arrow_rows(self, rows: tuple[int, ...]) -> dict[int, Any]:
+        """The token columns of a `datasets.Dataset`, read in one go, as numpy arrays."""
+        if not rows:
+            return {}
+        table = self._arrow[list(rows)]
+        columns = {name: split_lists(table.column(name).combine_chunks()) for name in table.column_names}
+        return {row: {name: column[i] for name, column in columns.items()} for i, row in enumerate(rows)}
+
+    def _unreadable(self, error: Exception, rows: tuple[int, ...]) -> DataError:
+        if isinstance(error, DataError):
+            return error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        shown = f"{', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''}"
+        return DataError(
+            f"the dataset failed to give rows: {type(error).__name__}: {error}",
+            where=f"dataset rows {shown}, rank {self.collator.rank}, at {last.filename}:{last.lineno}",
+            fix="read these rows without the trainer to see the whole traceback",
+        )
+
+
+def _as_it_is(item: dict[str, MiniBatch]) -> dict[str, MiniBatch]:
+    """The collate function: `RankRows` has collated already. Module-level, so that workers can unpickle it."""
+    return item
+
+
+class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
+    """The train dataloader of one rank.
+
+    Args:
+        dataset: Any map-style dataset that `scan_dataset` accepts.
+        table: Its scan.
+        buckets: The buckets, in the order in which their phases run.
+        mini_batch_size: Rows of one optimizer step, over all ranks.
+        rank: Global rank.
+        vocab_size: Token ids must be below it.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        policy: One of `OVERLONG_POLICIES`.
+        seed: `data_seed` of the training arguments, or `seed` where that is None.
+        shuffle: False keeps the rows in the order of the dataset.
+        drop_last: Leave out a last mini-batch that is not full.
+        num_workers, prefetch_factor, persistent_workers, pin_memory, in_order, multiprocessing_context,
+            worker_init_fn: As for torch's DataLoader.
+
+    Raises:
+        HotspaConfigError: the mini-batch size is not positive, or the policy is unknown.
+        OverlongError: under the policy `error`, some row is longer than the longest bucket.
+        DataError: the table is not of this dataset, or no mini-batch is left.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        table: SequenceTable,
+        buckets: tuple[Bucket, ...],
+        *,
+        mini_batch_size: int,
+        rank: int,
+        vocab_size: int,
+        quadratic_cost: float = 0.0,
+        policy: str = "error",
+        seed: int = 42,
+        shuffle: bool = True,
+        drop_last: bool = False,
+        num_workers: int = 0,
+        prefetch_factor: int | None = None,
+        persistent_workers: bool = False,
+        pin_memory: bool = False,
+        in_order: bool = True,
+        multiprocessing_context: Any = None,
+        worker_init_fn: Callable[[int], None] | None = None,
+    ) -> None:
+        if mini_batch_size < 1:
+            raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
+        if len(table) != len(dataset):
+            raise DataError(
+                f"the scan has {len(table)} rows and the dataset {len(dataset)}", fix="scan this dataset again"
+            )
+        if drop_last and len(dataset) < mini_batch_size:
+            raise DataError(
+                f"{len(dataset)} rows do not fill one mini-batch of {mini_batch_size}, and the last one is dropped",
+                fix="make the mini-batch smaller, or do not set dataloader_drop_last",
+            )
+        check_lengths(table, max(b.longest for b in buckets), policy)
+        self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
+        rows = RankRows(dataset, self.planner, PackedBucketCollator(rank, vocab_size, table))
+        sampler = MiniBatchSampler(len(dataset), mini_batch_size, seed=seed if shuffle else None, drop_last=drop_last)
+        super().__init__(
+            rows,
+            batch_sampler=sampler,
+            collate_fn=_as_it_is,
+            num_workers=num_workers,
+            prefetch_factor=prefetch_factor,
+            persistent_workers=persistent_workers and num_workers > 0,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+            in_order=in_order,
+            multiprocessing_context=multiprocessing_context if num_workers > 0 else None,
+            worker_init_fn=worker_init_fn,
+        )
+
+    @property
+    def mini_batch_size(self) -> int:
+        """Rows of a full mini-batch."""
+        return self.batch_sampler.mini_batch_size
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole dataset, as scanned."""
+        return self.planner.table.num_tokens
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch, hence the order, of the next iteration (called by the Trainer)."""
+        self.batch_sampler.set_epoch(epoch)
+
+    def plans(self, epoch: int = 0) -> Iterator[MiniBatchPlan]:
+        """The plans of an epoch without reading a row; iterating does not disturb the loader."""
+        sampler = self.batch_sampler
+        seed = sampler.row_sampler.initial_seed if isinstance(sampler.row_sampler, SeedableRandomSampler) else None
+        fresh = MiniBatchSampler(sampler.num_rows, sampler.mini_batch_size, seed=seed, drop_last=sampler.drop_last)
+        fresh.set_epoch(epoch)
+        yield from map(self.planner, fresh)
