@@ -268,7 +268,6 @@ def _profiler(options: argparse.Namespace, rank: int) -> Callable[[], None]:
 
 def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, lengths: list[int], folder: str) -> Any:
     """`(wall seconds, engine seconds, steps)` of HotSPaTrainer's loop without its first step, on rank 0."""
-    import torch
     from transformers import TrainerCallback
 
     from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
@@ -276,46 +275,39 @@ def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, len
     class Clock(TrainerCallback):
         """The wall time from the beginning of step 2 to the end of the last one, and what of it was the engine's."""
 
-        begin = end = inside = 0.0
-        steps = depth = 0
+        begin = end = inside = step_begin = 0.0
+        steps = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for name in ("forward_backward", "clip_grad_norm_"):
+                setattr(trainer.engine, name, self.counted(getattr(trainer.engine, name)))
 
         def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
                 self.begin, self.inside = time.perf_counter(), 0.0
 
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.step_begin = time.perf_counter()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.inside += time.perf_counter() - self.step_begin
+
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             self.end, self.steps = time.perf_counter(), state.global_step - 1
 
         def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-            """The function, its time counted as the engine's; calls inside of it are not counted twice."""
+            """The function, its time counted as the engine's."""
 
             def wrapped(*args: Any, **kwargs: Any) -> Any:
                 begin = time.perf_counter()
-                self.depth += 1
                 try:
                     return function(*args, **kwargs)
                 finally:
-                    self.depth -= 1
-                    if self.depth == 0:
-                        self.inside += time.perf_counter() - begin
+                    self.inside += time.perf_counter() - begin
 
             return wrapped
 
     clock = Clock()
-
-    class TimedTrainer(HotSPaTrainer):
-        """Wraps engine and optimizer as soon as they exist."""
-
-        def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-            optimizer = super().create_optimizer(*args, **kwargs)
-            engine = self.engine
-            if not hasattr(engine, "_timed"):
-                engine._timed = True
-                for name in ("forward_backward", "clip_grad_norm_"):
-                    setattr(engine, name, clock.counted(getattr(engine, name)))
-                self.optimizer.step = clock.counted(self.optimizer.step)
-            return optimizer
-
     longest, shortest = max(lengths), options.budget
     hot = f"{Strategy(dp=world_size)}:{shortest},{Strategy(tp=world_size)}:{longest}@{max(longest, shortest * world_size)}"
     strategies = hot if longest > shortest else f"{Strategy(dp=world_size)}:{shortest}"
@@ -335,7 +327,7 @@ def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, len
         save_strategy="no",
         disable_tqdm=True,
     )
-    trainer = TimedTrainer(model=make_model(options.model), args=args, train_dataset=rows, callbacks=[clock])
+    trainer = HotSPaTrainer(model=make_model(options.model), args=args, train_dataset=rows, callbacks=[clock])
     trainer.train()
     return clock.end - clock.begin, clock.inside, clock.steps
 
@@ -465,7 +457,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", choices=MODELS, default="7M", help="parameters of the Llama")
-    parser.add_argument("--dtype", choices=DTYPES, default="fp32", help="of weights and activations; the master is fp32")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, default="fp32", help="of weights and activations; the master is fp32"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=1, help="untimed rounds")
     parser.add_argument("--budget", type=int, default=1024, help="tokens per rank and micro-batch at tp1")

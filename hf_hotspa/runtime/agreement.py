@@ -16,6 +16,12 @@ import torch.distributed as dist
 from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError
 
 _MAILBOX_KEY = "hotspa_first_error"
+_MAX_LISTED = 5
+
+
+def _word(text: str) -> int:
+    """64 bits of a text's SHA-256, as an int64 takes them."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
@@ -43,37 +49,51 @@ class Agreement:
         self.group, self.rank = group, rank
 
     def check(self, digests: Mapping[str, str], error: HotspaError | None, where: str) -> None:
-        """Returns when no rank has an error and all digests are equal; a collective call.
+        """Returns when no rank has an error and all digests are equal. One small collective, where all is well.
 
         Args:
-            digests: What must be equal, by name; the same names in the same order on all ranks.
+            digests: What must be equal, by name.
             error: What this rank found wrong, or None.
-            where: The place, for messages: `step 12`.
+            where: The place, for messages: `mini-batch 12`.
 
         Raises:
             HotspaError: on every rank, the error of the first rank that has one.
-            PlanMismatchError: on every rank, when a digest differs. Nothing has been sent.
+            PlanMismatchError: on every rank, when something differs. Nothing has been sent.
         """
         if self.group is None:
             if error is not None:
                 raise error
             return
         text = json.dumps(error.to_dict()).encode() if error is not None else b""
-        words = [int.from_bytes(hashlib.sha256(d.encode()).digest()[:8], "little", signed=True) for d in digests.values()]
-        rows = self._gather(torch.tensor([len(text), *words], dtype=torch.int64))
+        names = ", ".join(digests)
+        # of a fixed size, whatever is compared: tensors of different sizes cannot be gathered together
+        rows = self._gather(
+            torch.tensor([len(text), _word(names), _word(repr(list(digests.values())))], dtype=torch.int64)
+        )
         if any(int(row[0]) for row in rows):
             self._raise_first(text, max(int(row[0]) for row in rows))
-        for position, name in enumerate(digests, start=1):
-            seen = [int(row[position]) for row in rows]
+        if len({int(row[1]) for row in rows}) > 1:
+            raise self._mismatch({"list of what to compare": [int(row[1]) for row in rows]}, where)
+        if len({int(row[2]) for row in rows}) > 1:
+            details = self._gather(torch.tensor([_word(digest) for digest in digests.values()], dtype=torch.int64))
+            raise self._mismatch(
+                {name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where
+            )
+
+    def _mismatch(self, words: Mapping[str, list[int]], where: str) -> PlanMismatchError:
+        """The error for names whose words (one a rank) are not all equal."""
+        sides = []
+        for name, seen in words.items():
             if len(set(seen)) > 1:
-                majority = max(seen, key=seen.count)
-                odd = [rank for rank, word in enumerate(seen) if word != majority]
-                raise PlanMismatchError(
-                    f"ranks {odd} have a different {name} than the other {len(seen) - len(odd)} ranks",
-                    where=where,
-                    why="layouts and transfers are computed from it on every rank; nothing was sent",
-                    fix=f"give all ranks the same {name} (same script, arguments, files and library versions)",
-                )
+                holders = {word: [rank for rank, other in enumerate(seen) if other == word] for word in seen}
+                sides.append(f"{name}: " + ", ".join(f"ranks {ranks} agree" for ranks in holders.values()))
+        more = f" (and {len(sides) - _MAX_LISTED} more)" if len(sides) > _MAX_LISTED else ""
+        return PlanMismatchError(
+            f"ranks differ in the {'; in the '.join(sides[:_MAX_LISTED])}{more}",
+            where=f"rank {self.rank}, {where}",
+            why="layouts and transfers are computed from it on every rank; nothing was sent",
+            fix="start every rank with the same script, arguments, files, environment and library versions",
+        )
 
     def gather(self, values: list[float]) -> torch.Tensor:
         """fp64 [world size, number of values] of every rank's values; a collective call."""

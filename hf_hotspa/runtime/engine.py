@@ -104,12 +104,13 @@ class HotSPaEngine:
             )
             for bucket in self.buckets
         }
+        self._groups.warm_up()
         transport = (
             ProcessGroupTransport(self._groups.switch) if self.world_size > 1 else LoopbackHub(1).transport(0)
         )
         self._executor = SwitchExecutor(transport, self.rank, staging_bytes, device)
         plans = [plan for phase in self.phases.values() for plan in (phase.load_plan, phase.return_plan)]
-        self._agreement.check({f"switch plan {plan.name!r}": plan.digest() for plan in plans}, None, "set-up")
+        self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, None, "set-up")
         self._executor.reserve(plans)
         self._weight_arena, self._gradient_arena = Arena(device), Arena(device)
         self._steps = self._switches = 0

@@ -85,11 +85,11 @@ class MasterStore:
         """Takes this rank's share of full parameters, one parameter at a time.
 
         Args:
-            tensors: Full parameters by Hugging Face name, on any device.
+            tensors: Full parameters by Hugging Face name, on any device; those left out keep their values.
         """
         for spec, segment_index, low, high in self._shares():
             held, buffer = self._owned.get(segment_index), self.weights[segment_index]
-            if held is not None and buffer is not None and high > low:
+            if held is not None and buffer is not None and high > low and spec.name in tensors:
                 start = held.start + low - spec.offset
                 buffer[low:high].copy_(to_storage(spec, tensors[spec.name])[start : start + high - low])
 

@@ -36,7 +36,6 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/agreement.py",
         "hf_hotspa/runtime/arena.py",
-        "hf_hotspa/switch/agreement.py",
         "hf_hotspa/switch/transport.py",
         "hf_hotspa/switch/executor.py",
         "hf_hotspa/data/collator.py",

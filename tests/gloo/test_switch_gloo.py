@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanMismatchError, TransferError
 from hf_hotspa.layout.placement import Interval, Layout
-from hf_hotspa.switch.agreement import agree_plans
+from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load
@@ -175,10 +175,10 @@ def test_a_lost_peer_is_named() -> None:
 def random_switches(rank: int, world_size: int, seeds: range) -> int:
     """All kinds in turn, one executor for all of them, as in training."""
     executors: dict[int, SwitchExecutor] = {}
-    transport = ProcessGroupTransport()
+    transport, agreement = ProcessGroupTransport(), Agreement(dist.group.WORLD, rank)
     for epoch, seed in enumerate(seeds):
         case = make_case(seed, world_size)
-        agree_plans([case.plan], {"staging": str(case.staging_bytes)})
+        agreement.check({"plan": case.plan.digest(), "staging": str(case.staging_bytes)}, None, f"switch {epoch}")
         executor = executors.setdefault(case.staging_bytes, SwitchExecutor(transport, rank, case.staging_bytes))
         executor.reserve([case.plan])
         executor.run(case.plan, case.sources[rank], case.targets[rank], case.wires, epoch)
@@ -236,40 +236,55 @@ def small_plan() -> SwitchPlan:
 
 def disagreeing(rank: int, world_size: int) -> list[str]:
     """One rank differs, in one thing after another; every rank must say so, and then still be able to work."""
+    agreement = Agreement(dist.group.WORLD, rank)
     plan = small_plan()
     other = replace(plan, transfers=(plan.transfers[0]._replace(src_offset=1, length=7),))
     odd = rank == 2
     attempts = [
-        ([plan, other if odd else plan], {"model": "m"}),
-        ([plan], {"model": "m", "configuration": "x" if odd else "y"}),
-        ([plan] if odd else [plan, plan], {}),
-        ([plan], {"model" if odd else "config": "m"}),
-        ([plan], {"one": str(rank), "two": "equal", "three": str(rank // 2)}),
-        ([replace(plan, name=str(i) + ("!" if odd else "")) for i in range(9)], {}),
+        {"first plan": plan.digest(), "second plan": (other if odd else plan).digest()},
+        {"model": "m", "configuration": "x" if odd else "y"},
+        {"model": "m"} if odd else {"model": "m", "plan": plan.digest()},
+        {"one": str(rank), "two": "equal", "three": str(rank // 2)},
+        {f"plan {i}": str(i) + ("!" if odd else "") for i in range(9)},
     ]
     messages = []
-    for plans, extra in attempts:
+    for digests in attempts:
         with pytest.raises(PlanMismatchError) as caught:
-            agree_plans(plans, extra)
+            agreement.check(digests, None, "set-up")
         messages.append(str(caught.value))
-    agree_plans([plan], {"model": "m"})
-    agree_plans([], {})
+    agreement.check({"model": "m"}, None, "set-up")
+    agreement.check({}, None, "set-up")
     return messages
 
 
 def test_a_difference_is_an_error_on_every_rank_before_anything_is_sent() -> None:
     for rank, messages in enumerate(run_ranks(4, disagreeing)):
         assert all(f"rank {rank}" in text and "nothing was sent" in text for text in messages)
-        plans, configuration, lengths, names, several, renamed = messages
-        assert "plan 1 'load a -> b': ranks [0, 1, 3] have" in plans
-        assert "ranks [2] have" in plans
-        assert "plan 0" not in plans.split("Where:")[0]
-        assert "configuration: ranks [0, 1, 3] have" in configuration
+        plans, configuration, names, several, renamed = messages
+        assert "second plan: ranks [0, 1, 3] agree, ranks [2] agree" in plans
+        assert "first plan" not in plans
+        assert "configuration: ranks [0, 1, 3] agree" in configuration
         assert "model" not in configuration.split("Where:")[0]
-        assert f"this rank compares {1 if rank == 2 else 2} plans" in lengths
-        assert f"this rank compares 1 plans, {'model' if rank == 2 else 'config'}" in names
-        assert "one: ranks [0] have" in several
-        assert "three: ranks [0, 1] have" in several
+        assert "list of what to compare: ranks [0, 1, 3] agree" in names
+        assert "one: ranks [0] agree" in several
+        assert "three: ranks [0, 1] agree" in several
         assert "two" not in several.split("Where:")[0]
         assert "plan 4" in renamed
         assert "(and 4 more)" in renamed
+
+
+def one_has_an_error(rank: int, world_size: int) -> list[str]:
+    agreement = Agreement(dist.group.WORLD, rank)
+    messages = []
+    for failing in ((1,), (3, 2)):
+        error = TransferError(f"broken on {rank}", where="here", fix="mend it") if rank in failing else None
+        with pytest.raises(TransferError) as caught:
+            agreement.check({"model": "m"}, error, "set-up")
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_an_error_of_one_rank_is_raised_by_all() -> None:
+    for first, second in run_ranks(4, one_has_an_error):
+        assert "broken on 1 | Where: rank 1, here | Fix: mend it" in first
+        assert "broken on 2" in second

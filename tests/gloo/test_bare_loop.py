@@ -1,0 +1,68 @@
+"""examples/bare_loop.py runs as it is, in one process and in several, and trains."""
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "bare_loop.py"
+LOSS = re.compile(r"step +\d+  loss ([0-9.]+)")
+
+
+def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> None:
+    """Runs the script in this rank; what the main process prints goes to a file."""
+    sys.argv = [str(SCRIPT), *arguments]
+    sys.path.insert(0, str(SCRIPT.parent))
+    if rank == 0:
+        sys.stdout = open(log, "w", buffering=1)  # noqa: SIM115 - closed with the process
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def arguments_of(folder: Path, strategies: str) -> list[str]:
+    sizes = {
+        "steps": 6,
+        "mini_batch_size": 4,
+        "vocab_size": 300,
+        "hidden_size": 64,
+        "max_files": 12,
+        "learning_rate": 0.02,
+    }
+    names = {"strategies": strategies, "output_dir": folder / "model", "cache_dir": folder / "cache", **sizes}
+    return ["--use_cpu", *(str(part) for name, value in names.items() for part in (f"--{name}", value))]
+
+
+def check(folder: Path, text: str) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    losses = [float(loss) for loss in LOSS.findall(text)]
+    assert len(losses) == 6
+    assert min(losses[-2:]) < losses[0] - 0.5, losses
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    ids = tokenizer("import os\n", return_tensors="pt").input_ids
+    # a sample of the corpus is better known to the saved model than to an untrained one
+    assert float(model(input_ids=ids, labels=ids).loss.detach()) < losses[0]
+
+
+def test_trains_on_two_ranks(tmp_path):
+    log = tmp_path / "log.txt"
+    run_ranks(2, run_script, arguments_of(tmp_path, "dp2:512@1024,tp2:1024"), str(log))
+    text = log.read_text()
+    assert "dp2tp1pp1" in text
+    assert "dp1tp2pp1" in text
+    check(tmp_path, text)
+
+
+def test_a_wrong_number_of_processes_is_named(tmp_path):
+    command = [sys.executable, str(SCRIPT), *arguments_of(tmp_path, "dp2:128")]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode != 0
+    assert "the strategies need 2 processes and 1 are running" in run.stderr
+    assert "accelerate launch --multi_gpu --num_processes 2" in run.stderr

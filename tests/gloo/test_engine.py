@@ -1,0 +1,200 @@
+"""The engine: several strategies in one mini-batch, all pipeline schedules, dtypes, frozen and unequal weights."""
+
+import pytest
+import torch
+from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
+
+from hf_hotspa.layout.placement import rank_slots
+from hf_hotspa.strategy import Strategy
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+HOT = "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60"
+
+
+def worst_error(engine, mini_batch, loss, gradients):
+    """The largest relative error of loss and gradients of one step."""
+    with exact_in_double(engine.description.compute_dtype):
+        report = engine.forward_backward(mini_batch)
+    got = engine.full_gradients()
+    assert got.keys() == {name for name, g in gradients.items() if g is not None}
+    return max(abs(report.loss - loss) / abs(loss), *(relative_error(got[n], gradients[n]) for n in got)), report
+
+
+def hot_switched(rank, world_size, family):
+    model = tiny_model(family, torch.float64)
+    engine = make_engine(model, HOT)
+    errors = []
+    for seed in range(2):  # the second mini-batch reuses all buffers
+        rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
+        error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        errors.append(error)
+        assert len(report.phases) >= 4
+        assert report.num_tokens == sum(len(row["input_ids"]) for row in rows)
+    return max(errors)
+
+
+@pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused"])
+def test_five_strategies_in_one_mini_batch(family):
+    assert max(run_ranks(4, hot_switched, family)) <= 1e-11
+
+
+def schedules(rank, world_size, schedule, lengths):
+    from torch.distributed.pipelining import Schedule1F1B
+
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    engine = make_engine(model, "dp2pp2:12@12", pipeline_schedule=schedule)
+    runs = []
+    original = Schedule1F1B.step
+    Schedule1F1B.step = lambda self, *a, **k: (runs.append(1), original(self, *a, **k))[1]
+    generator = torch.Generator().manual_seed(0)
+    errors = []
+    for _ in range(2):
+        rows = [{"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids} for n in lengths]
+        errors.append(worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0])
+    return max(errors), len(runs)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "lengths", "torch_1f1b"),
+    [
+        ("own", [12, 12, 11, 9, 8, 7, 7], False),
+        ("own", [12], False),  # nothing at all on one replica
+        ("auto", [12] * 6, True),
+        ("auto", [12, 12, 11, 9, 8, 7, 7], False),
+        ("1f1b", [12, 12, 11, 9, 8, 7, 7], True),  # padded to one shape
+        ("1f1b", [12, 11], False),  # fewer packs than stages
+        ("gpipe", [12, 12, 11, 9, 8, 7, 7], False),
+        ("gpipe", [12, 11, 10], False),
+    ],
+)
+def test_pipeline_schedules_are_exact(schedule, lengths, torch_1f1b):
+    results = run_ranks(4, schedules, schedule, lengths)
+    assert max(error for error, _ in results) <= 1e-11
+    assert all(bool(runs) == torch_1f1b for _, runs in results)
+
+
+def mixed_precision(rank, world_size):
+    model = tiny_model("llama_gqa_bias")
+    engine = make_engine(model, "dp2:16@64,tp2:60", compute_dtype=torch.bfloat16)
+    found = {}
+    for strategy, phase in engine.phases.items():
+        phase.load(engine._executor, engine._weight_arena, engine._gradient_arena, epoch=100 + strategy.tp)
+        full = dict(model.named_parameters())
+        for parameter, slot in phase.replica._parameters:
+            assert parameter.dtype == torch.bfloat16
+            assert parameter.grad.dtype == torch.float32
+            expected = full[slot.spec.name]
+            if slot.spec.shard_dim is not None and strategy.tp > 1:
+                rows = slot.spec.shard_rows(strategy.tp, strategy.coord(rank).tp)
+                expected = torch.cat([expected.narrow(slot.spec.shard_dim, a, b - a) for a, b in rows], slot.spec.shard_dim)
+            found[strategy, slot.spec.name] = torch.equal(parameter, expected.to(torch.bfloat16))
+        phase.release()
+    rows = random_rows(10, model.config.vocab_size, longest=60)
+    loss, gradients = reference_step(model, rows)
+    report = engine.forward_backward(make_mini_batch(engine, rows))
+    got = engine.full_gradients()
+    whole = relative_error(torch.cat([got[n].flatten() for n in got]), torch.cat([gradients[n].flatten() for n in got]))
+    return all(found.values()), len(found), abs(report.loss - loss) / loss, whole
+
+
+def test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32():
+    for rounded, count, loss_error, gradient_error in run_ranks(2, mixed_precision):
+        assert rounded
+        assert count > 60
+        assert loss_error < 5e-3
+        assert gradient_error < 5e-2
+
+
+def frozen_layers(rank, world_size):
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    for parameter in model.model.layers[1].parameters():
+        parameter.requires_grad_(False)
+    model.model.embed_tokens.weight.requires_grad_(False)
+    engine = make_engine(model, "dp2tp2:16@32,tp2pp2:60")
+    rows = random_rows(9, model.config.vocab_size, longest=60)
+    loss, gradients = reference_step(model, rows)
+    gradients = {n: g for n, g in gradients.items() if model.get_parameter(n).requires_grad}
+    names = {name for name, _ in engine.named_parameters()}
+    assert names == gradients.keys()
+    return worst_error(engine, make_mini_batch(engine, rows), loss, gradients)[0]
+
+
+def test_frozen_parameters_move_without_gradient():
+    assert max(run_ranks(4, frozen_layers)) <= 1e-11
+
+
+def different_seeds(rank, world_size):
+    engine = make_engine(tiny_model("llama_gqa_bias", seed=rank), "dp2:60")
+    model = tiny_model("llama_gqa_bias", seed=99)
+    engine.write_back(model)
+    expected = tiny_model("llama_gqa_bias", seed=0)
+    return all(torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def test_ranks_with_different_seeds_take_the_weights_of_rank_0():
+    assert all(run_ranks(2, different_seeds))
+
+
+def family_without_plan(rank, world_size):
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
+        summary_first_dropout=0.0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config).double().train()
+    engine = make_engine(model, "dp2:60@64")
+    rows = random_rows(9, 64, longest=60)
+    return worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+
+
+def test_family_without_a_plan_trains_data_parallel():
+    assert max(run_ranks(2, family_without_plan)) <= 1e-11
+
+
+def clip_and_step(rank, world_size):
+    model = tiny_model("qwen3_qk_norm_tied", torch.float64)
+    engine = make_engine(model, "dp2:16@32,tp2:60")
+    rows = random_rows(9, model.config.vocab_size, longest=60)
+    _, gradients = reference_step(model, rows)
+    with exact_in_double(torch.float64):
+        engine.forward_backward(make_mini_batch(engine, rows))
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+    norm = engine.clip_grad_norm_(0.25)
+    clipped = {n: p.grad for n, p in model.named_parameters()}
+    got = engine.full_gradients()
+    assert gradients.keys() == got.keys()
+    return abs(norm - expected.item()) / expected.item(), max(relative_error(got[n], clipped[n]) for n in clipped)
+
+
+def test_clipping_counts_tied_weights_once():
+    for norm_error, gradient_error in run_ranks(2, clip_and_step):
+        assert norm_error <= 1e-11
+        assert gradient_error <= 1e-11
+
+
+def storage_comes_and_goes(rank, world_size):
+    model = tiny_model("llama_gqa_bias")
+    engine = make_engine(model, "dp2:16@32,tp2:60")
+    engine.forward_backward(make_mini_batch(engine, random_rows(9, 100, longest=60)))
+    sizes = [p.numel() for phase in engine.phases.values() for p in phase.replica.model.parameters()]
+    held = sum(slot.numel for slot in rank_slots(engine.description.vector, Strategy(tp=2), rank))
+    engine.close()
+    return sum(sizes), held < engine.description.vector.numel
+
+
+def test_replicas_hold_no_storage_between_phases():
+    assert run_ranks(2, storage_comes_and_goes) == [(0, True)] * 2
+
+
+def test_one_process_runs_the_same_path():
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    engine = make_engine(model, "dp1:60@80")
+    rows = random_rows(9, model.config.vocab_size, longest=60)
+    error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+    assert error <= 1e-11
+    assert report.switch_bytes == 0
