@@ -102,19 +102,21 @@ def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[lis
         buckets = parse_buckets(text)
         check_buckets(buckets, options.ranks, shape)
         over = [str(b) for b in buckets if b.pack_tokens > pack_limit(b.strategy, options.budget, options.budget_rule)]
-        mark = " (over budget)" if over else ""
-        sides.append(Side("hot " + " + ".join(short_name(b.strategy) for b in buckets) + mark, buckets))
+        name = "hot " + " + ".join(short_name(b.strategy) for b in buckets)
+        if any(side.name == name for side in sides):
+            name = f"hot {text}"  # the same strategies with other packs
+        sides.append(Side(name + (" (over budget)" if over else ""), buckets))
     return sides, left_out
 
 
-def default_hot(options: argparse.Namespace, longest: int, statics: Sequence[Side]) -> list[str]:
+def default_hot(options: argparse.Namespace, longest: int, fitting: Sequence[Side]) -> list[str]:
     """Pure data parallelism up to the budget, then each static strategy that fits."""
     wide = Strategy(dp=options.ranks)
     if longest <= options.budget:
         return []
     return [
         f"{wide}:{options.budget},{bucket.strategy}:{bucket.longest}@{bucket.pack_tokens}"
-        for side in statics
+        for side in fitting
         for bucket in side.buckets
         if bucket.strategy != wide
     ]

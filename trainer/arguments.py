@@ -108,7 +108,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         },
     )
     hotspa_staging_mb: int = field(
-        default=64, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
+        default=16, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
     )
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
@@ -129,7 +129,7 @@ class HotSPaTrainingArguments(TrainingArguments):
                 f"there is no pipeline schedule {self.hotspa_pipeline_schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}"
             )
         if self.hotspa_staging_mb < 1:
-            raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 64 is fast")
+            raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         self._refuse()
         if self.hotspa_mini_batch_size is None:
             self.hotspa_mini_batch_size = (
@@ -162,8 +162,4 @@ class HotSPaTrainingArguments(TrainingArguments):
                 f"the optimizer {self.optim.value!r} cannot be honoured",
                 why="every rank updates a flat share of each weight, and only elementwise optimizers are exact on that",
                 fix=f"use one of {names}",
-            )
-        if "plateau" in self.lr_scheduler_type.value or self.lr_scheduler_type.value == "greedy":
-            raise UnsupportedError(
-                f"the scheduler {self.lr_scheduler_type.value!r} needs an evaluation loss", fix=_EVALUATION
             )

@@ -72,7 +72,7 @@ class HotSPaEngine:
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         pipeline_schedule: str = "auto",
-        staging_bytes: int = 64 << 20,
+        staging_bytes: int = 16 << 20,
         timeout_s: float = 1800.0,
         devices_per_node: int | None = None,
     ) -> None:

@@ -1,0 +1,210 @@
+"""`HotSPaTrainingArguments` and what `HotSPaTrainer` takes: parsed, or refused by name with what to use instead."""
+
+import pytest
+import torch
+from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, HfArgumentParser, Trainer
+
+from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
+from hf_hotspa.trainer.arguments import ELEMENTWISE_OPTIMIZERS, HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests.families import tiny_model
+from tests.oracle import random_rows, relative_error
+
+
+def make_arguments(tmp_path, **options):
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "report_to": "none", "hotspa_strategies": "dp1:64@128"}
+    return HotSPaTrainingArguments(**{**common, **options})
+
+
+def make_trainer(tmp_path, trainer_class=HotSPaTrainer, model=None, rows=None, **options):
+    kwargs = {name: options.pop(name) for name in list(options) if name in _TRAINER_OPTIONS}
+    args = make_arguments(tmp_path, **{"max_steps": 2, "disable_tqdm": True, **options})
+    rows = random_rows(8, 160, longest=60) if rows is None else rows
+    return trainer_class(model=model or tiny_model("llama_gqa_bias"), args=args, train_dataset=rows, **kwargs)
+
+
+_TRAINER_OPTIONS = {"data_collator", "compute_loss_func", "optimizers", "compute_metrics", "callbacks", "optimizer_cls_and_kwargs"}
+
+REFUSED = [
+    {"fp16": True},
+    {"torch_compile": True},
+    {"fsdp": "full_shard"},
+    {"ddp_find_unused_parameters": False},
+    {"ddp_bucket_cap_mb": 25},
+    {"use_liger_kernel": True},
+    {"neftune_noise_alpha": 5.0},
+    {"label_smoothing_factor": 0.1},
+    {"activation_checkpointing": True},
+    {"auto_find_batch_size": True},
+    {"average_tokens_across_devices": False},
+    {"torch_empty_cache_steps": 4},
+    {"save_strategy": "steps"},
+    {"save_strategy": "epoch"},
+    {"enable_jit_checkpoint": True},
+    {"eval_strategy": "steps"},
+    {"eval_on_start": True},
+    {"train_sampling_strategy": "group_by_length"},
+    {"train_sampling_strategy": "batch_rebalance"},
+    {"optim": "adafactor"},
+    {"optim": "lomo"},
+    {"optim": "galore_adamw"},
+    {"optim": "adamw_8bit"},
+    {"optim": "stable_adamw"},
+    {"push_to_hub": True},
+    {"debug": "underflow_overflow"},
+]
+
+
+@pytest.mark.parametrize("options", REFUSED, ids=lambda o: "-".join(map(str, *o.items())))
+def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, options):
+    with pytest.raises(UnsupportedError) as caught:
+        make_arguments(tmp_path, **options)
+    [(name, value)] = options.items()
+    shown = value if name == "optim" else name
+    assert str(shown) in str(caught.value)
+    assert "Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize("optim", [o.value for o in ELEMENTWISE_OPTIMIZERS])
+def test_elementwise_optimizers_train(tmp_path, optim):
+    trainer = make_trainer(tmp_path, optim=optim)
+    trainer.train()
+    losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    assert trainer.state.global_step == 2
+    assert all(torch.isfinite(torch.tensor(losses)))
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "fragment"),
+    [
+        ({"hotspa_strategies": None}, HotspaConfigError, "hotspa_strategies is not set"),
+        ({"hotspa_strategies": "dp4:64"}, LaunchError, "--multi_gpu --num_processes 4"),
+        ({"hotspa_strategies": "auto"}, StrategyError, "not supported yet"),
+        ({"hotspa_strategies": "dp1+sp:64"}, StrategyError, "'sp'"),
+        ({"hotspa_strategies": "dp1"}, StrategyError, "longest"),
+        ({"hotspa_overlong": "cut"}, HotspaConfigError, "split"),
+        ({"hotspa_pipeline_schedule": "zb"}, HotspaConfigError, "1f1b"),
+        ({"hotspa_mini_batch_size": 0}, HotspaConfigError, "hotspa_mini_batch_size is 0"),
+        ({"hotspa_staging_mb": 0}, HotspaConfigError, "hotspa_staging_mb"),
+    ],
+)
+def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
+    with pytest.raises(error, match=".*") as caught:
+        make_arguments(tmp_path, **options)
+    assert fragment in str(caught.value)
+    assert isinstance(caught.value, ValueError)
+
+
+def test_accumulation_is_folded_into_the_mini_batch(tmp_path):
+    args = make_arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5)
+    assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (15, 1)
+    args = make_arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5, hotspa_mini_batch_size=7)
+    assert args.hotspa_mini_batch_size == 7
+
+
+def test_flags_parse_from_a_command_line(tmp_path, capsys):
+    line = f"--output_dir {tmp_path} --use_cpu --hotspa_strategies dp1:64@256 --hotspa_overlong split --hotspa_phase_table"
+    [args] = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(line.split())
+    assert args.hotspa_phase_table
+    assert str(args.hotspa_buckets[0]) == "dp1tp1pp1:64@256"
+    with pytest.raises(SystemExit):
+        HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(["--help"])
+    assert "--hotspa_mini_batch_size" in capsys.readouterr().out
+
+
+class _OwnLoss(HotSPaTrainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        return super().compute_loss(model, inputs, *args, **kwargs) * 2
+
+
+def test_a_loss_or_collator_of_ones_own_is_refused(tmp_path):
+    with pytest.raises(UnsupportedError, match="compute_loss is overridden"):
+        make_trainer(tmp_path, trainer_class=_OwnLoss)
+    with pytest.raises(UnsupportedError, match="compute_loss_func"):
+        make_trainer(tmp_path, compute_loss_func=lambda *a, **k: 0)
+    with pytest.raises(UnsupportedError, match="DataCollatorForLanguageModeling"):
+        make_trainer(tmp_path, data_collator=DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling))
+    with pytest.raises(UnsupportedError, match="optimizer or scheduler object"):
+        make_trainer(tmp_path, optimizers=(torch.optim.SGD([torch.zeros(1)]), None))
+    with pytest.raises(UnsupportedError, match="compute_metrics"):
+        make_trainer(tmp_path, compute_metrics=lambda p: {})
+    make_trainer(tmp_path, data_collator=DataCollatorWithFlattening())
+    with pytest.raises(HotspaConfigError, match="HotSPaTrainingArguments"):
+        HotSPaTrainer(model=tiny_model("llama_gqa_bias"))
+
+
+def test_what_does_not_exist_yet_says_so(tmp_path):
+    trainer = make_trainer(tmp_path)
+    for call in (trainer.evaluate, lambda: trainer.predict(None), lambda: trainer.train(resume_from_checkpoint=True)):
+        with pytest.raises(UnsupportedError, match="does not exist yet"):
+            call()
+
+
+def test_a_model_changed_after_it_was_built_is_refused(tmp_path):
+    model = tiny_model("llama_gqa_bias")
+    model.model.layers[0].register_forward_hook(lambda *a: None)
+    with pytest.raises(UnsupportedError, match="forward hooks"):
+        make_trainer(tmp_path, model=model).train()
+    model = tiny_model("llama_gqa_bias")
+    model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 60)
+    with pytest.raises(HotspaConfigError, match=r"layers.0.mlp.up_proj.bias.*2 differ"):
+        make_trainer(tmp_path, model=model).train()
+    model = tiny_model("llama_gqa_bias", attention_dropout=0.1)
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1"):
+        make_trainer(tmp_path, model=model).train()
+    model = tiny_model("llama_gqa_bias", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
+    with pytest.raises(UnsupportedError, match="dynamic"):
+        make_trainer(tmp_path, model=model).train()
+
+
+def test_resized_embeddings_are_carried_over(tmp_path):
+    model = tiny_model("llama_gqa_bias")
+    model.resize_token_embeddings(170)  # transformers writes the new size into the config
+    trainer = make_trainer(tmp_path, model=model)
+    trainer.train()
+    assert trainer.model.get_input_embeddings().weight.shape[0] == 170
+
+
+def test_policies_are_counted_in_the_log(tmp_path):
+    rows = [{"input_ids": [5] * 65}, {"input_ids": [6] * 130}, {"input_ids": [7] * 10}]
+    for policy, counts in (
+        ("truncate", {"hotspa/truncated": 2.0}),
+        ("split", {"hotspa/split": 2.0}),
+        ("drop", {"hotspa/dropped": 2.0}),
+    ):
+        trainer = make_trainer(
+            tmp_path, rows=rows, hotspa_overlong=policy, hotspa_mini_batch_size=3, max_steps=1, logging_steps=1
+        )
+        trainer.train()
+        [log] = [log for log in trainer.state.log_history if "loss" in log]
+        assert {k: v for k, v in log.items() if k.split("/")[-1] in ("truncated", "split", "dropped")} == counts
+    with pytest.raises(OverlongError, match="dataset row 1"):
+        make_trainer(tmp_path, rows=rows).train()
+
+
+def test_one_process_equals_the_stock_trainer(tmp_path):
+    from transformers import TrainingArguments
+
+    rows = [{"input_ids": (ids := [i % 90 + 3 for i in range(s, s + 40)]), "labels": ids} for s in range(12)]
+    shared = {"max_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "per_device_train_batch_size": 4, "seed": 3}
+    hot = make_trainer(tmp_path, rows=rows, **shared)
+    hot.train()
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, report_to="none", save_strategy="no", disable_tqdm=True, **shared
+    )
+    stock = Trainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=rows)
+    stock.train()
+    for a, b in zip(hot.model.parameters(), stock.model.parameters(), strict=True):
+        assert relative_error(a.detach(), b.detach()) <= 1e-4
+
+
+def test_training_again_continues_from_the_trained_weights(tmp_path):
+    trainer = make_trainer(tmp_path, learning_rate=1e-2)
+    trainer.train()
+    first = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.train()
+    assert any(not torch.equal(a, b) for a, b in zip(first, trainer.model.parameters(), strict=True))
+    trainer.close_engine()
+    assert trainer.engine is None
+    trainer.train()  # a new engine from the model
+    assert trainer.state.global_step == 2
