@@ -114,9 +114,13 @@ def main() -> None:
     main_process = trainer.is_world_process_zero()
     if main_process:
         parameters = sum(p.numel() for p in model.parameters())
-        print(f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters; lengths of the {len(dataset)} rows in tokens:")
+        print(
+            f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters; lengths of the {len(dataset)} rows in tokens:"
+        )
         print_length_histogram(scan_dataset(dataset, disable_progress=True).lengths.tolist())
-        print(f"strategies {args.hotspa_strategies}; {args.hotspa_mini_batch_size} rows a mini-batch; over-long rows: {args.hotspa_overlong}")
+        print(
+            f"strategies {args.hotspa_strategies}; {args.hotspa_mini_batch_size} rows a mini-batch; over-long rows: {args.hotspa_overlong}"
+        )
     trainer.train()
     trainer.save_model(args.output_dir)
     if main_process:
@@ -124,7 +128,9 @@ def main() -> None:
         loaded = AutoModelForCausalLM.from_pretrained(args.output_dir, dtype=trainer.model.dtype)
         same = all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {trainer.state.global_step} steps")
-        print(f"saved to {Path(args.output_dir).resolve()}; loads with AutoModelForCausalLM, equal to what was trained: {same}")
+        print(
+            f"saved to {Path(args.output_dir).resolve()}; loads with AutoModelForCausalLM, equal to what was trained: {same}"
+        )
     trainer.close_engine()
 
 

@@ -191,7 +191,9 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
                 fix=f"write {strategy}:{longest}@{longest} or more",
             )
         if any(b.strategy == strategy for b in buckets):
-            raise StrategyError(f"strategy {strategy} is used by two buckets", fix="join the two length ranges into one")
+            raise StrategyError(
+                f"strategy {strategy} is used by two buckets", fix="join the two length ranges into one"
+            )
         buckets.append(Bucket(strategy, longest, pack_tokens, low))
     worlds = {b.strategy.world_size for b in buckets}
     if len(worlds) > 1:
@@ -234,5 +236,7 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
         if why:
             legal = ", ".join(map(str, legal_strategies(world_size, model)))
             raise StrategyError(
-                f"strategy {strategy} cannot run", why=why, fix=f"legal with {world_size} processes and this model: {legal}"
+                f"strategy {strategy} cannot run",
+                why=why,
+                fix=f"legal with {world_size} processes and this model: {legal}",
             )

@@ -31,7 +31,13 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[s
     "llama_uneven": (
         LlamaConfig,
         LlamaForCausalLM,
-        {"num_key_value_heads": 6, "num_attention_heads": 12, "hidden_size": 48, "intermediate_size": 50, "vocab_size": 77},
+        {
+            "num_key_value_heads": 6,
+            "num_attention_heads": 12,
+            "hidden_size": 48,
+            "intermediate_size": 50,
+            "vocab_size": 77,
+        },
     ),
     "qwen3_qk_norm_tied": (
         Qwen3Config,

@@ -39,7 +39,9 @@ def exact_in_double(dtype: torch.dtype) -> Iterator[None]:
         yield
 
 
-def random_rows(num_rows: int, vocab_size: int, longest: int, seed: int = 0, masked: bool = True) -> list[dict[str, Any]]:
+def random_rows(
+    num_rows: int, vocab_size: int, longest: int, seed: int = 0, masked: bool = True
+) -> list[dict[str, Any]]:
     """Rows of long-tailed lengths up to `longest`; some of them, when `masked`, with labels on a part only."""
     generator = torch.Generator().manual_seed(seed)
 

@@ -21,8 +21,6 @@ def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy
     """One mini-batch of all rows, as the data loader would build it on this rank."""
     table = scan_dataset(list(rows), disable_progress=True)
     shape = engine.description.shape
-    plan = plan_mini_batch(
-        range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy
-    )
+    plan = plan_mini_batch(range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy)
     collator = PackedBucketCollator(engine.rank, shape.vocab_size)
     return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})

@@ -126,15 +126,15 @@ class HotSPaTrainingArguments(TrainingArguments):
         check_policy(self.hotspa_overlong)
         if self.hotspa_pipeline_schedule not in SCHEDULES:
             raise HotspaConfigError(
-                f"there is no pipeline schedule {self.hotspa_pipeline_schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}"
+                f"there is no pipeline schedule {self.hotspa_pipeline_schedule!r}",
+                fix=f"use one of {', '.join(SCHEDULES)}",
             )
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         self._refuse()
         if self.hotspa_mini_batch_size is None:
-            self.hotspa_mini_batch_size = (
-                self.per_device_train_batch_size * self.world_size * self.gradient_accumulation_steps
-            )
+            accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
+            self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
         if self.hotspa_mini_batch_size < 1:
             raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
         # accumulation is part of the mini-batch from here on; the Trainer's loop must not accumulate a second time

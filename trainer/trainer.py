@@ -37,7 +37,9 @@ class _MasterModule(nn.Module):
         self.shares = nn.ParameterList([p for _, p in engine.named_parameters()])
 
     def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise HotspaError("the wrapped model has no forward of its own", fix="call trainer.model, or train with trainer.train()")
+        raise HotspaError(
+            "the wrapped model has no forward of its own", fix="call trainer.model, or train with trainer.train()"
+        )
 
 
 class HotSPaTrainer(Trainer):
@@ -56,6 +58,7 @@ class HotSPaTrainer(Trainer):
     """
 
     args: HotSPaTrainingArguments
+    optimizer: torch.optim.Optimizer | None
 
     def __init__(self, model: Any = None, args: HotSPaTrainingArguments | None = None, **kwargs: Any) -> None:
         if not isinstance(args, HotSPaTrainingArguments):
@@ -84,7 +87,9 @@ class HotSPaTrainer(Trainer):
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if kwargs.get("compute_loss_func") is not None or overridden:
             raise UnsupportedError(
-                "a loss of your own " + ("(compute_loss is overridden)" if overridden else "(compute_loss_func)") + " cannot be honoured",
+                "a loss of your own "
+                + ("(compute_loss is overridden)" if overridden else "(compute_loss_func)")
+                + " cannot be honoured",
                 why="the vocabulary and the mini-batch are spread over ranks; only the token mean of the cross entropy is exact",
                 fix="use the model's own causal language-model loss",
             )
@@ -145,7 +150,7 @@ class HotSPaTrainer(Trainer):
             dataset,
             table,
             args.hotspa_buckets,
-            mini_batch_size=args.hotspa_mini_batch_size,
+            mini_batch_size=self.get_total_train_batch_size(args),
             rank=args.process_index,
             vocab_size=shape.vocab_size,
             quadratic_cost=shape.quadratic_cost,
@@ -259,12 +264,16 @@ class HotSPaTrainer(Trainer):
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
-            "checkpoints do not exist yet", why="a callback asked for one", fix="save the model with trainer.save_model()"
+            "checkpoints do not exist yet",
+            why="a callback asked for one",
+            fix="save the model with trainer.save_model()",
         )
 
     def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         """Refused."""
-        raise UnsupportedError("evaluation does not exist yet", fix="save the model and evaluate it with the stock Trainer")
+        raise UnsupportedError(
+            "evaluation does not exist yet", fix="save the model and evaluate it with the stock Trainer"
+        )
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         """Refused."""

@@ -180,7 +180,9 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
         ):
             raise ModelError(f"the parts of parameter {spec.name!r} {spec.shape} do not add up to its sharded dim")
         if any(p.groups < 1 or p.items % p.groups or p.rows % p.items for p in spec.parts):
-            raise ModelError(f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items")
+            raise ModelError(
+                f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items"
+            )
         key = (_unit_order(spec.unit, len(layer_costs)), spec.dtype, not spec.trainable)
         ordered.setdefault(key, []).append(spec)
     placed: list[ParameterSpec] = []

@@ -76,9 +76,7 @@ class Agreement:
             raise self._mismatch({"list of what to compare": [int(row[1]) for row in rows]}, where)
         if len({int(row[2]) for row in rows}) > 1:
             details = self._gather(torch.tensor([_word(digest) for digest in digests.values()], dtype=torch.int64))
-            raise self._mismatch(
-                {name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where
-            )
+            raise self._mismatch({name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where)
 
     def _mismatch(self, words: Mapping[str, list[int]], where: str) -> PlanMismatchError:
         """The error for names whose words (one a rank) are not all equal."""

@@ -85,7 +85,9 @@ def packed_attention(
         )
     refused = [name for name in ("s_aux", "head_mask", "position_bias", "indices") if kwargs.get(name) is not None]
     if refused or not getattr(module, "is_causal", True):
-        raise ModelError(f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported")
+        raise ModelError(
+            f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
+        )
     hotspa_pack.num_calls += 1
     if softcap is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None

@@ -77,11 +77,14 @@ class HotSPaEngine:
         devices_per_node: int | None = None,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
-        self.rank, self.world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+        self.rank: int = dist.get_rank() if started else 0
+        self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         if device is None:
-            device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            device = (
+                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+            )
         self.device = device
         self._groups = ProcessGroups(self.rank, self.world_size, device, timedelta(seconds=timeout_s))
         self._agreement = Agreement(self._groups.agreement, self.rank)
@@ -105,9 +108,7 @@ class HotSPaEngine:
             for bucket in self.buckets
         }
         self._groups.warm_up()
-        transport = (
-            ProcessGroupTransport(self._groups.switch) if self.world_size > 1 else LoopbackHub(1).transport(0)
-        )
+        transport = ProcessGroupTransport(self._groups.switch) if self.world_size > 1 else LoopbackHub(1).transport(0)
         self._executor = SwitchExecutor(transport, self.rank, staging_bytes, device)
         plans = [plan for phase in self.phases.values() for plan in (phase.load_plan, phase.return_plan)]
         self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, None, "set-up")
@@ -166,7 +167,9 @@ class HotSPaEngine:
         """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name. Not collective."""
         return ((name, p) for name, p in self.master.parameters.items() if p.requires_grad)
 
-    def parameter_groups(self, weight_decay: float = 0.0, decayed: Collection[str] | None = None) -> list[dict[str, Any]]:
+    def parameter_groups(
+        self, weight_decay: float = 0.0, decayed: Collection[str] | None = None
+    ) -> list[dict[str, Any]]:
         """Two groups for a torch optimizer: with and without weight decay. Not collective.
 
         Args:

@@ -79,19 +79,17 @@ class ProcessGroups:
     def mesh(self, strategy: Strategy) -> StrategyMesh:
         """The mesh of a strategy as this rank sees it. A collective call for all ranks of the world."""
         me = strategy.coord(self.rank)
-        tensor_of = {
-            (d, p): self.of(strategy.tp_ranks(d, p)) for p in range(strategy.pp) for d in range(strategy.dp)
-        }
-        pipeline_of = {
-            (d, t): self.of(strategy.pp_ranks(d, t)) for d in range(strategy.dp) for t in range(strategy.tp)
-        }
+        tensor_of = {(d, p): self.of(strategy.tp_ranks(d, p)) for p in range(strategy.pp) for d in range(strategy.dp)}
+        pipeline_of = {(d, t): self.of(strategy.pp_ranks(d, t)) for d in range(strategy.dp) for t in range(strategy.tp)}
         tensor, pipeline = tensor_of[me.dp, me.pp], pipeline_of[me.dp, me.tp]
         tensor_group = None
         if tensor is not None:
             shard_of = [strategy.shard_index(t) for t in range(strategy.tp)]
             order = tuple(shard_of.index(i) for i in range(strategy.tp))
             tensor_group = TensorGroup(tensor, strategy.tp, shard_of[me.tp], order)
-        return StrategyMesh(strategy, self.rank, me, tensor_group, pipeline, self._device_mesh(me, strategy, tensor, pipeline))
+        return StrategyMesh(
+            strategy, self.rank, me, tensor_group, pipeline, self._device_mesh(me, strategy, tensor, pipeline)
+        )
 
     def _device_mesh(
         self, me: Coord, strategy: Strategy, tensor: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None

@@ -77,9 +77,7 @@ class PhaseRunner:
 
     def return_gradients(self, executor: SwitchExecutor, epoch: int) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""
-        stats = executor.run(
-            self.return_plan, self._gradients, self._master.gradients, self._gradient_dtypes, epoch
-        )
+        stats = executor.run(self.return_plan, self._gradients, self._master.gradients, self._gradient_dtypes, epoch)
         self.release()
         return stats
 

@@ -75,7 +75,9 @@ class PipelineRunner:
             return self._run_alone(micro_batches, scale)
         kind = self._choose(micro_batches)
         if kind == "own":
-            return _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages).run(micro_batches, scale)
+            return _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages).run(
+                micro_batches, scale
+            )
         longest = max(m.num_tokens for m in micro_batches)
         return self._torch.run(kind, [m.padded_to(longest, self._pad_token_id) for m in micro_batches], scale)
 
@@ -171,9 +173,7 @@ class _OneForwardOneBackward:
         assert state.hidden.grad is not None
         return state.hidden.grad.contiguous(), self._index - 1, 2 * i + 1
 
-    def _exchange(
-        self, send: tuple[Tensor, int, int] | None, receive: tuple[Tensor, int, int] | None
-    ) -> Tensor | None:
+    def _exchange(self, send: tuple[Tensor, int, int] | None, receive: tuple[Tensor, int, int] | None) -> Tensor | None:
         """Posts a send and a receive together; returns what was received."""
         operations = [
             dist.P2POp(kind, tensor, group=self._group, tag=tag, group_peer=peer)

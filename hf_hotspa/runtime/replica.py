@@ -211,4 +211,3 @@ def _view(buffer: Tensor | None, slot: Slot) -> Tensor:
         return flat.view(slot.shape)
     stored = [slot.shape[dim], *(size for i, size in enumerate(slot.shape) if i != dim)]
     return flat.view(stored).movedim(0, dim)
-

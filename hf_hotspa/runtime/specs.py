@@ -97,7 +97,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
                 fix=f"set config.{key} = 0.0",
             )
     rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {r.get("rope_type") for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
+    kinds = {str(r.get("rope_type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
     if bad := kinds & _POSITION_DEPENDENT_ROPE:
         raise UnsupportedError(
             f"{name} config has rope_type={sorted(bad)}",

@@ -120,7 +120,12 @@ def _colwise(x: Tensor, *, forward: Callable[[Tensor], Tensor], shared: _SharedI
 
 
 def _colwise_gather(
-    x: Tensor, *, forward: Callable[[Tensor], Tensor], shared: _SharedInput, widths: tuple[int, ...], tensor_group: TensorGroup
+    x: Tensor,
+    *,
+    forward: Callable[[Tensor], Tensor],
+    shared: _SharedInput,
+    widths: tuple[int, ...],
+    tensor_group: TensorGroup,
 ) -> Tensor:
     return _GatherShards.apply(forward(shared(x)), widths, tensor_group)
 

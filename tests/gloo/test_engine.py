@@ -54,7 +54,10 @@ def schedules(rank, world_size, schedule, lengths):
     generator = torch.Generator().manual_seed(0)
     errors = []
     for _ in range(2):
-        rows = [{"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids} for n in lengths]
+        rows = [
+            {"input_ids": (ids := torch.randint(3, 160, (n,), generator=generator).tolist()), "labels": ids}
+            for n in lengths
+        ]
         errors.append(worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0])
     return max(errors), len(runs)
 
@@ -91,7 +94,9 @@ def mixed_precision(rank, world_size):
             expected = full[slot.spec.name]
             if slot.spec.shard_dim is not None and strategy.tp > 1:
                 rows = slot.spec.shard_rows(strategy.tp, strategy.coord(rank).tp)
-                expected = torch.cat([expected.narrow(slot.spec.shard_dim, a, b - a) for a, b in rows], slot.spec.shard_dim)
+                expected = torch.cat(
+                    [expected.narrow(slot.spec.shard_dim, a, b - a) for a, b in rows], slot.spec.shard_dim
+                )
             found[strategy, slot.spec.name] = torch.equal(parameter, expected.to(torch.bfloat16))
         phase.release()
     rows = random_rows(10, model.config.vocab_size, longest=60)

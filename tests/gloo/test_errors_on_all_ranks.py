@@ -31,7 +31,12 @@ def build(rank, world_size, buckets, family="llama_gqa_bias"):
 @pytest.mark.parametrize(
     ("world_size", "buckets", "error_type", "fragments"),
     [
-        (2, "dp4:64", "LaunchError", ["need 4 processes and 2 are running", "--multi_gpu --num_processes 4", "--use_cpu"]),
+        (
+            2,
+            "dp4:64",
+            "LaunchError",
+            ["need 4 processes and 2 are running", "--multi_gpu --num_processes 4", "--use_cpu"],
+        ),
         (1, "dp4:64", "LaunchError", ["1 are running", "starts one process", "--multi_gpu --num_processes 4"]),
         (2, "dp1tp1pp2:8,tp2:4", "StrategyError", ["not above 8"]),
     ],
@@ -102,7 +107,9 @@ def bad_rows(rank, world_size, change, where):
         engine.forward_backward(make_mini_batch(engine, rows))
     except HotspaError:
         assert engine._switches == 0, "a transfer was started"
-        assert all(torch.equal(a, b) for a, b in zip(before, [w for w in engine.master.weights if w is not None], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(before, [w for w in engine.master.weights if w is not None], strict=True)
+        )
         raise
 
 

@@ -16,7 +16,9 @@ TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-12, 1e-11)}
 """Largest relative error of the loss, and of each gradient tensor."""
 
 
-def errors_of(family: str, dtype: torch.dtype, bucket_lists: list[str], **options: object) -> list[tuple[str, float, float, str]]:
+def errors_of(
+    family: str, dtype: torch.dtype, bucket_lists: list[str], **options: object
+) -> list[tuple[str, float, float, str]]:
     """`(buckets, loss error, worst gradient error, its parameter)` of each bucket list, in one world."""
     model = tiny_model(family, dtype)
     rows = random_rows(11, model.config.vocab_size, longest=40)
@@ -35,7 +37,9 @@ def errors_of(family: str, dtype: torch.dtype, bucket_lists: list[str], **option
     return found
 
 
-def rank_errors(rank: int, world_size: int, family: str, dtype: torch.dtype, bucket_lists: list[str]) -> object:
+def rank_errors(
+    rank: int, world_size: int, family: str, dtype: torch.dtype, bucket_lists: list[str]
+) -> list[tuple[str, float, float, str]]:
     return errors_of(family, dtype, bucket_lists)
 
 
@@ -44,7 +48,7 @@ def legal_buckets(world_size: int, family: str) -> list[str]:
     return [f"{s}:40@64" for s in strategies_of(world_size) if s.misfit(shape) is None]
 
 
-def check(per_rank: list, dtype: torch.dtype) -> None:
+def check(per_rank: list[list[tuple[str, float, float, str]]], dtype: torch.dtype) -> None:
     loss_tolerance, gradient_tolerance = TOLERANCE[dtype]
     for results in per_rank:
         for buckets, loss_error, gradient_error, name in results:

@@ -57,7 +57,9 @@ def stock_run(rank, world_size, family, dtype, output_dir):
     args = TrainingArguments(
         output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
     )
-    trainer = _LossRecorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad)
+    trainer = _LossRecorder(
+        model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad
+    )
     with exact_in_double(dtype):
         trainer.train()
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}

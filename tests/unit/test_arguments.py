@@ -23,7 +23,14 @@ def make_trainer(tmp_path, trainer_class=HotSPaTrainer, model=None, rows=None, *
     return trainer_class(model=model or tiny_model("llama_gqa_bias"), args=args, train_dataset=rows, **kwargs)
 
 
-_TRAINER_OPTIONS = {"data_collator", "compute_loss_func", "optimizers", "compute_metrics", "callbacks", "optimizer_cls_and_kwargs"}
+_TRAINER_OPTIONS = {
+    "data_collator",
+    "compute_loss_func",
+    "optimizers",
+    "compute_metrics",
+    "callbacks",
+    "optimizer_cls_and_kwargs",
+}
 
 REFUSED = [
     {"fp16": True},
@@ -98,12 +105,16 @@ def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
 def test_accumulation_is_folded_into_the_mini_batch(tmp_path):
     args = make_arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5)
     assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (15, 1)
-    args = make_arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5, hotspa_mini_batch_size=7)
+    args = make_arguments(
+        tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5, hotspa_mini_batch_size=7
+    )
     assert args.hotspa_mini_batch_size == 7
 
 
 def test_flags_parse_from_a_command_line(tmp_path, capsys):
-    line = f"--output_dir {tmp_path} --use_cpu --hotspa_strategies dp1:64@256 --hotspa_overlong split --hotspa_phase_table"
+    line = (
+        f"--output_dir {tmp_path} --use_cpu --hotspa_strategies dp1:64@256 --hotspa_overlong split --hotspa_phase_table"
+    )
     [args] = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(line.split())
     assert args.hotspa_phase_table
     assert str(args.hotspa_buckets[0]) == "dp1tp1pp1:64@256"

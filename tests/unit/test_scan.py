@@ -1,5 +1,7 @@
 """The scan: exact lengths and label counts on every path, a cache that survives anything, clear refusals."""
 
+from typing import Any
+
 import datasets
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hf_hotspa.data import scan
 from hf_hotspa.data.scan import SequenceTable, cache_path, integer_array, scan_dataset
 from hf_hotspa.errors import DataError, UnsupportedError
 
-ROWS = [
+ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]},
     {"input_ids": [1, 2, 3, 4, 5], "labels": [-100, -100, 3, -100, 5]},
     {"input_ids": [9], "labels": [9]},
