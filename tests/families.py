@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.olmo import OlmoConfig, OlmoForCausalLM
 from transformers.models.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
 from transformers.models.qwen3 import Qwen3Config, Qwen3ForCausalLM
@@ -57,6 +58,8 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[s
         },
     ),
     "phi3_fused": (Phi3Config, Phi3ForCausalLM, {"num_key_value_heads": 4, "sliding_window": 9}),
+    # its norms have no parameters
+    "olmo": (OlmoConfig, OlmoForCausalLM, {"num_key_value_heads": 4}),
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"num_key_value_heads": 4}),
 }
 

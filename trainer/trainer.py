@@ -22,6 +22,7 @@ from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 
@@ -69,7 +70,7 @@ class HotSPaTrainer(Trainer):
         self.engine: HotSPaEngine | None = None
         self.last_report: StepReport | None = None
         self._wrapped: _MasterModule | None = None
-        self._model_is_current = True
+        self._model_is_current, self._model_digest = True, ""
         super().__init__(model, args, **kwargs)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
             self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
@@ -106,10 +107,13 @@ class HotSPaTrainer(Trainer):
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def _start_engine(self) -> HotSPaEngine:
-        if self.engine is not None and self.model_init is None:
-            return self.engine
         args = self.args
-        self.close_engine()
+        if self.engine is not None:
+            changed = self._model_is_current and weights_digest(self.model) != self._model_digest
+            if not self.engine.any_rank(changed or self.model_init is not None):
+                return self.engine  # the optimizer goes on, too
+            self._model_is_current = True  # somebody gave the model other weights: they count
+            self.close_engine()
         self.engine = HotSPaEngine(
             self.model,
             args.hotspa_buckets,
@@ -235,7 +239,7 @@ class HotSPaTrainer(Trainer):
         """Puts the trained weights into `self.model`. Collective, unless they are there already."""
         if self.engine is not None and not self._model_is_current:
             self.engine.write_back(self.model)
-            self._model_is_current = True
+            self._model_is_current, self._model_digest = True, weights_digest(self.model)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._update_model()  # before on_train_end: callbacks see the trained model

@@ -137,7 +137,7 @@ def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[
     return tuple(slots)
 
 
-def _layout(name: str, vector: ParameterVector, intervals: list[list[Interval]], sizes: list[list[int]]) -> Layout:
+def _layout(name: str, intervals: list[list[Interval]], sizes: list[list[int]]) -> Layout:
     return Layout(name, tuple(tuple(sorted(held)) for held in intervals), tuple(map(tuple, sizes)))
 
 
@@ -155,7 +155,7 @@ def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
         slots = rank_slots(vector, strategy, rank)
         held.append([interval for slot in slots for interval in slot.intervals()])
         sizes.append(_sizes(vector, slots))
-    return _layout(str(strategy), vector, held, sizes)
+    return _layout(str(strategy), held, sizes)
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
@@ -181,7 +181,7 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
                 intervals.append(Interval(start + low, start + high, slot.segment, slot.offset + low))
         held.append(intervals)
         sizes.append(_sizes(vector, slots))
-    return _layout(f"gradients of {strategy}", vector, held, sizes)
+    return _layout(f"gradients of {strategy}", held, sizes)
 
 
 def master_layout(vector: ParameterVector, world_size: int) -> Layout:
@@ -196,4 +196,4 @@ def master_layout(vector: ParameterVector, world_size: int) -> Layout:
             if high > low:
                 held[rank].append(Interval(segment.start + low, segment.start + high, segment.index, 0))
                 sizes[rank][segment.index] = high - low
-    return _layout("master store", vector, held, sizes)
+    return _layout("master store", held, sizes)

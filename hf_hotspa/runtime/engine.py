@@ -161,6 +161,10 @@ class HotSPaEngine:
         """Raises on every rank when one of them has an error: the same error, naming the rank."""
         self._agreement.check({}, error, where)
 
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so. Collective."""
+        return bool(self._agreement.gather([float(flag)]).any())
+
     # -- optimizer side -----------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:

@@ -13,19 +13,7 @@ from torch import Tensor, nn
 
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
-
-
-def to_storage(spec: ParameterSpec, tensor: Tensor) -> Tensor:
-    """A parameter as the vector stores it: 1-D, the sharded dim outermost."""
-    return (tensor if spec.shard_dim is None else tensor.movedim(spec.shard_dim, 0)).reshape(-1)
-
-
-def from_storage(spec: ParameterSpec, flat: Tensor) -> Tensor:
-    """The inverse of `to_storage`: a view with the Hugging Face shape."""
-    if spec.shard_dim is None:
-        return flat.view(spec.shape)
-    stored = [spec.shape[spec.shard_dim], *(s for i, s in enumerate(spec.shape) if i != spec.shard_dim)]
-    return flat.view(stored).movedim(0, spec.shard_dim)
+from hf_hotspa.runtime.storage import from_storage, to_storage
 
 
 class MasterStore:
@@ -91,7 +79,7 @@ class MasterStore:
             held, buffer = self._owned.get(segment_index), self.weights[segment_index]
             if held is not None and buffer is not None and high > low and spec.name in tensors:
                 start = held.start + low - spec.offset
-                buffer[low:high].copy_(to_storage(spec, tensors[spec.name])[start : start + high - low])
+                buffer[low:high].copy_(to_storage(tensors[spec.name], spec.shard_dim)[start : start + high - low])
 
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
@@ -124,7 +112,8 @@ class MasterStore:
                 flat = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
             for spec in self.vector.specs:
                 if segment.start <= spec.offset < segment.stop:
-                    whole = from_storage(spec, flat[spec.offset - segment.start : spec.stop - segment.start])
+                    own_flat = flat[spec.offset - segment.start : spec.stop - segment.start]
+                    whole = from_storage(own_flat, spec.shape, spec.shard_dim)
                     for name in (spec.name, *spec.tied_names):
                         yield name, whole
 

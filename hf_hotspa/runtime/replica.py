@@ -21,6 +21,7 @@ from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.specs import ModelDescription
+from hf_hotspa.runtime.storage import from_storage
 from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
 
 
@@ -205,9 +206,4 @@ class Replica:
 def _view(buffer: Tensor | None, slot: Slot) -> Tensor:
     """The slot's part of a flat buffer, in the Hugging Face order of dims."""
     assert buffer is not None
-    flat = buffer[slot.offset : slot.offset + slot.numel]
-    dim = slot.spec.shard_dim
-    if dim is None or dim == 0:
-        return flat.view(slot.shape)
-    stored = [slot.shape[dim], *(size for i, size in enumerate(slot.shape) if i != dim)]
-    return flat.view(stored).movedim(0, dim)
+    return from_storage(buffer[slot.offset : slot.offset + slot.numel], slot.shape, slot.spec.shard_dim)

@@ -90,7 +90,13 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
     text = config.get_text_config()
     name = text.model_type
     for key, value in text.to_dict().items():
-        if ("dropout" in key or key.endswith("pdrop")) and isinstance(value, int | float) and value > 0:
+        of_another_head = key.startswith(("classifier", "summary"))
+        if (
+            ("dropout" in key or key.endswith("pdrop"))
+            and not of_another_head
+            and isinstance(value, int | float)
+            and value > 0
+        ):
             raise UnsupportedError(
                 f"{name} config has {key}={value}",
                 why="dropout draws other random numbers under every layout, so hot-switched training would not be exact",
@@ -130,7 +136,11 @@ def _base_parts(model: PreTrainedModel) -> tuple[str, tuple[str, ...], tuple[str
             f"{type(model).__name__} is not a causal language model with one list of decoder layers",
             fix="pass an AutoModelForCausalLM model",
         )
-    children = [name for name, child in base.named_children() if any(True for _ in child.parameters())]
+    # a norm may have no parameters (OLMo) and is part of one stage all the same
+    staged = model.config.get_text_config().base_model_pp_plan or {}
+    children = [
+        name for name, child in base.named_children() if name in staged or any(True for _ in child.parameters())
+    ]
     at = children.index(lists[0])
     return lists[0], tuple(children[:at]), tuple(children[at + 1 :])
 

@@ -35,6 +35,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/loss.py",
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/agreement.py",
+        "hf_hotspa/runtime/storage.py",
         "hf_hotspa/runtime/arena.py",
         "hf_hotspa/switch/transport.py",
         "hf_hotspa/switch/executor.py",

@@ -149,7 +149,6 @@ def family_without_plan(rank, world_size):
     torch.manual_seed(0)
     config = GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=64, embd_pdrop=0.0, attn_pdrop=0.0, resid_pdrop=0.0,
-        summary_first_dropout=0.0,
     )  # fmt: skip
     model = GPT2LMHeadModel(config).double().train()
     engine = make_engine(model, "dp2:60@64")

@@ -215,6 +215,14 @@ def test_training_again_continues_from_the_trained_weights(tmp_path):
     first = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.train()
     assert any(not torch.equal(a, b) for a, b in zip(first, trainer.model.parameters(), strict=True))
+    engine = trainer.engine
+    trainer.train()
+    assert trainer.engine is engine
+    with torch.no_grad():
+        trainer.model.lm_head.weight.zero_()  # weights given from outside count
+    trainer.train()
+    assert trainer.engine is not engine
+    assert trainer.model.lm_head.weight.abs().max() < 0.1
     trainer.close_engine()
     assert trainer.engine is None
     trainer.train()  # a new engine from the model
