@@ -95,7 +95,7 @@ def packed_attention(
         _one_sequence(q, k, v, scaling, sliding_window, softcap)
         for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
-    return torch.cat(per_sequence, dim=2).transpose(1, 2).contiguous(), None
+    return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
 
 
 def _varlen(

@@ -32,7 +32,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             peak = z.new_full(z.shape[:-1], -torch.inf)
         if group is not None:
             dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-        shifted = z - peak[:, None]
+        # a converted copy is ours to overwrite; the logits themselves are not
+        shifted = z - peak[:, None] if z is logits else z.sub_(peak[:, None])
         local = labels - first_row
         mine = (local >= 0) & (local < z.shape[-1]) & (labels != IGNORE)
         row = torch.where(mine, local, 0)

@@ -184,7 +184,8 @@ class Replica:
         else:
             inputs["inputs_embeds"] = hidden
         if self.is_last:
-            logits = self.model(**inputs).logits[0]
+            # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
+            logits = self.model(**inputs).logits.squeeze(0)
             tensor = self.mesh.tensor
             first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
             out = vocab_parallel_cross_entropy(logits, micro_batch.labels[0], scale, first_row, group)
