@@ -31,9 +31,9 @@ from hf_hotspa.data.scan import scan_dataset
 # what a run without flags uses; anything given on the command line wins
 DEFAULTS = {
     "output_dir": "out/finetune",
-    "max_steps": 16,
+    "max_steps": 20,
     "hotspa_mini_batch_size": 8,
-    "learning_rate": 6e-3,
+    "learning_rate": 8e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
     "logging_steps": 2,
