@@ -3,7 +3,9 @@
     python benchmarks/step.py --ranks 4 --model 7M
     python benchmarks/step.py --ranks 4 --model 0.9M --dtype bf16 --rounds 5 --json out/step.json
     python benchmarks/step.py --hot dp4:512@1024,dp2tp2:2048,tp4:4096 --lengths lengths.json
-    python benchmarks/step.py --trainer-overhead          # only the share of HotSPaTrainer outside the engine
+    python benchmarks/step.py --trainer-overhead          # only the last part
+
+Printed last: the share of a step that `HotSPaTrainer` spends outside of the engine.
 
 All sides run in one set of processes, in turn (A, B, C, A, B, C, ...), on the same mini-batches and one set of weights, and
 the median over the rounds is reported: the speed of a shared machine drifts by a fifth within minutes. A mini-batch counts
@@ -17,43 +19,20 @@ import os
 import platform
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, short_name
+from trainer_overhead import trainer_overhead
 from worlds import run_world
 
-from hf_hotspa.strategy import Bucket, Strategy, parse_buckets, strategies_of
+from hf_hotspa.strategy import Strategy
 
-MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value heads
-    "0.9M": (128, 384, 4, 512),
-    "7M": (256, 768, 8, 2048),
-    "46M": (512, 1536, 12, 8192),
-}
 DTYPES = ("fp32", "bf16")
 LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
-OVERHEAD_TARGET = 0.05
-
-
-def short_name(strategy: Strategy) -> str:
-    """`dp2tp2` for `dp2tp2pp1`."""
-    parts = [f"{axis}{getattr(strategy, axis)}" for axis in ("dp", "tp", "pp") if getattr(strategy, axis) > 1]
-    return "".join(parts) or "dp1"
-
-
-@dataclass(frozen=True)
-class Side:
-    """One contestant: a bucket list, static when it has one bucket."""
-
-    name: str
-    buckets: tuple[Bucket, ...]
-
-    @property
-    def is_static(self) -> bool:
-        return len(self.buckets) == 1
 
 
 @dataclass
@@ -75,112 +54,6 @@ class Timing:
     switch_share: list[float] = field(default_factory=list)
     switch_bytes: int = 0
     num_packs: list[int] = field(default_factory=list)
-
-
-def pack_limit(strategy: Strategy, budget: int, rule: str) -> int:
-    """The largest pack of a strategy: the tokens that the ranks which share its activations may hold together."""
-    return budget * strategy.tp * (strategy.pp if rule == "tp-pp" else 1)
-
-
-def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[list[Side], list[str]]:
-    """The contestants, and a line for each static strategy that does not fit."""
-    from hf_hotspa.strategy import check_buckets
-
-    longest = max(lengths)
-    shape = describe(options).shape
-    sides, left_out = [], []
-    for strategy in strategies_of(options.ranks):
-        limit = pack_limit(strategy, options.budget, options.budget_rule)
-        if why := strategy.misfit(shape):
-            left_out.append(f"{short_name(strategy)}: {why}")
-        elif limit < longest:
-            left_out.append(f"{short_name(strategy)}: its packs of {limit} tokens cannot hold a sequence of {longest}")
-        else:
-            sides.append(Side(f"static {short_name(strategy)}", (Bucket(strategy, longest, limit),)))
-    texts = options.hot or default_hot(options, longest, sides)
-    for text in texts:
-        buckets = parse_buckets(text)
-        check_buckets(buckets, options.ranks, shape)
-        over = [str(b) for b in buckets if b.pack_tokens > pack_limit(b.strategy, options.budget, options.budget_rule)]
-        name = "hot " + " + ".join(short_name(b.strategy) for b in buckets)
-        if any(side.name == name for side in sides):
-            name = f"hot {text}"  # the same strategies with other packs
-        sides.append(Side(name + (" (over budget)" if over else ""), buckets))
-    return sides, left_out
-
-
-def default_hot(options: argparse.Namespace, longest: int, fitting: Sequence[Side]) -> list[str]:
-    """Pure data parallelism up to the budget, then each static strategy that fits."""
-    wide = Strategy(dp=options.ranks)
-    if longest <= options.budget:
-        return []
-    return [
-        f"{wide}:{options.budget},{bucket.strategy}:{bucket.longest}@{bucket.pack_tokens}"
-        for side in fitting
-        for bucket in side.buckets
-        if bucket.strategy != wide
-    ]
-
-
-# -- the model and its data -------------------------------------------------------------------------------------------
-
-
-def model_config(name: str) -> Any:
-    """A Llama of the given size."""
-    from transformers import LlamaConfig
-
-    hidden, intermediate, layers, vocabulary = MODELS[name]
-    return LlamaConfig(
-        vocab_size=vocabulary,
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=8192,
-    )
-
-
-def describe(options: argparse.Namespace) -> Any:
-    """The description of the model, without its weights."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    from hf_hotspa.runtime.specs import describe_model
-
-    with torch.device("meta"):
-        return describe_model(LlamaForCausalLM(model_config(options.model)))
-
-
-def make_model(name: str) -> Any:
-    """Random weights in fp32, the same on every rank."""
-    import torch
-    from transformers import LlamaForCausalLM
-
-    torch.manual_seed(0)
-    return LlamaForCausalLM(model_config(name))
-
-
-def make_rows(lengths: Sequence[int], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
-    """Random rows in which small token ids are more frequent, so that there is something to learn."""
-    import torch
-
-    generator = torch.Generator().manual_seed(seed)
-    rows = []
-    for length in lengths:
-        a, b = (torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(2))
-        rows.append({"input_ids": torch.minimum(a, b).tolist()})
-    return rows
-
-
-def mini_batch_lengths(options: argparse.Namespace) -> list[int]:
-    """Tokens of each sequence of the mini-batch."""
-    if options.lengths:
-        lengths = [int(length) for length in json.loads(Path(options.lengths).read_text())]
-        if not lengths:
-            raise SystemExit(f"{options.lengths} holds no lengths")
-        return lengths
-    return [256] * options.num_short + [options.long]
 
 
 # -- measuring (runs on every rank) -----------------------------------------------------------------------------------
@@ -266,72 +139,6 @@ def _profiler(options: argparse.Namespace, rank: int) -> Callable[[], None]:
         pstats.Stats(profile, stream=sys.stderr).sort_stats("tottime").print_stats(options.profile)
 
     return finish
-
-
-def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, lengths: list[int], folder: str) -> Any:
-    """`(wall seconds, engine seconds, steps)` of HotSPaTrainer's loop without its first step, on rank 0."""
-    from transformers import TrainerCallback
-
-    from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
-
-    class Clock(TrainerCallback):
-        """The wall time from the beginning of step 2 to the end of the last one, and what of it was the engine's."""
-
-        begin = end = inside = step_begin = 0.0
-        steps = 0
-
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            for name in ("forward_backward", "clip_grad_norm_"):
-                setattr(trainer.engine, name, self.counted(getattr(trainer.engine, name)))
-
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 1:
-                self.begin, self.inside = time.perf_counter(), 0.0
-
-        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.step_begin = time.perf_counter()
-
-        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.inside += time.perf_counter() - self.step_begin
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.end, self.steps = time.perf_counter(), state.global_step - 1
-
-        def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
-            """The function, its time counted as the engine's."""
-
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                begin = time.perf_counter()
-                try:
-                    return function(*args, **kwargs)
-                finally:
-                    self.inside += time.perf_counter() - begin
-
-            return wrapped
-
-    clock = Clock()
-    longest, shortest = max(lengths), options.budget
-    hot = f"{Strategy(dp=world_size)}:{shortest},{Strategy(tp=world_size)}:{longest}@{max(longest, shortest * world_size)}"
-    strategies = hot if longest > shortest else f"{Strategy(dp=world_size)}:{shortest}"
-    num_rows = -(-len(lengths) // world_size) * world_size
-    padded = [*lengths, *[min(lengths)] * (num_rows - len(lengths))]
-    vocabulary = MODELS[options.model][3]
-    rows = [row for seed in range(2) for row in make_rows(padded, vocabulary, seed)]
-    args = HotSPaTrainingArguments(
-        output_dir=folder,
-        hotspa_strategies=strategies,
-        use_cpu=True,
-        bf16=options.dtype == "bf16",
-        max_steps=options.trainer_steps,
-        per_device_train_batch_size=num_rows // world_size,
-        report_to="none",
-        logging_steps=1,
-        save_strategy="no",
-        disable_tqdm=True,
-    )
-    trainer = HotSPaTrainer(model=make_model(options.model), args=args, train_dataset=rows, callbacks=[clock])
-    trainer.train()
-    return clock.end - clock.begin, clock.inside, clock.steps
 
 
 # -- the report -------------------------------------------------------------------------------------------------------
@@ -440,19 +247,6 @@ def compare_steps(options: argparse.Namespace, lengths: list[int]) -> dict[str, 
     return {"rows": rows, "left_out": left_out, "losses": losses}
 
 
-def trainer_overhead(options: argparse.Namespace, lengths: list[int]) -> dict[str, Any]:
-    """Runs HotSPaTrainer and prints the time that it spends outside of engine and optimizer."""
-    with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
-        wall, inside, steps = run_world(options.ranks, measure_trainer, options, lengths, folder)
-    share = (wall - inside) / wall
-    print(
-        f"\nHotSPaTrainer, {steps} steps after the first: {wall / steps:.3f} s/step, of which"
-        f" {(wall - inside) / steps * 1e3:.1f} ms outside of engine and optimizer = {share:.1%}"
-        f" (target: at most {OVERHEAD_TARGET:.0%})"
-    )
-    return {"steps": steps, "seconds_per_step": wall / steps, "share_outside": share, "target": OVERHEAD_TARGET}
-
-
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Static strategies against hot switching.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
@@ -479,12 +273,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--num-short", type=int, default=64, help="sequences of 256 tokens, without --lengths")
     parser.add_argument("--long", type=int, default=4096, help="tokens of the one long sequence, without --lengths")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile")
-    parser.add_argument("--trainer-overhead", action="store_true", help="measure HotSPaTrainer instead")
-    parser.add_argument("--trainer-steps", type=int, default=20)
+    parser.add_argument("--trainer-overhead", action="store_true", help="only the overhead of HotSPaTrainer")
+    parser.add_argument("--trainer-steps", type=int, default=8, help="steps of HotSPaTrainer; 0 leaves that part out")
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
     options = parser.parse_args()
-    if options.rounds < 1 or options.ranks < 1 or options.trainer_steps < 2:
-        parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2")
+    if options.rounds < 1 or options.ranks < 1 or options.trainer_steps in (1, *range(-9, 0)):
+        parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2, or 0")
     return options
 
 
@@ -499,8 +293,11 @@ def main() -> None:
         f" {options.rounds} rounds",
         flush=True,
     )
-    run = trainer_overhead if options.trainer_overhead else compare_steps
-    result = {"machine": facts, "options": vars(options), "lengths": lengths, **run(options, lengths)}
+    result = {"machine": facts, "options": vars(options), "lengths": lengths}
+    if not options.trainer_overhead:
+        result |= compare_steps(options, lengths)
+    if options.trainer_steps:
+        result["trainer_overhead"] = trainer_overhead(options, lengths)
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

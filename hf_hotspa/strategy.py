@@ -221,11 +221,18 @@ def check_launch(buckets: tuple[Bucket, ...], world_size: int) -> None:
 
 
 def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShape) -> None:
-    """Checks that every bucket's strategy fits the world and the model.
+    """Checks that every bucket's strategy fits the world and the model, and its lengths the model's positions.
 
     Raises:
         StrategyError: naming the strategy, the reason and the legal choices.
     """
+    limit = model.max_position_embeddings
+    if limit is not None and buckets[-1].longest > limit:
+        raise StrategyError(
+            f"bucket {buckets[-1]} takes sequences of {buckets[-1].longest} tokens, and the model has {limit} positions",
+            why="positions beyond would be trained with encodings that the model was not made for",
+            fix=f"end the last bucket at {limit}, or raise max_position_embeddings in the model's config",
+        )
     for bucket in buckets:
         strategy = bucket.strategy
         why = (

@@ -283,7 +283,7 @@ class SwitchExecutor:
             what,
             where=f"rank {self.rank}, in exchange with ranks {peers}",
             why="messages may be in flight: the process group must not be used again",
-            fix="end the job and resume from its last checkpoint",
+            fix="end the job and start it again",
         )
 
 

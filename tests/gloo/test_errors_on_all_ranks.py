@@ -49,6 +49,10 @@ def too_many_stages(rank, world_size):
     make_engine(tiny_model("llama_gqa_bias", num_hidden_layers=2), "pp4:64")
 
 
+def too_long(rank, world_size):
+    make_engine(tiny_model("llama_gqa_bias"), "dp4:256,tp4:257")
+
+
 def too_many_shards(rank, world_size):
     make_engine(tiny_model("llama_gqa_bias", num_attention_heads=2, num_key_value_heads=2), "tp4:64")
 
@@ -57,6 +61,7 @@ def too_many_shards(rank, world_size):
     ("fn", "fragments"),
     [
         (too_many_stages, ["pp4 is more than the 2 layers", "legal", "dp2tp2pp1"]),
+        (too_long, ["257 tokens", "256 positions"]),
         (too_many_shards, ["tp4 is more than the 2 attention heads", "legal", "dp4tp1pp1"]),
     ],
 )

@@ -1,0 +1,138 @@
+"""What `step.py` and its parts share: model shapes, the mini-batch, and the sides of the contest."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets, strategies_of
+
+MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value heads
+    "0.9M": (128, 384, 4, 512),
+    "7M": (256, 768, 8, 2048),
+    "46M": (512, 1536, 12, 8192),
+}
+
+
+def short_name(strategy: Strategy) -> str:
+    """`dp2tp2` for `dp2tp2pp1`."""
+    parts = [f"{axis}{getattr(strategy, axis)}" for axis in ("dp", "tp", "pp") if getattr(strategy, axis) > 1]
+    return "".join(parts) or "dp1"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One contestant: a bucket list, static when it has one bucket."""
+
+    name: str
+    buckets: tuple[Bucket, ...]
+
+    @property
+    def is_static(self) -> bool:
+        return len(self.buckets) == 1
+
+
+def pack_limit(strategy: Strategy, budget: int, rule: str) -> int:
+    """The largest pack of a strategy: the tokens that the ranks which share its activations may hold together."""
+    return budget * strategy.tp * (strategy.pp if rule == "tp-pp" else 1)
+
+
+def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[list[Side], list[str]]:
+    """The contestants, and a line for each static strategy that does not fit."""
+    longest = max(lengths)
+    shape = describe(options).shape
+    sides, left_out = [], []
+    for strategy in strategies_of(options.ranks):
+        limit = pack_limit(strategy, options.budget, options.budget_rule)
+        if why := strategy.misfit(shape):
+            left_out.append(f"{short_name(strategy)}: {why}")
+        elif limit < longest:
+            left_out.append(f"{short_name(strategy)}: its packs of {limit} tokens cannot hold a sequence of {longest}")
+        else:
+            sides.append(Side(f"static {short_name(strategy)}", (Bucket(strategy, longest, limit),)))
+    texts = options.hot or default_hot(options, longest, sides)
+    for text in texts:
+        buckets = parse_buckets(text)
+        check_buckets(buckets, options.ranks, shape)
+        over = [str(b) for b in buckets if b.pack_tokens > pack_limit(b.strategy, options.budget, options.budget_rule)]
+        name = "hot " + " + ".join(short_name(b.strategy) for b in buckets)
+        if any(side.name == name for side in sides):
+            name = f"hot {text}"  # the same strategies with other packs
+        sides.append(Side(name + (" (over budget)" if over else ""), buckets))
+    return sides, left_out
+
+
+def default_hot(options: argparse.Namespace, longest: int, fitting: Sequence[Side]) -> list[str]:
+    """Pure data parallelism up to the budget, then each static strategy that fits."""
+    wide = Strategy(dp=options.ranks)
+    if longest <= options.budget:
+        return []
+    return [
+        f"{wide}:{options.budget},{bucket.strategy}:{bucket.longest}@{bucket.pack_tokens}"
+        for side in fitting
+        for bucket in side.buckets
+        if bucket.strategy != wide
+    ]
+
+
+# -- the model and its data -------------------------------------------------------------------------------------------
+
+
+def model_config(name: str) -> Any:
+    """A Llama of the given size."""
+    from transformers import LlamaConfig
+
+    hidden, intermediate, layers, vocabulary = MODELS[name]
+    return LlamaConfig(
+        vocab_size=vocabulary,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=8192,
+    )
+
+
+def describe(options: argparse.Namespace) -> Any:
+    """The description of the model, without its weights."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from hf_hotspa.runtime.specs import describe_model
+
+    with torch.device("meta"):
+        return describe_model(LlamaForCausalLM(model_config(options.model)))
+
+
+def make_model(name: str) -> Any:
+    """Random weights in fp32, the same on every rank."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    torch.manual_seed(0)
+    return LlamaForCausalLM(model_config(name))
+
+
+def make_rows(lengths: Sequence[int], vocabulary: int, seed: int) -> list[dict[str, list[int]]]:
+    """Random rows in which small token ids are more frequent, so that there is something to learn."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for length in lengths:
+        a, b = (torch.randint(0, vocabulary, (length,), generator=generator) for _ in range(2))
+        rows.append({"input_ids": torch.minimum(a, b).tolist()})
+    return rows
+
+
+def mini_batch_lengths(options: argparse.Namespace) -> list[int]:
+    """Tokens of each sequence of the mini-batch."""
+    if options.lengths:
+        lengths = [int(length) for length in json.loads(Path(options.lengths).read_text())]
+        if not lengths:
+            raise SystemExit(f"{options.lengths} holds no lengths")
+        return lengths
+    return [256] * options.num_short + [options.long]

@@ -1,0 +1,96 @@
+"""How much of a step `HotSPaTrainer` spends outside of the engine: data loading, callbacks, logging at every step.
+
+A part of `step.py`, which prints it after the table.
+"""
+
+import argparse
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+from contest import MODELS, make_model, make_rows
+from worlds import run_world
+
+from hf_hotspa.strategy import Strategy
+
+OVERHEAD_TARGET = 0.05
+
+
+def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, lengths: list[int], folder: str) -> Any:
+    """`(wall seconds, engine seconds, steps)` of HotSPaTrainer's loop without its first step, on rank 0."""
+    from transformers import TrainerCallback
+
+    from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
+
+    class Clock(TrainerCallback):
+        """The wall time from the beginning of step 2 to the end of the last one, and what of it was the engine's."""
+
+        begin = end = inside = step_begin = 0.0
+        steps = 0
+
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            for name in ("forward_backward", "clip_grad_norm_"):
+                setattr(trainer.engine, name, self.counted(getattr(trainer.engine, name)))
+
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 1:
+                self.begin, self.inside = time.perf_counter(), 0.0
+
+        def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.step_begin = time.perf_counter()
+
+        def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.inside += time.perf_counter() - self.step_begin
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.end, self.steps = time.perf_counter(), state.global_step - 1
+
+        def counted(self, function: Callable[..., Any]) -> Callable[..., Any]:
+            """The function, its time counted as the engine's."""
+
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                begin = time.perf_counter()
+                try:
+                    return function(*args, **kwargs)
+                finally:
+                    self.inside += time.perf_counter() - begin
+
+            return wrapped
+
+    clock = Clock()
+    longest, shortest = max(lengths), options.budget
+    hot = f"{Strategy(dp=world_size)}:{shortest},{Strategy(tp=world_size)}:{longest}@{max(longest, shortest * world_size)}"
+    strategies = hot if longest > shortest else f"{Strategy(dp=world_size)}:{shortest}"
+    num_rows = -(-len(lengths) // world_size) * world_size
+    padded = [*lengths, *[min(lengths)] * (num_rows - len(lengths))]
+    vocabulary = MODELS[options.model][3]
+    rows = [row for seed in range(2) for row in make_rows(padded, vocabulary, seed)]
+    args = HotSPaTrainingArguments(
+        output_dir=folder,
+        hotspa_strategies=strategies,
+        use_cpu=True,
+        bf16=options.dtype == "bf16",
+        max_steps=options.trainer_steps,
+        per_device_train_batch_size=num_rows // world_size,
+        report_to="none",
+        logging_steps=1,
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    trainer = HotSPaTrainer(model=make_model(options.model), args=args, train_dataset=rows, callbacks=[clock])
+    trainer.train()
+    return clock.end - clock.begin, clock.inside, clock.steps
+
+
+def trainer_overhead(options: argparse.Namespace, lengths: list[int]) -> dict[str, Any]:
+    """Runs HotSPaTrainer and prints the time that it spends outside of engine and optimizer."""
+    with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
+        wall, inside, steps = run_world(options.ranks, measure_trainer, options, lengths, folder)
+    share = (wall - inside) / wall
+    print(
+        f"\nHotSPaTrainer, {steps} steps after the first: {wall / steps:.3f} s/step, of which"
+        f" {(wall - inside) / steps * 1e3:.1f} ms outside of engine and optimizer = {share:.1%}"
+        f" (target: at most {OVERHEAD_TARGET:.0%})"
+    )
+    return {"steps": steps, "seconds_per_step": wall / steps, "share_outside": share, "target": OVERHEAD_TARGET}
