@@ -7,10 +7,11 @@
 
 Printed last: the share of a step that `HotSPaTrainer` spends outside of the engine.
 
-All sides run in one set of processes, in turn (A, B, C, A, B, C, ...), on the same mini-batches and one set of weights, and
-the median over the rounds is reported: the speed of a shared machine drifts by a fifth within minutes. A mini-batch counts
-everything: planning and collating, switching, forward and backward, clipping, the AdamW step. Every side is packed, and
-the sequences of a pack are isolated. Before timing, all sides run the first mini-batch from the same weights, and their losses must agree.
+All sides run in one set of processes, in turn (A, B, C, A, B, C, ...), on the same mini-batches and one set of weights,
+and the median over the rounds is reported: the speed of a shared machine drifts by a fifth within minutes. A mini-batch
+counts everything: planning and collating, switching, forward and backward, clipping, the AdamW step. Every side is
+packed, and the sequences of a pack are isolated. Before timing, all sides run the first mini-batch from the same
+weights, and their losses must agree.
 """
 
 import argparse
@@ -39,8 +40,8 @@ LOSS_TOLERANCE = {"fp32": 1e-5, "bf16": 5e-3}
 class Timing:
     """What one side took in each round; seconds and bytes of a mini-batch.
 
-    `wait` is the longest time that a rank waited for the busiest replica of a phase. `cpu` is processor time summed over
-    ranks: blind to waiting, but steady where other programs take turns with the benchmark.
+    `wait` is the longest time that a rank waited for the busiest replica of a phase. `cpu` is processor time summed
+    over ranks: blind to waiting, but steady where other programs take turns with the benchmark.
     """
 
     seconds: list[float] = field(default_factory=list)

@@ -1,7 +1,7 @@
 """`SwitchOverheadCallback`: what switching costs, in the log and as a table.
 
-Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since the last
-log: seconds and MB of switching, its share of the step, tokens per second, waiting, and seconds per strategy.
+Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since
+the last log: seconds and MB of switching, its share of the step, tokens per second, waiting, and seconds per strategy.
 """
 
 from collections import defaultdict

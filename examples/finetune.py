@@ -1,7 +1,7 @@
 """Fine-tunes (or trains) a causal language model with hot-switched strategies.
 
-Without further flags: a small Llama-type model on the source files of Python's standard library, text with a long tail of
-lengths that is on every machine. On 4 CPU processes:
+Without further flags: a small Llama-type model on the source files of Python's standard library, text with a long tail
+of lengths that is on every machine. On 4 CPU processes:
 
     accelerate launch --multi_gpu --num_processes 4 examples/finetune.py --use_cpu \\
         --hotspa_strategies "dp4:1024@4096,dp2tp2:4096,tp2pp2:8192" --hotspa_overlong split
@@ -11,8 +11,8 @@ A model and data of your own, on 8 GPUs:
     accelerate launch --multi_gpu --num_processes 8 examples/finetune.py --model Qwen/Qwen3-0.6B --dataset chats.jsonl \\
         --bf16 --output_dir out --hotspa_strategies "dp8:4096@16384,dp2tp4:16384,tp8:32768" --learning_rate 1e-5
 
-`--dataset` takes a local json, jsonl, parquet, csv or text file, a saved `datasets` folder or a hub name, with one of the
-columns `input_ids`, `text`, `messages`, or `prompt` + `completion`. All flags of TrainingArguments work.
+`--dataset` takes a local json, jsonl, parquet, csv or text file, a saved `datasets` folder or a hub name, with one of
+the columns `input_ids`, `text`, `messages`, or `prompt` + `completion`. All flags of TrainingArguments work.
 """
 
 import sys

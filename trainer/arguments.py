@@ -1,7 +1,7 @@
 """`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, and a refusal by name of what cannot be honoured.
 
-A setting that would be ignored silently, or that would make training inexact, raises `UnsupportedError` with what to use
-instead. Everything else of `TrainingArguments` works as it is.
+A setting that would be ignored silently, or that would make training inexact, raises `UnsupportedError` with what to
+use instead. Everything else of `TrainingArguments` works as it is.
 """
 
 from dataclasses import dataclass, field

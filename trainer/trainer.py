@@ -1,7 +1,7 @@
 """`HotSPaTrainer`: Hugging Face calls in, engine calls out, and nothing else.
 
-A handful of overrides of `transformers.Trainer`; its loop, schedules, callbacks and logging are untouched. What makes that
-possible: `_wrap_model` returns something that is not `trainer.model`, so accelerate wraps nothing, and one batch
+A handful of overrides of `transformers.Trainer`; its loop, schedules, callbacks and logging are untouched. What makes
+that possible: `_wrap_model` returns something that is not `trainer.model`, so accelerate wraps nothing, and one batch
 of the data loader is one whole mini-batch.
 """
 

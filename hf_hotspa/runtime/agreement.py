@@ -1,8 +1,9 @@
 """Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
 
-`Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named digests
-and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its peers wait
-inside a collective: it leaves its error in the rendezvous store, where the peers find it when their connection breaks.
+`Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
+digests and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its
+peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
+connection breaks.
 """
 
 import hashlib

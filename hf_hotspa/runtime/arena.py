@@ -1,7 +1,8 @@
 """Reused memory for the buffers of whichever strategy is active.
 
-Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves them all.
-It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused memory does.
+Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves
+them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused memory
+does.
 """
 
 from collections.abc import Sequence

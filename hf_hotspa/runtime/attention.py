@@ -1,7 +1,7 @@
 """Attention over packed rows: every sequence of a pack sees itself only, and the cost is the sum of squared lengths.
 
-Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences of
-the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
+Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
+of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
 built. Three kernels, one meaning:
 
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap,

@@ -194,9 +194,9 @@ class HotSPaEngine:
         return self._grad_norm
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before. No communication.
+        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
-        The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1.
+        The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1. No communication.
         """
         factor = max_norm / (self._grad_norm + 1e-6)
         if factor < 1.0:

@@ -1,8 +1,8 @@
 """The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
 
-The only authority on the weights: strategies load from it, gradients come back to it, and only the optimizer step changes it.
-Optimizers see one 1-D view per parameter under its Hugging Face name, so parameter groups and schedulers work as usual, but only
-elementwise optimizers are exact on such shards.
+The only authority on the weights: strategies load from it, gradients come back to it, and only the optimizer step
+changes it. Optimizers see one 1-D view per parameter under its Hugging Face name, so parameter groups and schedulers
+work as usual, but only elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Iterator, Mapping
@@ -29,8 +29,8 @@ class MasterStore:
         layout: Who owns what.
         weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
         gradients: The same for trained segments.
-        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a view
-            of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
+        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
+            view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
     """
 
     def __init__(self, vector: ParameterVector, rank: int, world_size: int, device: torch.device) -> None:
@@ -90,7 +90,8 @@ class MasterStore:
             gradients: Gather the gradients of the trained parameters instead of the weights.
 
         Yields:
-            The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next one.
+            The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
+            one.
         """
         buffers = self.gradients if gradients else self.weights
         for segment in self.vector.segments:

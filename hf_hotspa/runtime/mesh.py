@@ -1,8 +1,8 @@
 """Process groups and device meshes: made once, at start, by all ranks in one order.
 
-Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and
-every group is tied to what it is for: tensor parallel, pipeline, switching, agreement. There are no data-parallel groups:
-the gradient return sums over replicas.
+Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
+group is tied to what it is for: tensor parallel, pipeline, switching, agreement. There are no data-parallel groups: the
+gradient return sums over replicas.
 """
 
 from collections.abc import Iterable
@@ -108,8 +108,8 @@ class ProcessGroups:
     def warm_up(self) -> None:
         """Connects the ranks of every group made so far. Collective.
 
-        NCCL sets up a communicator in the first operation, and that must be one which all ranks of the group join; on gloo
-        the first mini-batch is spared the connecting.
+        NCCL sets up a communicator in the first operation, and that must be one which all ranks of the group join; on
+        gloo the first mini-batch is spared the connecting.
         """
         for group in (self.switch, *self._by_ranks.values()):
             if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:

@@ -1,7 +1,7 @@
 """Checks of the model that a user hands over: what replicas would silently leave behind is refused by name.
 
-Replicas are built from the model's class and config, so everything else that someone may have changed on the object after it
-was made (hooks, resized embeddings, replaced layers) has to be found here.
+Replicas are built from the model's class and config, so everything else that someone may have changed on the object
+after it was made (hooks, resized embeddings, replaced layers) has to be found here.
 """
 
 import hashlib

@@ -1,8 +1,8 @@
 """Everything of one strategy on this rank: its replica, its two plans, its schedule. Runs one phase at a time.
 
-A phase has three acts: `load` (weights from the master store into this strategy's layout), `compute` (forward and backward of
-the replica's micro-batches), `return_gradients` (gradients summed into the master store). Between phases nothing of the strategy is
-left but plans and an empty model.
+A phase has three acts: `load` (weights from the master store into this strategy's layout), `compute` (forward and
+backward of the replica's micro-batches), `return_gradients` (gradients summed into the master store). Between phases
+nothing of the strategy is left but plans and an empty model.
 """
 
 from collections.abc import Mapping, Sequence

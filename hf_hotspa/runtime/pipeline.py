@@ -2,10 +2,10 @@
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
 
-* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different shapes, fewer of
-  them than stages, and none: every shape is known from the plan, so nothing is negotiated.
-* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape; a schedule object is bound to its first shape
-  (another one aborts the process on gloo), so there is one object per shape.
+* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
+  shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing is negotiated.
+* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape; a schedule object is bound to
+  its first shape (another one aborts the process on gloo), so there is one object per shape.
 
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
 """
@@ -24,8 +24,9 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.runtime.mesh import StrategyMesh
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
-"""`own`: our 1F1B. `1f1b`, `gpipe`: torch's, padding the packs of a phase to one shape where needed. `auto`: torch's 1F1B when
-all packs have one shape anyway and fill the pipeline, else our own (padding costs more than any schedule gains)."""
+"""`own`: our 1F1B. `1f1b`, `gpipe`: torch's, padding the packs of a phase to one shape where needed. `auto`: torch's
+1F1B when all packs have one shape anyway and fill the pipeline, else our own (padding costs more than any schedule
+gains)."""
 
 _CACHED_SCHEDULES = 8
 
@@ -109,9 +110,9 @@ class _InFlight:
 class _OneForwardOneBackward:
     """One run of our own schedule.
 
-    What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking operations
-    on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a stage never
-    waits for its receiver.
+    What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking
+    operations on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a
+    stage never waits for its receiver.
     """
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int, num_stages: int) -> None:

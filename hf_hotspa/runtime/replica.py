@@ -170,7 +170,8 @@ class Replica:
             scale: 1 / (label tokens of the mini-batch).
 
         Returns:
-            [1, T, hidden size] for the next stage, or on the last stage the scaled sum of cross entropies (fp64 scalar).
+            [1, T, hidden size] for the next stage, or on the last stage the scaled sum of cross entropies (fp64
+            scalar).
         """
         pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
         inputs: dict[str, Any] = {

@@ -196,8 +196,8 @@ class _Styles:
     def _stays_local(self, name: str) -> bool:
         """Whether a projection that the plan gathers (or splits) can work on its shard alone.
 
-        transformers gathers fused projections (phi3, glm), because the family slices or halves their output; cutting each
-        part of the weight keeps attention and MLP activations sharded, and the slices still fit.
+        transformers gathers fused projections (phi3, glm), because the family slices or halves their output; cutting
+        each part of the weight keeps attention and MLP activations sharded, and the slices still fit.
         """
         parent, _, leaf = name.rpartition(".")
         if leaf in ("qkv_proj", "o_proj"):

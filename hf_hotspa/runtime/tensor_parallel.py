@@ -1,10 +1,10 @@
 """Tensor parallelism on plain local tensors, following the model's Hugging Face plan.
 
 The styles of the plan become wrappers around the forward of single modules, with collectives that autograd knows.
-Nothing here reduces a gradient of a parameter: what a parameter's gradient means over tp (whole, shard, or part of a sum) is
-known to the gradient layout, and the gradient return adds it up.
-Why not the stock styles: they are wrong under gradient accumulation for q/k norms, refuse tp above the key/value heads, gather
-full logits, and are 1.1-2.8 times slower on CPU.
+Nothing here reduces a gradient of a parameter: what a parameter's gradient means over tp (whole, shard, or part of a
+sum) is known to the gradient layout, and the gradient return adds it up. Why not the stock styles: they are wrong under
+gradient accumulation for q/k norms, refuse tp above the key/value heads, gather full logits, and are 1.1-2.8 times
+slower on CPU.
 """
 
 import copy

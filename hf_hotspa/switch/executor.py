@@ -2,8 +2,8 @@
 
 What it promises:
 
-* One fused message per (peer, wire dtype, round). A message that is one contiguous slice is sent from and (for a copy of
-  equal dtype) received into the buffers themselves; others are packed once and staged.
+* One fused message per (peer, wire dtype, round). A message that is one contiguous slice is sent from and (for a copy
+  of equal dtype) received into the buffers themselves; others are packed once and staged.
 * Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, allocated once by `reserve`.
 * A gradient return adds the contributions to an element in ascending order of the source ranks, the local one in its
   place: the result depends neither on `staging_bytes` nor on the order of arrival, bit for bit.

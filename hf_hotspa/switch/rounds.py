@@ -5,7 +5,8 @@ pure function of the plan, so that both ends of every message agree without talk
 
 * A load cuts the stream of each route (source, destination) every `window` bytes: all routes are busy in every round.
 * A gradient return cuts the destination rank's buffers (its segments laid end to end) every `window` bytes: all
-  contributions to an element meet in one round, and are summed there in the order of the source ranks, whatever the window.
+  contributions to an element meet in one round, and are summed there in the order of the source ranks, whatever the
+  window.
 
 No torch; offsets into buffers are in elements, offsets into staging in bytes.
 """

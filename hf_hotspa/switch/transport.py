@@ -5,8 +5,9 @@
 
 Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
 contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
-tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; `LoopbackTransport` joins ranks of one process, and
-checks what real transports do not (a wrong size aborts a gloo process, a wrong order of equal sizes is silent corruption).
+tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; `LoopbackTransport` joins ranks of one process,
+and checks what real transports do not (a wrong size aborts a gloo process, a wrong order of equal sizes is silent
+corruption).
 """
 
 import threading
@@ -73,8 +74,8 @@ class _Operation(NamedTuple):
 class ProcessGroupTransport:
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
-    On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must be
-    one that all its ranks take part in (the agreement on the plans is).
+    On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must
+    be one that all its ranks take part in (the agreement on the plans is).
 
     Args:
         group: The group; None for the default one. Ranks are global ranks.
