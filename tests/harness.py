@@ -19,6 +19,7 @@ import signal
 import socket
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping
@@ -381,8 +382,11 @@ def _call(rank: int, plan: _RankPlan) -> Any:
 
     import torch
     import torch.distributed as dist
+    from tqdm import tqdm
 
     torch.set_num_threads(1)
+    # its default lock is a named semaphore, which a rank that is let go at once would leave behind
+    tqdm.set_lock(threading.RLock())
     if plan.init:
         dist.init_process_group(
             "gloo",
