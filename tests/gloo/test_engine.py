@@ -181,6 +181,35 @@ def test_clipping_counts_tied_weights_once():
         assert gradient_error <= 1e-11
 
 
+def meshes(rank, world_size):
+    engine = make_engine(tiny_model("llama_gqa_bias"), "dp4:8,dp2tp2:16,tp2pp2:24,tp4:60")
+    found = {}
+    for strategy, phase in engine.phases.items():
+        mesh = phase.mesh
+        if mesh.device_mesh is not None:
+            names = mesh.device_mesh.mesh_dim_names
+            groups = {name: mesh.device_mesh[name].get_group() for name in names}
+            assert groups.get("tp") is (mesh.tensor.group if mesh.tensor else None)
+            assert groups.get("pp") is mesh.pipeline
+            found[str(strategy)] = (names, mesh.device_mesh.mesh.tolist())
+    # the tensor-parallel pairs of dp2tp2 and tp2pp2 are the same groups
+    pairs = [engine.phases[Strategy(2, 2, 1)].mesh.tensor.group, engine.phases[Strategy(1, 2, 2)].mesh.tensor.group]
+    return found, pairs[0] is pairs[1], len(engine._groups)
+
+
+def test_one_device_mesh_per_strategy_on_shared_groups():
+    for rank, (found, shared, num_groups) in enumerate(run_ranks(4, meshes)):
+        pair = [0, 1] if rank < 2 else [2, 3]
+        assert found == {
+            "dp2tp2pp1": (("tp",), pair),
+            "dp1tp2pp2": (("pp", "tp"), [[0, 1], [2, 3]]),
+            "dp1tp4pp1": (("tp",), [0, 1, 2, 3]),
+        }
+        assert shared
+        # two pairs for tp2, two for pp2, one of all for tp4, and switch and agreement
+        assert num_groups == 7
+
+
 def storage_comes_and_goes(rank, world_size):
     model = tiny_model("llama_gqa_bias")
     engine = make_engine(model, "dp2:16@32,tp2:60")

@@ -112,6 +112,17 @@ def make_tokenizer(tmp_path):
     return tmp_path / "tokenizer"
 
 
+def test_the_example_trains_on_the_standard_library(tmp_path):
+    done = launch(
+        f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400 --output_dir {tmp_path / 'out'} "
+        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate",
+        HF_HOME=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "equal to what was trained: True" in done.stdout
+    assert "longest" in done.stdout  # the histogram of lengths
+
+
 def test_the_wrong_launch_line_prints_the_right_one(tmp_path):
     done = launch("--use_cpu --hotspa_strategies dp4:64 --output_dir " + str(tmp_path), processes=1)
     assert done.returncode != 0
