@@ -71,7 +71,26 @@ class _Operation(NamedTuple):
         return self
 
 
-class ProcessGroupTransport:
+class _Submissions:
+    """The first two verbs: operations wait, in order, for the next start."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._submitted: list[_Operation] = []
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
+        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
+
+    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
+        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
+
+    def _taken(self) -> list[_Operation]:
+        """What was submitted since the last start."""
+        operations, self._submitted = self._submitted, []
+        return operations
+
+
+class ProcessGroupTransport(_Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
     On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must
@@ -82,18 +101,11 @@ class ProcessGroupTransport:
     """
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(dist.get_rank())
         self.group = group
-        self.rank = dist.get_rank()
-        self._submitted: list[_Operation] = []
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
-
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
 
     def start(self) -> TransferHandle:
-        operations, self._submitted = self._submitted, []
+        operations = self._taken()
         posts = [
             dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, op.peer, self.group, op.tag)
             for op in operations
@@ -177,21 +189,15 @@ class LoopbackHub:
             raise TransferError(f"messages that nobody received: {', '.join(left)}")
 
 
-class LoopbackTransport:
+class LoopbackTransport(_Submissions):
     """The transport of one rank of a `LoopbackHub`."""
 
     def __init__(self, hub: LoopbackHub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
-        self._submitted: list[_Operation] = []
-
-    def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
-
-    def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
+        super().__init__(rank)
+        self.hub = hub
 
     def start(self) -> TransferHandle:
-        operations, self._submitted = self._submitted, []
+        operations = self._taken()
         snapshots = [op.tensor.detach().clone() for op in operations if op.sends]
         sends = [op for op in operations if op.sends]
         for op, snapshot in zip(sends, snapshots, strict=True):
