@@ -92,7 +92,6 @@ format: $(INSTALLED)  ## Let ruff repair what it can
 
 .PHONY: bench
 bench: $(INSTALLED)  ## The benchmarks, one after the other
-	
 	@set -e; for script in $(BENCH_SCRIPTS); do \
 		echo "== $$script"; $(LAUNCH_ENV) $(PY) $$script $(BENCH_ARGS); done
 

@@ -13,7 +13,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.runtime.pipeline import SCHEDULES
+from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 
 ELEMENTWISE_OPTIMIZERS = (
@@ -124,11 +124,7 @@ class HotSPaTrainingArguments(TrainingArguments):
             )
         check_launch(self.hotspa_buckets, self.world_size)
         check_policy(self.hotspa_overlong)
-        if self.hotspa_pipeline_schedule not in SCHEDULES:
-            raise HotspaConfigError(
-                f"there is no pipeline schedule {self.hotspa_pipeline_schedule!r}",
-                fix=f"use one of {', '.join(SCHEDULES)}",
-            )
+        check_schedule(self.hotspa_pipeline_schedule)
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         self._refuse()

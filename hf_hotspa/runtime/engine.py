@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
 from hf_hotspa.report import PhaseReport, StepReport
 from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.arena import Arena
@@ -36,7 +36,7 @@ from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model, weights_digest
 from hf_hotspa.runtime.phase import PhaseRunner
-from hf_hotspa.runtime.pipeline import SCHEDULES
+from hf_hotspa.runtime.pipeline import check_schedule
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.strategy import Bucket, check_buckets, check_launch
 from hf_hotspa.switch.executor import SwitchExecutor
@@ -124,10 +124,7 @@ class HotSPaEngine:
     ) -> ModelDescription:
         description, error = None, None
         try:
-            if pipeline_schedule not in SCHEDULES:
-                raise UnsupportedError(
-                    f"there is no pipeline schedule {pipeline_schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}"
-                )
+            check_schedule(pipeline_schedule)
             description = describe_model(model, compute_dtype)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description)

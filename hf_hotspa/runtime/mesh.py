@@ -105,21 +105,23 @@ class ProcessGroups:
             return DeviceMesh.from_group(axes[0][1], self.device.type, mesh_dim_names=names)
         return DeviceMesh.from_group([group for _, group in axes], self.device.type, mesh=ranks, mesh_dim_names=names)
 
+    @staticmethod
+    def _joined(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
+        """The groups that this rank is a member of."""
+        return [g for g in groups if g is not None and g is not dist.GroupMember.NON_GROUP_MEMBER]
+
     def warm_up(self) -> None:
         """Connects the ranks of every group made so far. Collective.
 
         NCCL sets up a communicator in the first operation, and that must be one which all ranks of the group join; on
         gloo the first mini-batch is spared the connecting.
         """
-        for group in (self.switch, *self._by_ranks.values()):
-            if group is not None and group is not dist.GroupMember.NON_GROUP_MEMBER:
-                dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+        for group in self._joined(self.switch, *self._by_ranks.values()):
+            dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def close(self) -> None:
         """Destroys the groups made here; a collective call. Nothing may be in flight."""
-        groups = [*self._by_ranks.values(), self.switch, self.agreement]
-        members = [g for g in groups if g is not None and g is not dist.GroupMember.NON_GROUP_MEMBER]
-        for group in members:
+        for group in self._joined(*self._by_ranks.values(), self.switch, self.agreement):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
         self.switch = self.agreement = None

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.runtime.mesh import StrategyMesh
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
@@ -29,6 +30,16 @@ SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 gains)."""
 
 _CACHED_SCHEDULES = 8
+
+
+def check_schedule(schedule: str) -> None:
+    """Refuses an unknown schedule.
+
+    Raises:
+        HotspaConfigError: it is not one of `SCHEDULES`.
+    """
+    if schedule not in SCHEDULES:
+        raise HotspaConfigError(f"there is no pipeline schedule {schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}")
 
 
 class Stage(Protocol):

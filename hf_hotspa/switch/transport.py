@@ -94,7 +94,7 @@ class ProcessGroupTransport(_Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
     On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must
-    be one that all its ranks take part in (the agreement on the plans is).
+    be one that all its ranks take part in (`ProcessGroups.warm_up` does that).
 
     Args:
         group: The group; None for the default one. Ranks are global ranks.
