@@ -1,4 +1,4 @@
-"""The machines of a run as plain data: which ranks share a node. Bandwidths join here when a cost model needs them."""
+"""The machines of a run as plain data: which ranks share a node, and how fast the links between them are."""
 
 from dataclasses import dataclass
 
@@ -9,12 +9,27 @@ from hf_hotspa.errors import HotspaConfigError
 class Cluster:
     """Ranks in consecutive blocks of `devices_per_node`, the way every launcher numbers them.
 
+    Links are full duplex. Every device has a port to the devices of its node; every node has `nics_per_node` network
+    interfaces, shared evenly by its devices. The defaults are those of an A800 node with one 200 Gb/s NIC for each GPU.
+
+    Args:
+        world_size: Ranks.
+        devices_per_node: Ranks on a full node; the last node may have fewer.
+        intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
+        inter_bandwidth: Bytes per second, per direction, of one NIC.
+        nics_per_node: NICs of a node; None for one per device.
+        latency_s: Fixed seconds of one round of messages.
+
     Raises:
-        HotspaConfigError: a count is below one.
+        HotspaConfigError: a count is below one, or a bandwidth or latency is not a sensible number.
     """
 
     world_size: int
     devices_per_node: int
+    intra_bandwidth: float = 200e9
+    inter_bandwidth: float = 25e9
+    nics_per_node: int | None = None
+    latency_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.world_size < 1 or self.devices_per_node < 1:
@@ -22,7 +37,35 @@ class Cluster:
                 f"a cluster of {self.world_size} ranks with {self.devices_per_node} devices a node does not exist",
                 fix="both numbers must be at least 1",
             )
+        if self.nics_per_node is not None and self.nics_per_node < 1:
+            raise HotspaConfigError(f"a node cannot have {self.nics_per_node} NICs", fix="use at least 1")
+        if not (0 < self.intra_bandwidth < float("inf") and 0 < self.inter_bandwidth < float("inf")):
+            raise HotspaConfigError(
+                f"bandwidths of {self.intra_bandwidth} and {self.inter_bandwidth} bytes per second are impossible",
+                fix="give positive numbers, in bytes per second and direction",
+            )
+        if not 0 <= self.latency_s < float("inf"):
+            raise HotspaConfigError(f"a latency of {self.latency_s} seconds is impossible")
+
+    @property
+    def num_nodes(self) -> int:
+        return -(-self.world_size // self.devices_per_node)
+
+    @property
+    def node_bandwidth(self) -> float:
+        """Bytes per second, per direction, between a full node and the others."""
+        return self.inter_bandwidth * (self.nics_per_node or self.devices_per_node)
+
+    @property
+    def shares_nics(self) -> bool:
+        """Whether a device has no NIC of its own."""
+        return self.nics_per_node is not None and self.nics_per_node < self.devices_per_node
 
     def node(self, rank: int) -> int:
         """The node of a rank."""
         return rank // self.devices_per_node
+
+    def ranks(self, node: int) -> range:
+        """The ranks of a node."""
+        first = node * self.devices_per_node
+        return range(first, min(first + self.devices_per_node, self.world_size))

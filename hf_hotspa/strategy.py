@@ -12,7 +12,7 @@ Plain data, no torch.
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
@@ -36,13 +36,22 @@ class Coord:
 class Strategy:
     """The degrees of data, tensor and pipeline parallelism of one layout.
 
+    Args:
+        dp: Replicas.
+        tp: Ranks that share each layer of a replica.
+        pp: Pipeline stages of a replica.
+        shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
+            pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
+            equal whatever their order.
+
     Raises:
-        StrategyError: when a degree is not a positive integer.
+        StrategyError: when a degree is not a positive integer, or the order is not one of its shards.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -52,6 +61,8 @@ class Strategy:
                     f"{axis} degree {degree!r} is not an integer between 1 and {_MAX_DEGREE}",
                     fix="write a strategy such as dp4tp2pp1",
                 )
+        if self.shard_order and sorted(self.shard_order) != list(range(self.tp)):
+            raise StrategyError(f"{self.shard_order} is not an order of the {self.tp} shards of {self}")
 
     def __str__(self) -> str:
         return f"dp{self.dp}tp{self.tp}pp{self.pp}"
@@ -69,8 +80,12 @@ class Strategy:
         return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
 
     def shard_index(self, tp_coord: int) -> int:
-        """Which tp shard a tp coordinate holds. The identity today; a permuted order changes only this function."""
-        return tp_coord
+        """Which tp shard a tp coordinate holds."""
+        return self.shard_order[tp_coord] if self.shard_order else tp_coord
+
+    def ordered(self, shard_order: tuple[int, ...]) -> "Strategy":
+        """The same strategy with another order of its shards."""
+        return replace(self, shard_order=shard_order)
 
     def tp_ranks(self, dp_coord: int, pp_coord: int) -> tuple[int, ...]:
         """The ranks of one tensor-parallel group, by tp coordinate."""
@@ -103,7 +118,7 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        return cls(**degrees)
+        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1))
 
     def misfit(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""

@@ -14,6 +14,7 @@ What it promises:
 import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,28 @@ Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
 
 _ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 14, 1 << 13, 1 << 4  # 31 bits: what gloo takes as a tag
+
+
+class Progress(Protocol):
+    """Couples a switch to the computation around it, segment by segment. Called from the thread that runs the switch."""
+
+    def await_source(self, segments: Sequence[int]) -> None:
+        """Returns when the source buffers of these segments hold what is to be sent."""
+        ...
+
+    def target_complete(self, segments: Sequence[int]) -> None:
+        """These segments' target buffers are complete on this rank."""
+        ...
+
+
+class _Uncoupled:
+    """The progress of a switch that nothing computes beside."""
+
+    def await_source(self, segments: Sequence[int]) -> None:
+        pass
+
+    def target_complete(self, segments: Sequence[int]) -> None:
+        pass
 
 
 @dataclass
@@ -110,6 +133,7 @@ class SwitchExecutor:
         target: Buffers,
         wire_dtypes: Sequence[torch.dtype | None],
         epoch: int,
+        progress: Progress | None = None,
     ) -> SwitchStats:
         """Runs this rank's part of a plan and returns when its target buffers are complete.
 
@@ -120,12 +144,13 @@ class SwitchExecutor:
             wire_dtypes: The dtype in which each segment travels, the same on every rank; None only for segments that
                 the plan does not move. Local copies are converted straight from source to target dtype.
             epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
+            progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent.
 
         Raises:
             PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
             TransferError: a transfer failed; the process group must not be used again.
         """
-        steps = self.steps(plan, source, target, wire_dtypes, epoch)
+        steps = self.steps(plan, source, target, wire_dtypes, epoch, progress)
         while True:
             try:
                 next(steps)
@@ -139,6 +164,7 @@ class SwitchExecutor:
         target: Buffers,
         wire_dtypes: Sequence[torch.dtype | None],
         epoch: int,
+        progress: Progress | None = None,
     ) -> Generator[None, None, SwitchStats]:
         """`run` as a generator that yields once a round, between posting its messages and waiting for them.
 
@@ -154,6 +180,8 @@ class SwitchExecutor:
             max((r.receive_bytes for r in schedule.rounds), default=0),
         )
         stats = SwitchStats(num_rounds=len(schedule.rounds))
+        progress = progress or _Uncoupled()
+        progress.await_source(list(schedule.source_extents))
         self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
         for index, current in enumerate(schedule.rounds):
             try:
@@ -175,6 +203,7 @@ class SwitchExecutor:
             except Exception as error:
                 raise self._failed(plan, schedule, index, error) from error
             _count(stats, current, targets)
+        progress.target_complete(list(schedule.target_extents))
         self._failure = None
         return stats
 
