@@ -4,7 +4,7 @@ Every rank builds the same case from a seed: layouts, plan, the buffers of all r
 """
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,10 +12,11 @@ import torch
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
 from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.executor import Progress, SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.switch.rounds import WINDOW_ALIGNMENT
+from hf_hotspa.switch.table import SOURCE, TARGET
 from hf_hotspa.switch.transport import LoopbackHub
 from tests.random_models import random_master_layout, random_model
 
@@ -25,7 +26,10 @@ POISON = 0xA5
 
 @dataclass(frozen=True)
 class Case:
-    """A switch of a whole world: `sources[rank][segment]`, and what `targets` hold before and after it."""
+    """A switch of a whole world: `sources[rank][segment]`, and what `targets` hold before and after it.
+
+    `seconds` are the buffers of a second source, the weights of the strategy that ran before.
+    """
 
     vector: ParameterVector
     source: Layout
@@ -36,6 +40,7 @@ class Case:
     expected: list[Buffers]
     wires: list[torch.dtype | None]
     staging_bytes: int
+    seconds: list[Buffers] | None = None
 
     @property
     def world_size(self) -> int:
@@ -97,20 +102,21 @@ def scatter(vector: ParameterVector, layout: Layout, full: Sequence[torch.Tensor
 def random_staging(rng: random.Random, world_size: int, numel: int) -> int:
     """From windows of one or two elements to everything in one round."""
     peers = max(1, world_size - 1)
-    return peers * WINDOW_ALIGNMENT * rng.choice((max(1, numel // 256), rng.randint(2, 64), 1 << 20)) + rng.randint(
+    return 2 * peers * WINDOW_ALIGNMENT * rng.choice((max(1, numel // 256), rng.randint(2, 64), 1 << 20)) + rng.randint(
         0, 15
     )
 
 
 def load_case(seed: int, kind: str, world_size: int | None = None) -> Case:
-    """A load: `master` -> strategy (which converts fp32 to the model's dtype) or `strategy` -> strategy (any bits)."""
+    """A load: `master` -> strategy (which converts fp32 to the model's dtype), `strategy` -> strategy (any bits), or
+    `pair`: from the master store and the strategy before."""
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
     model = random_model(rng)
     vector, world_size = model.vector, world_size or rng.randint(1, 8)
     strategies = model.strategies(world_size)
     target = strategy_layout(vector, rng.choice(strategies))
     dtypes = [torch_dtype(segment.dtype) for segment in vector.segments]
-    if kind == "master":
+    if kind in ("master", "pair"):
         source = random_master_layout(rng, vector, world_size)
         held = [torch_dtype(segment.master_dtype) for segment in vector.segments]
     else:
@@ -120,11 +126,31 @@ def load_case(seed: int, kind: str, world_size: int | None = None) -> Case:
         (random_bits if held_dtype == dtype else random_values)(generator, segment.numel, held_dtype)
         for segment, dtype, held_dtype in zip(vector.segments, dtypes, held, strict=True)
     ]
-    plan = plan_load(source, target, Cluster(world_size, rng.randint(1, world_size)), [d.itemsize for d in dtypes])
-    after = scatter(vector, target, [tensor.to(dtype) for tensor, dtype in zip(full, dtypes, strict=True)])
+    cast = [tensor.to(dtype) for tensor, dtype in zip(full, dtypes, strict=True)]
+    current = strategy_layout(vector, rng.choice(strategies)) if kind == "pair" else None
+    plan = plan_load(
+        [source, current] if current else source,
+        target,
+        random_cluster(rng, world_size),
+        [d.itemsize for d in dtypes],
+        random_planner(rng),
+    )
+    after = scatter(vector, target, cast)
     before: list[Buffers] = [[None if b is None else poisoned(b.numel(), b.dtype) for b in rank] for rank in after]
     staging = random_staging(rng, world_size, vector.numel)
-    return Case(vector, source, target, plan, scatter(vector, source, full), before, after, list(dtypes), staging)
+    seconds = scatter(vector, current, cast) if current else None
+    sources = scatter(vector, source, full)
+    return Case(vector, source, target, plan, sources, before, after, list(dtypes), staging, seconds)
+
+
+def random_cluster(rng: random.Random, world_size: int) -> Cluster:
+    """Nodes of any size, each device with its own NIC or all sharing one."""
+    return Cluster(world_size, rng.randint(1, world_size), nics_per_node=rng.choice((None, 1)))
+
+
+def random_planner(rng: random.Random) -> str:
+    """Any planner, the default one most often."""
+    return rng.choice((PLANNERS[0], *PLANNERS))
 
 
 def return_case(seed: int, world_size: int | None = None) -> Case:
@@ -162,7 +188,13 @@ def return_case(seed: int, world_size: int | None = None) -> Case:
         vector,
         contributions,
         master,
-        plan_return(contributions, master),
+        plan_return(
+            contributions,
+            master,
+            random_cluster(rng, world_size),
+            [wire.itemsize if wire else 1 for wire in wires],
+            random_planner(rng),
+        ),
         sources,
         scatter(vector, master, accumulated),
         scatter(vector, master, totals),
@@ -173,7 +205,7 @@ def return_case(seed: int, world_size: int | None = None) -> Case:
 
 def make_case(seed: int, world_size: int | None = None) -> Case:
     """One case of every kind in turn."""
-    kind = ("master", "strategy", "return")[seed % 3]
+    kind = ("master", "return", "strategy", "pair")[seed % 4]
     return return_case(seed, world_size) if kind == "return" else load_case(seed, kind, world_size)
 
 
@@ -188,12 +220,12 @@ def check_rank(case: Case, rank: int, found: Buffers) -> None:
 def check_exactly_once(case: Case) -> None:
     """Counts deliveries element by element, without the plan's own proof."""
     plan = case.plan
-    needed, end = (case.source, "src") if plan.accumulate else (case.target, "dst")
+    needed, end, store = (case.source, "src", SOURCE) if plan.accumulate else (case.target, "dst", TARGET)
     for rank, holdings in enumerate(needed.holdings):
         counts = torch.zeros(case.vector.numel, dtype=torch.int32)
         expected = torch.zeros_like(counts)
         for transfer in plan.transfers:
-            if getattr(transfer, end) == rank:
+            if getattr(transfer, end) == rank and getattr(transfer, f"{end}_store") == store:
                 counts[transfer.start : transfer.stop] += 1
         for interval in holdings:
             expected[interval.start : interval.stop] = 1
@@ -205,14 +237,28 @@ def clone(world: list[Buffers]) -> list[Buffers]:
 
 
 def drive(
-    case: Case, targets: list[Buffers], rng: random.Random, *, staging_bytes: int | None = None
+    case: Case,
+    targets: list[Buffers],
+    rng: random.Random,
+    *,
+    staging_bytes: int | None = None,
+    progress: Callable[[int], Progress] | None = None,
 ) -> list[SwitchStats]:
     """Runs a switch of all ranks in this thread, the ranks in another random order in every step."""
     hub, world_size, epoch = LoopbackHub(case.world_size), case.world_size, rng.randint(0, 1 << 20)
     runs = {}
     for rank in range(world_size):
         executor = SwitchExecutor(hub.transport(rank), rank, staging_bytes or case.staging_bytes)
-        runs[rank] = executor.steps(case.plan, case.sources[rank], targets[rank], case.wires, epoch)
+        second = case.seconds[rank] if case.seconds else None
+        runs[rank] = executor.steps(
+            case.plan,
+            case.sources[rank],
+            targets[rank],
+            case.wires,
+            epoch,
+            progress(rank) if progress else None,
+            second,
+        )
     stats: dict[int, SwitchStats] = {}
     while runs:
         for rank in rng.sample(sorted(runs), len(runs)):

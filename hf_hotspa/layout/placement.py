@@ -7,14 +7,19 @@ Three layouts are computed here, each a pure function of plain data:
 * `master_layout`: the master store, in which every element has exactly one owner.
 
 A planner sees nothing but layouts, never degrees, so that any placement that can be written as intervals plans with the
-same code. No torch; all sizes are counted in elements.
+same code. Segments of one kind that are placed alike (the layers of a pipeline stage) share one `Placement` object: a
+hundred layers cost a planner as much as one. No torch; all sizes are counted in elements.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
+import numpy as np
+
+from hf_hotspa.layout.intervals import Interval, Placement, place
 from hf_hotspa.layout.stages import cut_stages
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
 MASTER_ALIGNMENT = 128
@@ -33,20 +38,6 @@ class Run:
     def stretches(self) -> Iterable[tuple[int, int]]:
         """`(start, stop)` of each stretch."""
         return ((self.start + i * self.stride, self.start + i * self.stride + self.length) for i in range(self.count))
-
-
-@dataclass(frozen=True, order=True)
-class Interval:
-    """Elements `[start, stop)` of the vector, held at `offset` of a rank's buffer for `segment`."""
-
-    start: int
-    stop: int
-    segment: int
-    offset: int
-
-    @property
-    def length(self) -> int:
-        return self.stop - self.start
 
 
 @dataclass(frozen=True)
@@ -84,15 +75,58 @@ class Slot:
 
 @dataclass(frozen=True)
 class Layout:
-    """What each rank holds: `holdings[rank]` sorted by `start`; `sizes[rank][segment]` elements of each buffer."""
+    """What each rank holds.
+
+    Args:
+        name: For messages and the names of plans.
+        world_size: Ranks.
+        bases: Where each segment begins in the parameter vector.
+        placements: What all ranks hold of each segment, relative to its base.
+    """
 
     name: str
-    holdings: tuple[tuple[Interval, ...], ...]
-    sizes: tuple[tuple[int, ...], ...]
+    world_size: int
+    bases: tuple[int, ...]
+    placements: tuple[Placement, ...]
 
-    @property
-    def world_size(self) -> int:
-        return len(self.holdings)
+    @classmethod
+    def of(cls, name: str, holdings: Sequence[Sequence[Interval]], sizes: Sequence[Sequence[int]]) -> "Layout":
+        """A layout written out: `holdings[rank]`, and `sizes[rank][segment]` elements of each buffer."""
+        world_size = len(holdings)
+        num_segments = 1 + max(
+            (len(sizes[0]) - 1 if world_size else -1, *(i.segment for held in holdings for i in held)), default=-1
+        )
+        rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
+        for rank, held in enumerate(holdings):
+            for interval in held:
+                rows[interval.segment].append((rank, interval.start, interval.stop, interval.offset))
+        padded = [[*of_rank, *[0] * (num_segments - len(of_rank))] for of_rank in sizes]
+        placements = tuple(place(rows[s], [of_rank[s] for of_rank in padded]) for s in range(num_segments))
+        return cls(name, world_size, (0,) * num_segments, placements)
+
+    @cached_property
+    def holdings(self) -> tuple[tuple[Interval, ...], ...]:
+        """`holdings[rank]` in vector order, written out: for small layouts and for tests."""
+        held: list[list[Interval]] = [[] for _ in range(self.world_size)]
+        for segment, (base, placement) in enumerate(zip(self.bases, self.placements, strict=True)):
+            for rank, start, stop, offset in placement.rows():
+                held[rank].append(Interval(base + start, base + stop, segment, offset))
+        return tuple(tuple(sorted(intervals)) for intervals in held)
+
+    @cached_property
+    def sizes(self) -> tuple[tuple[int, ...], ...]:
+        """`sizes[rank][segment]`: elements of each buffer, written out."""
+        return tuple(tuple(self.rank_sizes(rank)) for rank in range(self.world_size))
+
+    def rank_sizes(self, rank: int) -> list[int]:
+        """Elements of each of a rank's buffers, by segment."""
+        return [int(placement.sizes[rank]) for placement in self.placements]
+
+    def rank_intervals(self, rank: int, segment: int) -> list[Interval]:
+        """What a rank holds of a segment, in vector order."""
+        base, placement = self.bases[segment], self.placements[segment]
+        low, high = np.searchsorted(placement.ranks, [rank, rank + 1])
+        return [Interval(base + a, base + b, segment, o) for _, a, b, o in placement.rows(int(low), int(high))]
 
 
 def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int:
@@ -105,8 +139,22 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
     return next(stage for stage, layers in enumerate(stages) if unit in layers)
 
 
-def _holds(vector: ParameterVector, strategy: Strategy, spec: ParameterSpec, stage: int) -> bool:
-    return stage == stage_of_unit(vector, strategy, spec.unit) or (spec.in_head and stage == strategy.pp - 1)
+def _slots(specs: Sequence[ParameterSpec], segment: int, tp: int, shard: int) -> list[Slot]:
+    """The slots of one shard of some parameters of a segment, packed in vector order."""
+    filled, slots = 0, []
+    for spec in specs:
+        runs: tuple[Run, ...]
+        if spec.shard_dim is None or tp == 1:
+            runs, shape = (Run(spec.offset, spec.numel),), spec.shape
+        else:
+            rows = spec.shard_rows(tp, shard)
+            runs = tuple(Run(spec.offset + a * spec.row_size, (b - a) * spec.row_size) for a, b in rows)
+            local = list(spec.shape)
+            local[spec.shard_dim] = sum(b - a for a, b in rows)
+            shape = tuple(local)
+        slots.append(Slot(spec, segment, filled, shape, runs))
+        filled += slots[-1].numel
+    return slots
 
 
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[Slot, ...]:
@@ -116,46 +164,76 @@ def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[
     """
     coord = strategy.coord(rank)
     shard = strategy.shard_index(coord.tp)
-    filled = [0] * len(vector.segments)
-    slots = []
+    slots: list[Slot] = []
     for segment in vector.segments:
-        for spec in vector.specs:
-            if not (segment.start <= spec.offset < segment.stop) or not _holds(vector, strategy, spec, coord.pp):
-                continue
-            runs: tuple[Run, ...]
-            if spec.shard_dim is None or strategy.tp == 1:
-                runs, shape = (Run(spec.offset, spec.numel),), spec.shape
-            else:
-                rows = spec.shard_rows(strategy.tp, shard)
-                runs = tuple(Run(spec.offset + a * spec.row_size, (b - a) * spec.row_size) for a, b in rows)
-                local = list(spec.shape)
-                local[spec.shard_dim] = sum(b - a for a, b in rows)
-                shape = tuple(local)
-            slot = Slot(spec, segment.index, filled[segment.index], shape, runs)
-            slots.append(slot)
-            filled[segment.index] += slot.numel
+        for stage, specs in _holders(vector, strategy, segment):
+            if stage == coord.pp:
+                slots += _slots(specs, segment.index, strategy.tp, shard)
     return tuple(slots)
 
 
-def _layout(name: str, intervals: list[list[Interval]], sizes: list[list[int]]) -> Layout:
-    return Layout(name, tuple(tuple(sorted(held)) for held in intervals), tuple(map(tuple, sizes)))
+def _holders(
+    vector: ParameterVector, strategy: Strategy, segment: Segment
+) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
+    """`(stage, parameters)`: which stages hold which parameters of a segment."""
+    specs = vector.specs_of(segment)
+    stage, last = stage_of_unit(vector, strategy, segment.unit), strategy.pp - 1
+    holders = [(stage, specs)]
+    in_head = tuple(spec for spec in specs if spec.in_head)
+    if in_head and stage != last:
+        holders.append((last, in_head))
+    return holders
 
 
-def _sizes(vector: ParameterVector, slots: tuple[Slot, ...]) -> list[int]:
-    sizes = [0] * len(vector.segments)
-    for slot in slots:
-        sizes[slot.segment] += slot.numel
-    return sizes
+_Rows = list[tuple[int, int, int]]
+
+
+def _placed(
+    name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
+) -> Layout:
+    """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts."""
+    known: dict[tuple[object, ...], Placement] = {}
+    placements = []
+    for segment in vector.segments:
+        holders = _holders(vector, strategy, segment)
+        key = (
+            segment.stop - segment.start,
+            tuple((stage, tuple(_kind(spec, segment.start) for spec in specs)) for stage, specs in holders),
+        )
+        if key not in known:
+            known[key] = _place(strategy, segment, holders, intervals)
+        placements.append(known[key])
+    return Layout(name, strategy.world_size, tuple(segment.start for segment in vector.segments), tuple(placements))
+
+
+def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
+    """All that decides where a parameter's elements lie: equal for the same parameter of two layers."""
+    return spec.offset - base, spec.shape, spec.shard_dim, spec.parts, spec.partial_gradient, spec.trainable
+
+
+def _place(
+    strategy: Strategy,
+    segment: Segment,
+    holders: list[tuple[int, tuple[ParameterSpec, ...]]],
+    intervals: Callable[[Slot, int], list[Interval]],
+) -> Placement:
+    blocks, sizes = [], np.zeros(strategy.world_size, dtype=np.int64)
+    for stage, specs in holders:
+        for tp_coord in range(strategy.tp):
+            slots = _slots(specs, segment.index, strategy.tp, strategy.shard_index(tp_coord))
+            held = [interval for slot in slots for interval in intervals(slot, tp_coord)]
+            first = (stage * strategy.dp) * strategy.tp + tp_coord
+            ranks = np.arange(strategy.dp, dtype=np.int64) * strategy.tp + first
+            sizes[ranks] = sum(slot.numel for slot in slots)
+            if held:
+                one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in held], np.int64)
+                blocks.append(np.column_stack((np.repeat(ranks, len(held)), np.tile(one, (strategy.dp, 1)))))
+    return place(np.concatenate(blocks) if blocks else np.empty((0, 4), np.int64), sizes)
 
 
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     """The layout of the weights under a strategy."""
-    held, sizes = [], []
-    for rank in range(strategy.world_size):
-        slots = rank_slots(vector, strategy, rank)
-        held.append([interval for slot in slots for interval in slot.intervals()])
-        sizes.append(_sizes(vector, slots))
-    return _layout(str(strategy), held, sizes)
+    return _placed(str(strategy), vector, strategy, lambda slot, _: slot.intervals())
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
@@ -165,35 +243,29 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     different parts of the sum). A parameter that all tp coordinates hold with identical gradients is added in disjoint
     1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Frozen ones add nothing.
     """
-    held, sizes = [], []
-    for rank in range(strategy.world_size):
-        slots, tp, coord = rank_slots(vector, strategy, rank), strategy.tp, strategy.coord(rank)
-        intervals = []
-        for slot in slots:
-            if not slot.spec.trainable:
-                continue
-            if slot.spec.shard_dim is not None or slot.spec.partial_gradient or tp == 1:
-                intervals += slot.intervals()
-                continue
-            low, high = slot.numel * coord.tp // tp, slot.numel * (coord.tp + 1) // tp
-            if high > low:
-                start = slot.spec.offset
-                intervals.append(Interval(start + low, start + high, slot.segment, slot.offset + low))
-        held.append(intervals)
-        sizes.append(_sizes(vector, slots))
-    return _layout(f"gradients of {strategy}", held, sizes)
+    tp = strategy.tp
+
+    def added(slot: Slot, tp_coord: int) -> list[Interval]:
+        spec = slot.spec
+        if not spec.trainable:
+            return []
+        if spec.shard_dim is not None or spec.partial_gradient or tp == 1:
+            return slot.intervals()
+        low, high = slot.numel * tp_coord // tp, slot.numel * (tp_coord + 1) // tp
+        return [Interval(spec.offset + low, spec.offset + high, slot.segment, slot.offset + low)] if high > low else []
+
+    return _placed(f"gradients of {strategy}", vector, strategy, added)
 
 
 def master_layout(vector: ParameterVector, world_size: int) -> Layout:
     """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all."""
-    held: list[list[Interval]] = [[] for _ in range(world_size)]
-    sizes = [[0] * len(vector.segments) for _ in range(world_size)]
+    known: dict[int, Placement] = {}
     for segment in vector.segments:
-        blocks = -(-segment.numel // MASTER_ALIGNMENT)
-        for rank in range(world_size):
-            low = min(blocks * rank // world_size * MASTER_ALIGNMENT, segment.numel)
-            high = min(blocks * (rank + 1) // world_size * MASTER_ALIGNMENT, segment.numel)
-            if high > low:
-                held[rank].append(Interval(segment.start + low, segment.start + high, segment.index, 0))
-                sizes[rank][segment.index] = high - low
-    return _layout("master store", held, sizes)
+        if segment.numel not in known:
+            blocks = -(-segment.numel // MASTER_ALIGNMENT)
+            cuts = np.arange(world_size + 1, dtype=np.int64) * blocks // world_size * MASTER_ALIGNMENT
+            cuts = np.minimum(cuts, segment.numel)
+            rows = np.column_stack((np.arange(world_size), cuts[:-1], cuts[1:], np.zeros(world_size, np.int64)))
+            known[segment.numel] = place(rows[cuts[1:] > cuts[:-1]], np.diff(cuts))
+    placements = tuple(known[segment.numel] for segment in vector.segments)
+    return Layout("master store", world_size, tuple(segment.start for segment in vector.segments), placements)

@@ -9,8 +9,10 @@ the master store cuts by segment. Plain data, no torch; all sizes are counted in
 
 import hashlib
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hf_hotspa.errors import ModelError
 
@@ -147,7 +149,22 @@ class ParameterVector:
 
     def segment_of(self, spec: ParameterSpec) -> Segment:
         """The segment that holds a parameter."""
-        return next(s for s in self.segments if s.start <= spec.offset and spec.stop <= s.stop)
+        return self.segments[bisect_right(self._segment_starts, spec.offset) - 1]
+
+    def specs_of(self, segment: Segment) -> tuple[ParameterSpec, ...]:
+        """The parameters of a segment, by offset."""
+        return self._specs_by_segment[segment.index]
+
+    @cached_property
+    def _segment_starts(self) -> list[int]:
+        return [segment.start for segment in self.segments]
+
+    @cached_property
+    def _specs_by_segment(self) -> list[tuple[ParameterSpec, ...]]:
+        found: list[list[ParameterSpec]] = [[] for _ in self.segments]
+        for spec in self.specs:
+            found[self.segment_of(spec).index].append(spec)
+        return [tuple(specs) for specs in found]
 
     def digest(self) -> str:
         """SHA-256 of everything that decides layouts and plans: equal on ranks with the same model."""

@@ -4,29 +4,40 @@ What it promises:
 
 * One fused message per (peer, wire dtype, round). A message that is one contiguous slice is sent from and (for a copy
   of equal dtype) received into the buffers themselves; others are packed once and staged.
-* Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, allocated once by `reserve`.
+* Two rounds are in flight at a time: one is packed, copied and unpacked while the other is on the wire.
+* Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, and what the relay buffers of
+  three groups of segments take; allocated once by `prepare`, which can be asked before how much it will be.
 * A gradient return adds the contributions to an element in ascending order of the source ranks, the local one in its
-  place: the result depends neither on `staging_bytes` nor on the order of arrival, bit for bit.
+  place (those summed in a relay buffer first, in the same way): the result depends neither on `staging_bytes` nor on
+  the order of arrival, bit for bit.
 * Elements are converted where source, wire and target dtypes differ, once on each side; equal dtypes move bits.
 * After a failure in flight the executor refuses to run again: both ends may hold half a round.
 """
 
 import time
+from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.rounds import WINDOW_ALIGNMENT, Message, Round, Schedule, Slice, Wire, cut_rounds
+from hf_hotspa.switch.packing import Views, add, copy_local, landings, local_bytes, pack, unpack, wire_of
+from hf_hotspa.switch.plan import INTRA, SwitchPlan
+from hf_hotspa.switch.rounds import PEERS_PER_ROUND, RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule, cut_rounds
+from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import TransferHandle, Transport
 
 Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
 
 _ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 14, 1 << 13, 1 << 4  # 31 bits: what gloo takes as a tag
+
+_IN_FLIGHT = 2
+"""Rounds in flight at a time."""
+
+_STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", RELAY: "relay"}
 
 
 class Progress(Protocol):
@@ -62,7 +73,8 @@ class SwitchStats:
         num_messages: Messages sent and received.
         num_rounds: Rounds, the same number on every rank.
         pack_seconds: Packing and converting what is sent.
-        wire_seconds: From posting to arrival, with the local transfers of a load, which overlap.
+        wire_seconds: Waiting for messages to arrive, and posting them.
+        local_seconds: Copies inside the rank of a load; they overlap with messages on the wire.
         unpack_seconds: Unpacking, converting and adding.
     """
 
@@ -73,12 +85,21 @@ class SwitchStats:
     num_rounds: int = 0
     pack_seconds: float = 0.0
     wire_seconds: float = 0.0
+    local_seconds: float = 0.0
     unpack_seconds: float = 0.0
 
     @property
     def seconds(self) -> float:
         """The whole switch."""
-        return self.pack_seconds + self.wire_seconds + self.unpack_seconds
+        return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
+
+
+class _Flight(NamedTuple):
+    """A round whose messages are on their way."""
+
+    index: int
+    handle: TransferHandle
+    incoming: list[torch.Tensor]
 
 
 class SwitchExecutor:
@@ -89,17 +110,34 @@ class SwitchExecutor:
         rank: This rank.
         staging_bytes: Bound of each of the two staging buffers. Every rank must have the same: it decides the rounds.
         device: Where the buffers are.
+        forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses
+            fewer channels); the same way as the others when None.
     """
 
     def __init__(
-        self, transport: Transport, rank: int, staging_bytes: int = 64 << 20, device: torch.device | str = "cpu"
+        self,
+        transport: Transport,
+        rank: int,
+        staging_bytes: int = 64 << 20,
+        device: torch.device | str = "cpu",
+        forward: Transport | None = None,
     ) -> None:
-        self.transport, self.rank, self.staging_bytes = transport, rank, staging_bytes
+        self.transport, self.forward, self.rank, self.staging_bytes = (
+            transport,
+            forward or transport,
+            rank,
+            staging_bytes,
+        )
         self.device = torch.device(device)
-        self._send_staging = torch.empty(0, dtype=torch.uint8, device=self.device)
-        self._receive_staging = torch.empty(0, dtype=torch.uint8, device=self.device)
+        # a slot of each for every round in flight, and a relay slot for every group that uses one
+        self._send_staging = [self._empty(0)] * _IN_FLIGHT
+        self._receive_staging = [self._empty(0)] * _IN_FLIGHT
+        self._relay = [self._empty(0)] * RELAY_SLOTS
         self._schedules: dict[tuple[str, tuple[torch.dtype | None, ...]], Schedule] = {}
         self._failure: str | None = None
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
     def window(self, world_size: int) -> int:
         """Bytes that a round moves between two ranks in one direction, at most.
@@ -107,24 +145,30 @@ class SwitchExecutor:
         Raises:
             HotspaConfigError: the staging buffers are too small for one window per peer.
         """
-        peers = max(1, world_size - 1)
-        window = self.staging_bytes // peers // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+        peers = max(1, min(world_size - 1, PEERS_PER_ROUND))
+        window = self.staging_bytes // _IN_FLIGHT // peers // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
         if window == 0:
             raise HotspaConfigError(
                 f"staging buffers of {self.staging_bytes} bytes are too small for {world_size} ranks",
-                fix=f"use at least {peers * WINDOW_ALIGNMENT} bytes; some MiB per rank are fast",
+                fix=f"use at least {_IN_FLIGHT * peers * WINDOW_ALIGNMENT} bytes; some MiB per rank are fast",
             )
         return window
 
+    def extra_bytes(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> int:
+        """Bytes that this rank needs for a switch beside its source and target buffers. Allocates nothing."""
+        return sum(sum(slots) for slots in self._slots(plan, self._schedule(plan, tuple(wire_dtypes)), wire_dtypes))
+
+    def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
+        """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
+        self._grow(self._slots(plan, self._schedule(plan, tuple(wire_dtypes)), wire_dtypes))
+
     def reserve(self, plans: Sequence[SwitchPlan]) -> None:
-        """Allocates the staging buffers for the largest round of all these plans, in any dtype of up to 8 bytes."""
-        sent = received = 0
-        for plan in plans:
-            cap = self.window(plan.world_size) * (plan.world_size - 1)
-            crossing = [t for t in plan.transfers if t.src != t.dst]
-            sent = max(sent, min(cap, 8 * sum(t.length for t in crossing if t.src == self.rank)))
-            received = max(received, min(cap, 8 * sum(t.length for t in crossing if t.dst == self.rank)))
-        self._grow(sent, received)
+        pass
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all staging and relay buffers allocated so far."""
+        return sum(slot.numel() for slot in (*self._send_staging, *self._receive_staging, *self._relay))
 
     def run(
         self,
@@ -134,6 +178,7 @@ class SwitchExecutor:
         wire_dtypes: Sequence[torch.dtype | None],
         epoch: int,
         progress: Progress | None = None,
+        second: Buffers | None = None,
     ) -> SwitchStats:
         """Runs this rank's part of a plan and returns when its target buffers are complete.
 
@@ -145,12 +190,13 @@ class SwitchExecutor:
                 the plan does not move. Local copies are converted straight from source to target dtype.
             epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
             progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent.
+            second: The buffers of the second source layout, for a plan that has one.
 
         Raises:
             PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
             TransferError: a transfer failed; the process group must not be used again.
         """
-        steps = self.steps(plan, source, target, wire_dtypes, epoch, progress)
+        steps = self.steps(plan, source, target, wire_dtypes, epoch, progress, second)
         while True:
             try:
                 next(steps)
@@ -165,6 +211,7 @@ class SwitchExecutor:
         wire_dtypes: Sequence[torch.dtype | None],
         epoch: int,
         progress: Progress | None = None,
+        second: Buffers | None = None,
     ) -> Generator[None, None, SwitchStats]:
         """`run` as a generator that yields once a round, between posting its messages and waiting for them.
 
@@ -173,53 +220,127 @@ class SwitchExecutor:
         if self._failure:
             raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
         schedule = self._schedule(plan, tuple(wire_dtypes))
-        sources = self._checked(plan, "source", source, schedule.source_extents)
-        targets = self._checked(plan, "target", target, schedule.target_extents)
-        self._grow(
-            max((r.send_bytes for r in schedule.rounds), default=0),
-            max((r.receive_bytes for r in schedule.rounds), default=0),
-        )
-        stats = SwitchStats(num_rounds=len(schedule.rounds))
+        buffers = self._checked(plan, schedule, {SOURCE: source, TARGET: target, SECOND: second or ()})
+        self._grow(self._slots(plan, schedule, wire_dtypes))
+        buffers.update(self._relay_views(plan, schedule, wire_dtypes))
         progress = progress or _Uncoupled()
-        progress.await_source(list(schedule.source_extents))
+        stats = SwitchStats(num_rounds=len(schedule.rounds))
+        flights: deque[_Flight] = deque()
         self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
-        for index, current in enumerate(schedule.rounds):
-            try:
-                clock = time.perf_counter()
-                outgoing = self._pack(current, sources)
-                incoming = [self._landing(plan, message, targets) for message in current.receives]
-                clock = self._lap(stats, "pack_seconds", clock)
-                handle = self._post(schedule, index, outgoing, incoming, epoch)
+        index = 0
+        try:
+            for index, current in enumerate(schedule.rounds):
+                while flights and (len(flights) == _IN_FLIGHT or flights[0].index <= current.needs):
+                    self._finish(plan, schedule, flights.popleft(), buffers, stats, progress)
+                if current.opens:
+                    self._open(plan, schedule, current.group, buffers, progress)
+                flights.append(self._start(plan, schedule, index, buffers, epoch, stats))
                 yield
-                if not plan.accumulate:
-                    _copy_local(current, sources, targets)
-                handle.wait()
-                clock = self._lap(stats, "wire_seconds", clock)
-                if plan.accumulate:
-                    self._add(current, incoming, sources, targets)
-                else:
-                    _unpack(current, incoming, targets)
-                self._lap(stats, "unpack_seconds", clock)
-            except Exception as error:
-                raise self._failed(plan, schedule, index, error) from error
-            _count(stats, current, targets)
-        progress.target_complete(list(schedule.target_extents))
+            while flights:
+                index = flights[0].index
+                self._finish(plan, schedule, flights.popleft(), buffers, stats, progress)
+        except Exception as error:
+            raise self._failed(plan, schedule, index, error) from error
         self._failure = None
         return stats
+
+    def _open(self, plan: SwitchPlan, schedule: Schedule, group: int, buffers: Views, progress: Progress) -> None:
+        segments = schedule.groups[group]
+        progress.await_source(segments)
+        if plan.accumulate:
+            for segment in schedule.relay_extents(group):
+                buffers[RELAY, segment].zero_()
+
+    def _start(
+        self, plan: SwitchPlan, schedule: Schedule, index: int, buffers: Views, epoch: int, stats: SwitchStats
+    ) -> _Flight:
+        """Packs and posts a round, and makes a load's local copies while it is on the wire."""
+        current, clock = schedule.rounds[index], time.perf_counter()
+        slot = index % _IN_FLIGHT
+        outgoing = pack(current, buffers, self._send_staging[slot])
+        incoming = landings(current, buffers, self._receive_staging[slot], plan.accumulate)
+        clock = _lap(stats, "pack_seconds", clock)
+        base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
+        transport = self.forward if plan.links[current.hop] == INTRA else self.transport
+        for message, tensor in zip(current.receives, incoming, strict=True):
+            transport.recv(tensor, message.peer, base + schedule.channels[message.wire])
+        for message, tensor in zip(current.sends, outgoing, strict=True):
+            transport.send(tensor, message.peer, base + schedule.channels[message.wire])
+        handle = transport.start()
+        clock = _lap(stats, "wire_seconds", clock)
+        if not plan.accumulate and current.local:
+            copy_local(current, buffers)
+            _lap(stats, "local_seconds", clock)
+        return _Flight(index, handle, incoming)
+
+    def _finish(
+        self,
+        plan: SwitchPlan,
+        schedule: Schedule,
+        flight: _Flight,
+        buffers: Views,
+        stats: SwitchStats,
+        progress: Progress,
+    ) -> None:
+        """Waits for a round and unpacks it."""
+        current, clock = schedule.rounds[flight.index], time.perf_counter()
+        flight.handle.wait()
+        clock = _lap(stats, "wire_seconds", clock)
+        if plan.accumulate:
+            add(current, flight.incoming, buffers, self.rank)
+        else:
+            unpack(current, flight.incoming, buffers)
+        _lap(stats, "unpack_seconds", clock)
+        _count(stats, current, buffers)
+        if current.closes:
+            progress.target_complete(schedule.groups[current.group])
+
+    # -- memory -------------------------------------------------------------------------------------------------------
 
     def _schedule(self, plan: SwitchPlan, wire_dtypes: tuple[torch.dtype | None, ...]) -> Schedule:
         key = plan.digest(), wire_dtypes
         if key not in self._schedules:
-            wires = [_wire(dtype) if dtype else None for dtype in wire_dtypes]
-            self._schedules[key] = cut_rounds(plan, self.rank, wires, self.window(plan.world_size))
+            wires = [wire_of(dtype) if dtype else None for dtype in wire_dtypes]
+            window = self.window(plan.world_size)
+            self._schedules[key] = cut_rounds(plan, self.rank, wires, window, self.staging_bytes // _IN_FLIGHT)
         return self._schedules[key]
 
-    def _checked(
-        self, plan: SwitchPlan, role: str, buffers: Buffers, extents: dict[int, int]
-    ) -> dict[int, torch.Tensor]:
+    def _slots(
+        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Bytes of every slot of the send staging, the receive staging and the relay buffers that a schedule needs."""
+        sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
+        for index, current in enumerate(schedule.rounds):
+            slot = index % _IN_FLIGHT
+            sends[slot] = max(sends[slot], current.send_bytes)
+            receives[slot] = max(receives[slot], current.receive_bytes)
+        for group in range(len(schedule.groups)):
+            slot = group % RELAY_SLOTS
+            places = _relay_places(plan, schedule, group, wire_dtypes)
+            relays[slot] = max(relays[slot], max((end for _, _, end, _ in places), default=0))
+        return sends, receives, relays
+
+    def _relay_views(self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]) -> Views:
+        return {
+            (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
+            for group in range(len(schedule.groups))
+            for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes)
+        }
+
+    def _grow(self, slots: tuple[list[int], list[int], list[int]]) -> None:
+        for memory, wanted in zip((self._send_staging, self._receive_staging, self._relay), slots, strict=True):
+            for slot, num_bytes in enumerate(wanted):
+                if memory[slot].numel() < num_bytes:
+                    memory[slot] = self._empty(0)  # freed first, or both exist at once
+                    memory[slot] = self._empty(num_bytes)
+
+    def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> Views:
         """The buffers that the plan touches, detached from autograd; checked, because a transport would not."""
         checked = {}
-        for segment, extent in extents.items():
+        for (store, segment), extent in schedule.extents.items():
+            if store == RELAY:
+                continue
+            buffers, role = stores[store], _STORE_NAMES[store]
             buffer = buffers[segment] if segment < len(buffers) else None
             if buffer is None or buffer.dim() != 1 or buffer.numel() < extent or not buffer.is_contiguous():
                 found = "none" if buffer is None else f"{tuple(buffer.shape)} with strides {buffer.stride()}"
@@ -234,74 +355,8 @@ class SwitchExecutor:
                     where=f"rank {self.rank}",
                     why="nothing was sent",
                 )
-            checked[segment] = buffer.detach()
+            checked[store, segment] = buffer.detach()
         return checked
-
-    def _grow(self, send_bytes: int, receive_bytes: int) -> None:
-        if self._send_staging.numel() < send_bytes:
-            self._send_staging = torch.empty(send_bytes, dtype=torch.uint8, device=self.device)
-        if self._receive_staging.numel() < receive_bytes:
-            self._receive_staging = torch.empty(receive_bytes, dtype=torch.uint8, device=self.device)
-
-    def _pack(self, current: Round, sources: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-        """The tensor that each message sends; messages with one place in staging share it, packed once."""
-        packed: dict[int, torch.Tensor] = {}
-        outgoing = []
-        for message in current.sends:
-            views, dtype = _views(message.slices, sources), _dtype(message.wire)
-            if len(views) == 1 and views[0].dtype == dtype:
-                outgoing.append(views[0])
-                continue
-            if message.staging_offset not in packed:
-                staged = _staged(self._send_staging, message)
-                if all(view.dtype == dtype for view in views):
-                    torch.cat(views, out=staged)
-                else:
-                    torch._foreach_copy_(_split(staged, message), views)
-                packed[message.staging_offset] = staged
-            outgoing.append(packed[message.staging_offset])
-        return outgoing
-
-    def _landing(self, plan: SwitchPlan, message: Message, targets: dict[int, torch.Tensor]) -> torch.Tensor:
-        """Where a message is received: in the target buffer itself when it can be."""
-        if not plan.accumulate and _lands_in_place(message, targets):
-            return _views(message.slices, targets)[0]
-        return _staged(self._receive_staging, message)
-
-    def _post(
-        self, schedule: Schedule, index: int, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], epoch: int
-    ) -> TransferHandle:
-        current = schedule.rounds[index]
-        base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
-        for message, tensor in zip(current.receives, incoming, strict=True):
-            self.transport.recv(tensor, message.peer, base + schedule.channels[message.wire])
-        for message, tensor in zip(current.sends, outgoing, strict=True):
-            self.transport.send(tensor, message.peer, base + schedule.channels[message.wire])
-        return self.transport.start()
-
-    def _add(
-        self,
-        current: Round,
-        incoming: list[torch.Tensor],
-        sources: dict[int, torch.Tensor],
-        targets: dict[int, torch.Tensor],
-    ) -> None:
-        """Adds a round's contributions in ascending order of the source ranks: the order that makes sums repeatable."""
-        parts = [
-            (message.peer, _views(message.slices, targets), _split(tensor, message))
-            for message, tensor in zip(current.receives, incoming, strict=True)
-        ]
-        if current.local:
-            parts.append((self.rank, *_local_views(current, sources, targets)))
-        for _, into, contributions in sorted(parts, key=lambda part: part[0]):
-            torch._foreach_add_(into, contributions)
-
-    def _lap(self, stats: SwitchStats, field: str, clock: float) -> float:
-        """Adds the time since `clock` to a field of the statistics; returns the new clock."""
-        _synchronize(self.device)
-        now = time.perf_counter()
-        setattr(stats, field, getattr(stats, field) + now - clock)
-        return now
 
     def _failed(self, plan: SwitchPlan, schedule: Schedule, index: int, error: Exception) -> TransferError:
         current = schedule.rounds[index]
@@ -316,60 +371,35 @@ class SwitchExecutor:
         )
 
 
-def _synchronize(device: torch.device) -> None:
-    """Waits until the device has done what was queued; nothing to do on CPU."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+def _lap(stats: SwitchStats, field: str, clock: float) -> float:
+    """Adds the host's time since `clock` to a field of the statistics; returns the new clock. Does not wait for an
+    accelerator, which would undo the overlap of rounds."""
+    now = time.perf_counter()
+    setattr(stats, field, getattr(stats, field) + now - clock)
+    return now
 
 
-def _wire(dtype: torch.dtype) -> Wire:
-    return Wire(str(dtype).removeprefix("torch."), dtype.itemsize)
+def _relay_places(
+    plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Sequence[torch.dtype | None]
+) -> list[tuple[int, int, int, torch.dtype]]:
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot.
+
+    What is forwarded keeps the wire's dtype; sums are kept in fp32 at least.
+    """
+    places, end = [], 0
+    for segment, extent in schedule.relay_extents(group).items():
+        dtype = wire_dtypes[segment]
+        assert dtype is not None
+        if plan.accumulate and dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)
+        start = -(-end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+        end = start + extent * dtype.itemsize
+        places.append((segment, start, end, dtype))
+    return places
 
 
-def _dtype(wire: Wire) -> torch.dtype:
-    return getattr(torch, wire.dtype)
-
-
-def _views(slices: Sequence[Slice], buffers: dict[int, torch.Tensor]) -> list[torch.Tensor]:
-    return [buffers[piece.segment].narrow(0, piece.offset, piece.length) for piece in slices]
-
-
-def _staged(staging: torch.Tensor, message: Message) -> torch.Tensor:
-    """The message's place in a staging buffer, as a tensor of its dtype."""
-    return staging.narrow(0, message.staging_offset, message.num_bytes).view(_dtype(message.wire))
-
-
-def _split(tensor: torch.Tensor, message: Message) -> list[torch.Tensor]:
-    return list(tensor.split([piece.length for piece in message.slices]))
-
-
-def _lands_in_place(message: Message, targets: dict[int, torch.Tensor]) -> bool:
-    return len(message.slices) == 1 and targets[message.slices[0].segment].dtype == _dtype(message.wire)
-
-
-def _unpack(current: Round, incoming: list[torch.Tensor], targets: dict[int, torch.Tensor]) -> None:
-    for message, tensor in zip(current.receives, incoming, strict=True):
-        if not _lands_in_place(message, targets):
-            torch._foreach_copy_(_views(message.slices, targets), _split(tensor, message))
-
-
-def _local_views(
-    current: Round, sources: dict[int, torch.Tensor], targets: dict[int, torch.Tensor]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Target and source views of the local transfers."""
-    return (
-        [targets[t.segment].narrow(0, t.dst_offset, t.length) for t in current.local],
-        [sources[t.segment].narrow(0, t.src_offset, t.length) for t in current.local],
-    )
-
-
-def _copy_local(current: Round, sources: dict[int, torch.Tensor], targets: dict[int, torch.Tensor]) -> None:
-    if current.local:
-        torch._foreach_copy_(*_local_views(current, sources, targets))
-
-
-def _count(stats: SwitchStats, current: Round, targets: dict[int, torch.Tensor]) -> None:
+def _count(stats: SwitchStats, current: Round, buffers: Views) -> None:
     stats.sent_bytes += sum(message.num_bytes for message in current.sends)
     stats.received_bytes += sum(message.num_bytes for message in current.receives)
-    stats.local_bytes += sum(t.length * targets[t.segment].itemsize for t in current.local)
+    stats.local_bytes += local_bytes(current, buffers)
     stats.num_messages += len(current.sends) + len(current.receives)

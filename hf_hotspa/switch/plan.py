@@ -1,138 +1,35 @@
 """Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
 
-A plan knows no transport and no dtype. It is one of two kinds:
+A plan is a table of transfers for each *kind* of segment and *hop*. Segments that are placed alike on both sides share
+a table, so that a plan of a hundred equal layers is as large as one of a single layer. The hops of a segment follow
+one another: what the first one lands in a relay buffer (or in a target) the second one may forward. A plan knows no
+transport and no dtype. It is one of two kinds:
 
 * a *load* copies: every element that a rank of the target layout holds is delivered to it exactly once;
-* a *gradient return* adds: every contribution (source rank, element) is delivered exactly once.
+* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
+  of a load: hops run backwards, copies become sums.
 
-`SwitchPlan.validate` proves this against the two layouts, and the planner calls it on everything it builds. No torch.
+`SwitchPlan.validate` proves this against the layouts, and the planner calls it on everything it builds. No torch.
 """
 
 import hashlib
 import sys
-from array import array
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain, pairwise
-from operator import attrgetter, itemgetter
-from typing import NamedTuple
+
+import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.errors import PlanError
-from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.switch.ports import PortLoads
+from hf_hotspa.switch.proof import prove
+from hf_hotspa.switch.table import COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, Transfer, adjoint
+
+INTRA, INTER, ANY = "intra", "inter", "any"
+"""Links of a hop: inside nodes only, between nodes only, or both."""
 
 _INVERSE = "inverse of "
-
-
-class Transfer(NamedTuple):
-    """A stretch of one segment that moves from one rank's buffer to another's, or inside a rank (`src == dst`).
-
-    Args:
-        segment: Index of the segment.
-        length: Elements.
-        src: Sending rank.
-        src_offset: First element in the sender's buffer of the segment.
-        dst: Receiving rank.
-        dst_offset: First element in the receiver's buffer of the segment.
-        start: Position of the first element in the parameter vector.
-    """
-
-    segment: int
-    length: int
-    src: int
-    src_offset: int
-    dst: int
-    dst_offset: int
-    start: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length
-
-    def inverse(self) -> "Transfer":
-        """The same stretch on its way back."""
-        return Transfer(self.segment, self.length, self.dst, self.dst_offset, self.src, self.src_offset, self.start)
-
-
-_route = itemgetter(2, 4, 6)  # (src, dst, start): the canonical order; both ends of a route see its transfers by start
-
-
-def merge_transfers(transfers: Iterable[Transfer]) -> tuple[Transfer, ...]:
-    """The transfers in canonical order, those that continue each other on both sides joined."""
-    merged: list[Transfer] = []
-    for transfer in sorted(transfers, key=_route):
-        if merged and _continues(merged[-1], transfer):
-            last = merged[-1]
-            merged[-1] = last._replace(length=last.length + transfer.length)
-        else:
-            merged.append(transfer)
-    return tuple(merged)
-
-
-def _continues(a: Transfer, b: Transfer) -> bool:
-    return (a.start + a.length, a.src_offset + a.length, a.dst_offset + a.length, a.src, a.dst, a.segment) == (
-        b.start,
-        b.src_offset,
-        b.dst_offset,
-        b.src,
-        b.dst,
-        b.segment,
-    )
-
-
-def held_runs(layout: Layout) -> list[list[Interval]]:
-    """What each rank holds, by start, intervals that continue each other in vector and buffer joined.
-
-    Raises:
-        PlanError: a rank holds an element twice, or its intervals overlap in a buffer or reach beyond it.
-    """
-    return [_runs(layout, rank) for rank in range(layout.world_size)]
-
-
-def _runs(layout: Layout, rank: int) -> list[Interval]:
-    runs: list[Interval] = []
-    for interval in sorted(layout.holdings[rank]):
-        last = runs[-1] if runs else None
-        if last and interval.start < last.stop:
-            raise PlanError(
-                f"layout {layout.name!r} holds element {interval.start} twice", where=f"rank {rank}, {interval}"
-            )
-        if last and (last.stop, last.offset + last.length, last.segment) == (
-            interval.start,
-            interval.offset,
-            interval.segment,
-        ):
-            runs[-1] = Interval(last.start, interval.stop, last.segment, last.offset)
-        elif interval.stop > interval.start:
-            runs.append(interval)
-    in_buffer = sorted(runs, key=attrgetter("segment", "offset"))
-    for a, b in pairwise(in_buffer):
-        if a.segment == b.segment and a.offset + a.length > b.offset:
-            raise PlanError(f"layout {layout.name!r}: {a} and {b} overlap in the buffer", where=f"rank {rank}")
-    for run in in_buffer:
-        if run.offset < 0 or run.offset + run.length > layout.sizes[rank][run.segment]:
-            size = layout.sizes[rank][run.segment]
-            raise PlanError(f"layout {layout.name!r}: {run} leaves its buffer of {size} elements", where=f"rank {rank}")
-    return runs
-
-
-@dataclass(frozen=True)
-class RankView:
-    """One rank's part of a plan. Both ends of a route list its transfers in the same order.
-
-    Args:
-        rank: The rank.
-        local: Transfers inside the rank.
-        outgoing: What it sends, by receiving rank.
-        incoming: What it receives, by sending rank.
-    """
-
-    rank: int
-    local: tuple[Transfer, ...]
-    outgoing: Mapping[int, tuple[Transfer, ...]]
-    incoming: Mapping[int, tuple[Transfer, ...]]
 
 
 @dataclass(frozen=True)
@@ -151,77 +48,76 @@ class Traffic:
         return self.intra_node_bytes + self.inter_node_bytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class SwitchPlan:
     """All transfers between two layouts, of all ranks. Made by the planner, which validates it.
 
     Args:
         name: What moves where, for messages and logs; part of the digest.
         world_size: Ranks.
-        transfers: In canonical order: by source, destination, position in the vector.
+        bases: Where each segment begins in the parameter vector.
+        kinds: The different tables.
+        kind_of: For each segment the index of its kind; -1 where the plan moves nothing of it.
+        links: For each hop which links it uses: `INTRA`, `INTER` or `ANY`.
         accumulate: False copies (a load), True adds (a gradient return).
     """
 
     name: str
     world_size: int
-    transfers: tuple[Transfer, ...]
+    bases: tuple[int, ...]
+    kinds: tuple[SegmentPlan, ...]
+    kind_of: tuple[int, ...]
+    links: tuple[str, ...]
     accumulate: bool
 
-    def validate(self, source: Layout, target: Layout) -> None:
+    @classmethod
+    def of(cls, name: str, world_size: int, transfers: Sequence[Transfer], accumulate: bool) -> "SwitchPlan":
+        """A plan written out; the transfers of a segment and hop must be in canonical order."""
+        num_hops = 1 + max((t.hop for t in transfers), default=0)
+        num_segments = 1 + max((t.segment for t in transfers), default=-1)
+        rows: list[list[list[tuple[int, ...]]]] = [[[] for _ in range(num_hops)] for _ in range(num_segments)]
+        relay = np.zeros((num_segments, world_size), np.int64)
+        for t in transfers:
+            row = (t.src_store, t.src, t.src_offset, t.dst_store, t.dst, t.dst_offset, t.start, t.length)
+            rows[t.segment][t.hop].append(row)
+            for store, rank, offset in ((t.src_store, t.src, t.src_offset), (t.dst_store, t.dst, t.dst_offset)):
+                if store == RELAY and 0 <= rank < world_size:
+                    relay[t.segment, rank] = max(relay[t.segment, rank], offset + t.length)
+        tables = [tuple(np.array(hop, np.int64).reshape(-1, COLUMNS) for hop in hops) for hops in rows]
+        kinds = tuple(SegmentPlan(hops, relay[segment]) for segment, hops in enumerate(tables))
+        kind_of = tuple(range(num_segments))
+        return cls(name, world_size, (0,) * num_segments, kinds, kind_of, (ANY,) * num_hops, accumulate)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """All transfers written out, by hop, source, destination and position: for small plans and for tests."""
+        found = [
+            Transfer(
+                segment, length, src, src_offset, dst, dst_offset, self.bases[segment] + start, hop, src_in, dst_in
+            )
+            for segment, kind in enumerate(self.kind_of)
+            if kind >= 0
+            for hop, table in enumerate(self.kinds[kind].hops)
+            for src_in, src, src_offset, dst_in, dst, dst_offset, start, length in table.tolist()
+        ]
+        return tuple(sorted(found, key=lambda t: (t.hop, t.src, t.dst, t.start)))
+
+    def validate(self, source: Layout | Sequence[Layout], target: Layout) -> None:
         """Proves the plan against its layouts.
 
-        Every source holds what it sends at the offset it sends from, every destination holds it at the offset it
-        receives at, and each needed element (load) or each contribution (gradient return) is delivered exactly once.
+        Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
+        the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
+        exactly once.
+
+        Args:
+            source: The source layout; two of them for a plan with a second source.
+            target: The target layout.
 
         Raises:
             PlanError: naming the first transfer, rank or interval that is wrong.
         """
-        if not self.world_size == source.world_size == target.world_size:
-            sizes = f"{self.world_size}, {source.world_size}, {target.world_size}"
-            raise PlanError(f"plan {self.name!r}: plan, source and target are of different worlds: {sizes}")
-        held, received = held_runs(source), held_runs(target)
-        starts = [[run.start for run in runs] for runs in held], [[run.start for run in runs] for runs in received]
-        previous: Transfer | None = None
-        for index, transfer in enumerate(self.transfers):
-            ranks_exist = 0 <= transfer.src < self.world_size and 0 <= transfer.dst < self.world_size
-            if not ranks_exist or transfer.length < 1:
-                raise self._error(index, "names a rank that does not exist or moves nothing")
-            if previous is not None and _route(previous) >= _route(transfer):
-                raise self._error(index, "is out of the canonical order")
-            if not _is_held(held[transfer.src], starts[0][transfer.src], transfer, transfer.src_offset):
-                raise self._error(index, f"sends what rank {transfer.src} does not hold there")
-            if not _is_held(received[transfer.dst], starts[1][transfer.dst], transfer, transfer.dst_offset):
-                raise self._error(index, f"delivers what rank {transfer.dst} does not hold there")
-            previous = transfer
-        self._check_once(held if self.accumulate else received)
-
-    def _check_once(self, runs_of: Sequence[Sequence[Interval]]) -> None:
-        """Each rank's runs must be tiled by its transfers; every transfer is known to lie inside one run."""
-        verb, end = ("sends", 2) if self.accumulate else ("receives", 4)
-        moved: list[list[tuple[int, int, int]]] = [[] for _ in range(self.world_size)]
-        for index, transfer in enumerate(self.transfers):
-            moved[transfer[end]].append((transfer.start, transfer.stop, index))
-        for rank, runs in enumerate(runs_of):
-            stretches = iter(sorted(moved[rank]))
-            stretch = next(stretches, None)
-            for run in runs:
-                position = run.start
-                while position < run.stop:
-                    if stretch is None or stretch[0] > position:
-                        missing_stop = run.stop if stretch is None else min(run.stop, stretch[0])
-                        raise PlanError(
-                            f"plan {self.name!r}: no transfer {verb} elements [{position}, {missing_stop})",
-                            where=f"rank {rank}, {run}",
-                        )
-                    if stretch[0] < position:
-                        raise self._error(stretch[2], f"{verb} element {stretch[0]} a second time at rank {rank}")
-                    position, stretch = stretch[1], next(stretches, None)
-            if stretch is not None:
-                raise self._error(stretch[2], f"{verb} element {stretch[0]} a second time at rank {rank}")
-
-    def _error(self, index: int, what: str) -> PlanError:
-        transfer = self.transfers[index]
-        return PlanError(f"plan {self.name!r}: transfer {index} {what}", where=str(transfer))
+        sources = [source] if isinstance(source, Layout) else list(source)
+        prove(self.name, self.world_size, self.bases, self.kinds, self.kind_of, self.accumulate, sources, target)
 
     def digest(self) -> str:
         """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""
@@ -229,64 +125,60 @@ class SwitchPlan:
 
     @cached_property
     def _digest(self) -> str:
-        numbers = array("q", chain([self.world_size, self.accumulate, len(self.transfers)], *self.transfers))
-        if sys.byteorder == "big":
-            numbers.byteswap()
-        return hashlib.sha256(self.name.encode() + b"\0" + numbers.tobytes()).hexdigest()
+        head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
+        text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
+        digest = hashlib.sha256(text.encode())
+        for kind in self.kinds:
+            for table in (*kind.hops, kind.relay_sizes):
+                little = table.byteswap() if sys.byteorder == "big" else table
+                digest.update(np.ascontiguousarray(little).tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SwitchPlan) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
 
     def inverse(self) -> "SwitchPlan":
-        """The adjoint: sources and destinations change places, a copy becomes a sum and a sum a copy.
+        """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.
 
         The inverse of the inverse is the plan.
         """
         name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
-        transfers = tuple(sorted((t.inverse() for t in self.transfers), key=_route))
-        return SwitchPlan(name, self.world_size, transfers, not self.accumulate)
-
-    def rank_view(self, rank: int) -> RankView:
-        """What one rank has to do."""
-        outgoing: dict[int, list[Transfer]] = {}
-        incoming: dict[int, list[Transfer]] = {}
-        local: list[Transfer] = []
-        for transfer in self.transfers:
-            if transfer.src == rank == transfer.dst:
-                local.append(transfer)
-            elif transfer.src == rank:
-                outgoing.setdefault(transfer.dst, []).append(transfer)
-            elif transfer.dst == rank:
-                incoming.setdefault(transfer.src, []).append(transfer)
-        return RankView(
-            rank,
-            tuple(local),
-            {peer: tuple(outgoing[peer]) for peer in sorted(outgoing)},
-            {peer: tuple(incoming[peer]) for peer in sorted(incoming)},
+        kinds = tuple(
+            SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
         )
+        return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
+
+    def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
+        """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""
+        found = [PortLoads.zero(cluster) for _ in self.links]
+        for kind, size in self._weights(element_sizes):
+            for loads, table in zip(found, self.kinds[kind].hops, strict=True):
+                loads.add(table[:, SRC], table[:, DST], table[:, LENGTH] * size)
+        return found
 
     def traffic(self, cluster: Cluster, element_sizes: Sequence[int]) -> Traffic:
         """The bytes the plan moves on a cluster; `element_sizes[segment]` is the bytes of one element on the wire."""
-        sent, received = [0] * self.world_size, [0] * self.world_size
+        sent, received = np.zeros(self.world_size, np.int64), np.zeros(self.world_size, np.int64)
         local = intra = inter = 0
-        for transfer in self.transfers:
-            size = transfer.length * element_sizes[transfer.segment]
-            if transfer.src == transfer.dst:
-                local += size
-                continue
-            sent[transfer.src] += size
-            received[transfer.dst] += size
-            if cluster.node(transfer.src) == cluster.node(transfer.dst):
-                intra += size
-            else:
-                inter += size
-        return Traffic(local, intra, inter, max(sent), max(received))
+        for kind, size in self._weights(element_sizes):
+            for table in self.kinds[kind].hops:
+                src, dst, num_bytes = table[:, SRC], table[:, DST], table[:, LENGTH] * size
+                moves = src != dst
+                same_node = src // cluster.devices_per_node == dst // cluster.devices_per_node
+                local += int(num_bytes[~moves].sum())
+                intra += int(num_bytes[moves & same_node].sum())
+                inter += int(num_bytes[~same_node].sum())
+                np.add.at(sent, src[moves], num_bytes[moves])
+                np.add.at(received, dst[moves], num_bytes[moves])
+        return Traffic(local, intra, inter, int(sent.max()), int(received.max()))
 
-
-def _is_held(runs: Sequence[Interval], starts: Sequence[int], transfer: Transfer, offset: int) -> bool:
-    index = bisect_right(starts, transfer.start) - 1
-    if index < 0:
-        return False
-    run = runs[index]
-    return (
-        transfer.stop <= run.stop
-        and transfer.segment == run.segment
-        and offset - run.offset == transfer.start - run.start
-    )
+    def _weights(self, element_sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """`(kind, bytes of one element summed over the segments of the kind)`."""
+        weights = [0] * len(self.kinds)
+        for segment, kind in enumerate(self.kind_of):
+            if kind >= 0:
+                weights[kind] += element_sizes[segment]
+        return enumerate(weights)

@@ -1,142 +1,186 @@
-"""The planner: from two layouts to a validated switch plan.
+"""The planner: from layouts to a validated switch plan.
 
-Algorithm 1 of HotSPa (SOSP'24), the choice of senders:
+Four ways to plan a load behind one function: `relay` (the default), `algorithm1`, `round_robin`, `first_owner`; see
+`relay` and `direct` for what they do. On a single node nothing can be relayed: there the relay plan is Algorithm 1's. A
+gradient return is planned as the adjoint of the load of its contributions from the master store.
 
-    cut the parameter vector at every boundary of both layouts: no atomic piece is cut further by any rank
-    for each atomic piece, in vector order:
-        for each rank that needs it, in rank order:
-            if it holds the piece itself:           copy inside the rank, no load
-            else if holders live on its node:       the one with the least bytes to send inside the node
-            else:                                   the one with the least bytes to send between nodes
-            add the piece's bytes to the chosen sender's load (loads persist over all pieces)
-    join the transfers that continue each other on both sides
-
-On regular layouts no plan of direct transfers is faster (the fractional bound is met). Layouts are all it sees, never
-degrees. Everything here is a deterministic pure function of plain data, so every rank computes the same plan.
+Layouts are all a planner sees, never degrees. One segment of each kind is planned and stands for all that are placed
+alike, so that time grows with the ranks, not with the layers. Everything here is a deterministic pure function of plain
+data: every rank computes the same plan.
 """
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Sequence
+
+import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.errors import PlanError
+from hf_hotspa.errors import HotspaConfigError, PlanError
+from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.switch.plan import SwitchPlan, Transfer, held_runs, merge_transfers
+from hf_hotspa.switch.crossings import relay_pays
+from hf_hotspa.switch.direct import plan_direct
+from hf_hotspa.switch.pieces import Pieces, cut_pieces
+from hf_hotspa.switch.plan import ANY, INTER, INTRA, SwitchPlan
+from hf_hotspa.switch.relay import plan_relay
+
+PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
+"""The ways to plan, the default first."""
 
 
-@dataclass
-class SendLoads:
-    """Bytes that each rank has been given to send so far, inside its node and to other nodes."""
-
-    intra_node: list[int]
-    inter_node: list[int]
-
-    @classmethod
-    def zero(cls, world_size: int) -> "SendLoads":
-        return cls([0] * world_size, [0] * world_size)
-
-    def add(self, src: int, dst: int, size: int, cluster: Cluster) -> None:
-        """Counts one transfer; one inside a rank is free."""
-        if src != dst:
-            (self.intra_node if cluster.node(src) == cluster.node(dst) else self.inter_node)[src] += size
-
-
-def choose_source(holders: Collection[int], dst: int, loads: SendLoads, cluster: Cluster) -> int:
-    """Which holder sends a piece to `dst`: itself, else the least loaded on its node, else the least loaded of all.
-
-    Ties go to the lowest rank. `loads` is read, not changed.
-    """
-    if dst in holders:
-        return dst
-    node = cluster.node(dst)
-    near = [rank for rank in holders if cluster.node(rank) == node]
-    load = loads.intra_node if near else loads.inter_node
-    return min(near or holders, key=lambda rank: (load[rank], rank))
-
-
-class _Piece(NamedTuple):
-    """An atomic piece: elements `[start, start + length)`, and the buffer offset at each rank of either layout."""
-
-    start: int
-    length: int
-    segment: int
-    sources: dict[int, int]
-    targets: dict[int, int]
-
-
-def _atomic_pieces(source: Layout, target: Layout) -> Iterator[_Piece]:
-    """Cuts the vector at all boundaries of both layouts; the pieces that some rank holds, in vector order."""
-    layouts = held_runs(source), held_runs(target)
-    cuts = sorted({cut for runs_of in layouts for runs in runs_of for run in runs for cut in (run.start, run.stop)})
-    index_of = {cut: index for index, cut in enumerate(cuts)}
-    segments: list[int | None] = [None] * len(cuts)
-    offsets: tuple[list[dict[int, int]], ...] = [{} for _ in cuts], [{} for _ in cuts]
-    for runs_of, held in zip(layouts, offsets, strict=True):
-        for rank, runs in enumerate(runs_of):
-            for run in runs:
-                for index in range(index_of[run.start], index_of[run.stop]):
-                    held[index][rank] = run.offset + cuts[index] - run.start
-                    segments[index] = run.segment
-    for index, segment in enumerate(segments):
-        if segment is not None:
-            start = cuts[index]
-            yield _Piece(start, cuts[index + 1] - start, segment, offsets[0][index], offsets[1][index])
-
-
-def plan_load(source: Layout, target: Layout, cluster: Cluster, element_sizes: Sequence[int]) -> SwitchPlan:
-    """Plans a load: everything that the target layout holds, from ranks that hold it in the source layout.
-
-    Args:
-        source: Where the parameters are.
-        target: Where they are needed. It may leave out elements.
-        cluster: Which ranks share a node.
-        element_sizes: Bytes of one element of each segment on the wire, for balancing the senders.
+def check_planner(planner: str) -> None:
+    """Refuses an unknown planner.
 
     Raises:
-        PlanError: the source does not hold all that the target needs.
+        HotspaConfigError: it is not one of `PLANNERS`.
     """
-    loads = SendLoads.zero(source.world_size)
-    transfers = []
-    for start, length, segment, sources, targets in _atomic_pieces(source, target):
-        if targets and not sources:
-            raise PlanError(
-                f"no rank of layout {source.name!r} holds elements [{start}, {start + length})",
-                where=f"rank {min(targets)} of layout {target.name!r}",
-            )
-        size = length * element_sizes[segment]
-        for dst, dst_offset in targets.items():
-            src = choose_source(sources, dst, loads, cluster)
-            loads.add(src, dst, size, cluster)
-            transfers.append(Transfer(segment, length, src, sources[src], dst, dst_offset, start))
-    plan = SwitchPlan(f"load {source.name} -> {target.name}", source.world_size, merge_transfers(transfers), False)
-    plan.validate(source, target)
+    if planner not in PLANNERS:
+        raise HotspaConfigError(f"there is no planner {planner!r}", fix=f"use one of {', '.join(PLANNERS)}")
+
+
+def plan_load(
+    source: Layout | Sequence[Layout],
+    target: Layout,
+    cluster: Cluster,
+    element_sizes: Sequence[int],
+    planner: str = "relay",
+) -> SwitchPlan:
+    """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
+
+    Args:
+        source: Where the parameters are. Two layouts when they are in two places at once: the master store, and the
+            weights of the strategy that ran last.
+        target: Where they are needed. It may leave out elements.
+        cluster: Which ranks share a node, and the links.
+        element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
+        planner: One of `PLANNERS`.
+
+    Raises:
+        PlanError: the sources do not hold all that the target needs.
+        HotspaConfigError: there is no such planner.
+    """
+    sources = [source] if isinstance(source, Layout) else list(source)
+    plan = _plan(sources, target, cluster, element_sizes, planner, False)
+    plan.validate(sources, target)
     return plan
 
 
-def plan_return(contributions: Layout, master: Layout) -> SwitchPlan:
+def plan_return(
+    contributions: Layout,
+    master: Layout,
+    cluster: Cluster | None = None,
+    element_sizes: Sequence[int] | None = None,
+    planner: str = "relay",
+) -> SwitchPlan:
     """Plans a gradient return: every contribution of every rank, to the one owner of its element.
 
     Args:
         contributions: What each rank has to add to which element.
         master: Where each element is owned, exactly once.
+        cluster: As for `plan_load`; one node when None.
+        element_sizes: As for `plan_load`; equal when None.
+        planner: One of `PLANNERS`.
 
     Raises:
         PlanError: an element that somebody contributes to has no owner, or more than one.
+        HotspaConfigError: there is no such planner.
     """
-    transfers = []
-    for start, length, segment, sources, targets in _atomic_pieces(contributions, master):
-        if sources and len(targets) != 1:
-            raise PlanError(
-                f"elements [{start}, {start + length}) have {len(targets)} owners in layout {master.name!r}",
-                where=f"rank {min(sources)} of layout {contributions.name!r}",
-            )
-        for dst, dst_offset in targets.items():
-            transfers += [
-                Transfer(segment, length, src, src_offset, dst, dst_offset, start)
-                for src, src_offset in sources.items()
-            ]
+    cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
+    num_segments = max(len(contributions.placements), len(master.placements))
+    load = _plan([master], contributions, cluster, element_sizes or [1] * num_segments, planner, True)
     name = f"return {contributions.name} -> {master.name}"
-    plan = SwitchPlan(name, contributions.world_size, merge_transfers(transfers), True)
+    inverse = load.inverse()
+    plan = SwitchPlan(name, inverse.world_size, inverse.bases, inverse.kinds, inverse.kind_of, inverse.links, True)
     plan.validate(contributions, master)
     return plan
+
+
+def _plan(
+    sources: list[Layout],
+    target: Layout,
+    cluster: Cluster,
+    element_sizes: Sequence[int],
+    planner: str,
+    sums: bool,
+) -> SwitchPlan:
+    check_planner(planner)
+    for layout in (*sources, target):
+        if layout.world_size != cluster.world_size:
+            worlds = f"{[source.world_size for source in sources]}, {target.world_size}, {cluster.world_size}"
+            raise PlanError(f"source, target and cluster are of different worlds: {worlds}")
+    kinds, kind_of = segment_kinds(sources, target, sums)
+    sizes = [*element_sizes, *[1] * (len(kind_of) - len(element_sizes))]
+    bases = [0] * len(kind_of)
+    for layout in sources:
+        bases[: len(layout.bases)] = layout.bases
+    bases[: len(target.bases)] = target.bases
+    relays = planner == "relay" and cluster.num_nodes > 1 and relay_pays(cluster)
+    if relays:
+        plans, plan_of = plan_relay(kinds, kind_of, sizes, cluster, sums), list(kind_of)
+        links = (INTRA, INTER, INTRA)[-max((len(plan.hops) for plan in plans), default=2) :]
+    else:
+        plans, plan_of = plan_direct(kinds, kind_of, sizes, cluster, "algorithm1" if planner == "relay" else planner)
+        links = (ANY,)
+    name = f"load {' + '.join(source.name for source in sources)} -> {target.name}"
+    return SwitchPlan(name, cluster.world_size, tuple(bases), tuple(plans), tuple(plan_of), links, False)
+
+
+def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
+    """The pieces of each kind of segment, and the kind of each segment; -1 where the target holds nothing.
+
+    Args:
+        sources: The source layouts.
+        target: The target layout.
+        sums: The target's holders contribute to what exactly one source rank owns.
+
+    Raises:
+        PlanError: a piece that is needed is held nowhere; or, with `sums`, does not have exactly one owner.
+    """
+    kinds: list[Pieces] = []
+    known: dict[tuple[object, ...], int] = {}
+    kind_of = []
+    world_size = target.world_size
+    for segment in range(max(len(layout.placements) for layout in (*sources, target))):
+        needed = _placement(target, segment)
+        if needed is None or not len(needed[0].ranks):
+            kind_of.append(-1)
+            continue
+        base = needed[1]
+        found = [_placement(source, segment) or (place([], [0] * world_size), base) for source in sources]
+        sides = [(placement, where - base) for placement, where in found]
+        key = (needed[0].key, *((placement.key, shift) for placement, shift in sides))
+        if key not in known:
+            for layout, placement, where in (
+                *((s, *f) for s, f in zip(sources, found, strict=True)),
+                (target, *needed),
+            ):
+                placement.check(layout.name, segment, where)
+            pieces = cut_pieces(sides, (needed[0], 0), world_size)
+            _check_owners(pieces, base, sources, target, sums)
+            known[key] = len(kinds)
+            kinds.append(pieces)
+        kind_of.append(known[key])
+    return kinds, kind_of
+
+
+def _placement(layout: Layout, segment: int) -> tuple[Placement, int] | None:
+    if segment >= len(layout.placements):
+        return None
+    return layout.placements[segment], layout.bases[segment]
+
+
+def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: Layout, sums: bool) -> None:
+    counts = pieces.held.counts
+    bad = np.flatnonzero(counts != 1 if sums else counts < 1)
+    if not len(bad):
+        return
+    piece = int(bad[0])
+    # the whole stretch that is wrong in the same way, not only its first piece
+    last = piece
+    while last + 1 < len(counts) and counts[last + 1] == counts[piece]:
+        last += 1
+    start, stop = base + int(pieces.starts[piece]), base + int(pieces.starts[last] + pieces.lengths[last])
+    where = f"rank {min(pieces.needed.of(piece))} of layout {target.name!r}"
+    names = " or ".join(repr(source.name) for source in sources)
+    if sums:
+        raise PlanError(f"elements [{start}, {stop}) have {counts[piece]} owners in layout {names}", where=where)
+    raise PlanError(f"no rank of layout {names} holds elements [{start}, {stop})", where=where)

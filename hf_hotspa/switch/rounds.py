@@ -1,27 +1,39 @@
 """Rounds: one rank's part of a plan, cut so that every round fits in bounded staging buffers.
 
-In one round a rank exchanges at most one *window* of bytes with each peer, in one message per wire dtype. Plain data, a
-pure function of the plan, so that both ends of every message agree without talking:
+Segments are moved in *groups*, in the order in which a computation needs them (a load) or has them ready (a gradient
+return): neighbours are fused until a group is worth a message. In one round a rank exchanges at most one *window* of
+bytes with each of at most `PEERS_PER_ROUND` peers each way, in one message per wire dtype. Plain data, a pure function
+of the plan, and every rank has the same rounds in the same order (some empty), so that both ends of every message agree
+without talking:
 
-* A load cuts the stream of each route (source, destination) every `window` bytes: all routes are busy in every round.
+* A load cuts the stream of each route (source, destination) of a group and hop every `window` bytes.
 * A gradient return cuts the destination rank's buffers (its segments laid end to end) every `window` bytes: all
-  contributions to an element meet in one round, and are summed there in the order of the source ranks, whatever the
-  window.
+  contributions to an element meet in one window, and are summed there in one order, whatever the window.
+* The hops of a group follow one another; the first hop of the next group comes between them, so that links of both
+  kinds are busy at once.
 
 No torch; offsets into buffers are in elements, offsets into staging in bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
+
+import numpy as np
 
 from hf_hotspa.errors import PlanError
-from hf_hotspa.switch.plan import SwitchPlan, Transfer
-
-_Key = TypeVar("_Key")
+from hf_hotspa.layout.intervals import Numbers
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.table import DST, DST_OFFSET, DST_STORE, LENGTH, RELAY, SRC, SRC_OFFSET, SRC_STORE
 
 WINDOW_ALIGNMENT = 16
 """Windows and segments start on multiples of this many bytes, so that no element lies across two windows."""
+
+PEERS_PER_ROUND = 32
+"""Peers that a rank sends to, and receives from, in one round at most: few operations in one batch."""
+
+RELAY_SLOTS = 3
+"""Groups that may have something in relay buffers at one time: one that lands, one that is forwarded, one between."""
 
 
 class Wire(NamedTuple):
@@ -32,11 +44,19 @@ class Wire(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """`length` elements at `offset` of a rank's buffer of `segment`."""
+    """`length` elements at `offset` of a rank's buffer of `segment` in `store`."""
 
+    store: int
     segment: int
     offset: int
     length: int
+
+
+class Local(NamedTuple):
+    """What moves inside a rank."""
+
+    source: Slice
+    target: Slice
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +88,28 @@ class Round:
     """What one rank does in one round.
 
     Args:
+        group: Index of the group of segments that it belongs to.
+        hop: The hop.
         sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
         receives: In posting order: from rank - 1, rank - 2, ...
-        local: Transfers inside the rank. A load has all of them in its first round.
+        local: Transfers inside the rank. A load has all of a group and hop in its first round.
         send_bytes: Staging that the sends need, if none can be sent in place.
         receive_bytes: Staging that the receives need, if none can be received in place.
+        needs: The round that must be complete before this one may read or overwrite buffers; -1 for none.
+        opens: Nothing of the group was moved before.
+        closes: The group is complete after this round.
     """
 
+    group: int
+    hop: int
     sends: tuple[Message, ...]
     receives: tuple[Message, ...]
-    local: tuple[Transfer, ...]
+    local: tuple[Local, ...]
     send_bytes: int
     receive_bytes: int
+    needs: int
+    opens: bool
+    closes: bool
 
 
 @dataclass(frozen=True)
@@ -88,18 +118,24 @@ class Schedule:
 
     Args:
         rounds: In order.
+        groups: The segments of each group.
         channels: A small number for each wire, the same on every rank: keeps messages of a pair and round apart.
-        source_extents: Elements that the source buffer of each segment must have at least.
-        target_extents: The same for the target buffers.
+        extents: Elements that the buffer of each `(store, segment)` must have at least.
     """
 
     rounds: tuple[Round, ...]
+    groups: tuple[tuple[int, ...], ...]
     channels: dict[Wire, int]
-    source_extents: dict[int, int]
-    target_extents: dict[int, int]
+    extents: dict[tuple[int, int], int]
+
+    def relay_extents(self, group: int) -> dict[int, int]:
+        """Elements of the relay buffer of each segment of a group."""
+        return {s: self.extents[RELAY, s] for s in self.groups[group] if (RELAY, s) in self.extents}
 
 
-def cut_rounds(plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window: int) -> Schedule:
+def cut_rounds(
+    plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window: int, group_bytes: int | None = None
+) -> Schedule:
     """Cuts one rank's part of a plan in rounds.
 
     Args:
@@ -108,87 +144,180 @@ def cut_rounds(plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window
         wires: How each segment travels; None only for segments that the plan does not move.
         window: The most bytes that travel between two ranks in one direction in one round; a multiple of
             `WINDOW_ALIGNMENT`.
+        group_bytes: Segments are fused until the busiest rank sends or receives more than this in a group; everything
+            is one group when None.
     """
-    drafts: list[_Draft] = []
-    for transfer, position, wire in _placed(plan, wires):
-        free = not plan.accumulate and transfer.src == transfer.dst  # local copies need no window: all in round 0
-        stop = position + (1 if free else transfer.length * wire.itemsize)
-        drafts += [_Draft({}, {}, []) for _ in range(-(-stop // window) - len(drafts))]
-        if free and transfer.src == rank:
-            drafts[0].local.append(transfer)
-        elif rank in (transfer.src, transfer.dst) and not free:
-            for index in range(position // window, -(-stop // window)):
-                first = (max(position, index * window) - position) // wire.itemsize
-                last = (min(stop, (index + 1) * window) - position) // wire.itemsize
-                drafts[index].add(rank, wire, _part(transfer, first, last))
-    rounds = []
-    for draft in drafts:
-        sends, send_bytes = _messages(draft.sends, lambda peer: (peer - rank) % plan.world_size)
-        receives, receive_bytes = _messages(draft.receives, lambda peer: (rank - peer) % plan.world_size, shared=False)
-        rounds.append(Round(sends, receives, tuple(draft.local), send_bytes, receive_bytes))
-    return Schedule(
-        tuple(rounds),
-        {wire: channel for channel, wire in enumerate(sorted({wire for wire in wires if wire}))},
-        _extents((t.segment, t.src_offset + t.length) for t in plan.transfers if t.src == rank),
-        _extents((t.segment, t.dst_offset + t.length) for t in plan.transfers if t.dst == rank),
-    )
+    return _Cutter(plan, rank, wires, window).cut(group_bytes)
 
 
-def _placed(plan: SwitchPlan, wires: Sequence[Wire | None]) -> Iterator[tuple[Transfer, int, Wire]]:
-    """Each transfer with its first byte on the axis along which its rounds are cut, and its wire."""
-    filled: dict[tuple[int, int], int] = {}
-    bases = _segment_bases(plan, wires) if plan.accumulate else {}
-    for transfer in plan.transfers:
-        wire = _wire(plan, wires, transfer.segment)
-        if plan.accumulate:
-            yield transfer, bases[transfer.dst, transfer.segment] + transfer.dst_offset * wire.itemsize, wire
-        elif transfer.src == transfer.dst:
-            yield transfer, 0, wire
-        else:
-            route = transfer.src, transfer.dst
-            position = _align(filled.get(route, 0), wire.itemsize)
-            filled[route] = position + transfer.length * wire.itemsize
-            yield transfer, position, wire
+class _Cutter:
+    def __init__(self, plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window: int) -> None:
+        self._plan, self._rank, self._window = plan, rank, window
+        self._wires: dict[int, Wire] = {}
+        for segment, kind in enumerate(plan.kind_of):
+            if kind >= 0:
+                wire = wires[segment] if segment < len(wires) else None
+                if wire is None:
+                    raise PlanError(f"plan {plan.name!r} moves segment {segment}, and no wire dtype is given for it")
+                self._wires[segment] = wire
+        distances = max(1, plan.world_size - 1)
+        # a round has at most two messages for each peer and wire dtype: one out, one in
+        self._peers = max(1, PEERS_PER_ROUND // max(1, len(set(self._wires.values()))))
+        self._blocks = -(-distances // self._peers)
+        self._own = [[table[(table[:, SRC] == rank) | (table[:, DST] == rank)] for table in k.hops] for k in plan.kinds]
+        self._counted: dict[tuple[object, ...], int] = {}
+
+    def cut(self, group_bytes: int | None) -> Schedule:
+        groups = self._groups(group_bytes)
+        num_hops = len(self._plan.links)
+        turns = sorted((group + hop, hop, group) for group in range(len(groups)) for hop in range(num_hops))
+        rounds: list[Round] = []
+        last: dict[tuple[int, int], int] = {}  # the last round of (group, hop)
+        present = {(g, h): self._num_windows(groups[g], h) for g in range(len(groups)) for h in range(num_hops)}
+        hops_of = {g: [h for h in range(num_hops) if present[g, h]] for g in range(len(groups))}
+        for _, hop, group in turns:
+            if not present[group, hop]:
+                continue
+            # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
+            before = [last[group, h] for h in hops_of[group] if h < hop]
+            before += [last[group - RELAY_SLOTS, h] for h in hops_of.get(group - RELAY_SLOTS, []) if num_hops > 1]
+            drafts = self._drafts(groups[group], hop, present[group, hop])
+            for index, draft in enumerate(drafts):
+                opens = hop == hops_of[group][0] and index == 0
+                closes = hop == hops_of[group][-1] and index == len(drafts) - 1
+                rounds.append(self._round(draft, group, hop, max(before, default=-1), opens, closes))
+            last[group, hop] = len(rounds) - 1
+        return Schedule(
+            tuple(rounds),
+            tuple(groups),
+            {wire: channel for channel, wire in enumerate(sorted(set(self._wires.values())))},
+            self._extents(),
+        )
+
+    def _groups(self, group_bytes: int | None) -> list[tuple[int, ...]]:
+        busiest = [self._busiest(kind) for kind in range(len(self._plan.kinds))]
+        groups: list[list[int]] = []
+        filled = 0
+        for segment in sorted(self._wires, reverse=self._plan.accumulate):
+            size = busiest[self._plan.kind_of[segment]] * self._wires[segment].itemsize
+            if not groups or (group_bytes is not None and filled + size > group_bytes):
+                groups.append([])
+                filled = 0
+            groups[-1].append(segment)
+            filled += size
+        return [tuple(group) for group in groups]
+
+    def _busiest(self, kind: int) -> int:
+        """Elements that the busiest rank sends or receives of one segment."""
+        most = 0
+        for table in self._plan.kinds[kind].hops:
+            moves = table[table[:, SRC] != table[:, DST]]
+            for end in (SRC, DST):
+                if len(moves):
+                    most = max(most, int(np.bincount(moves[:, end], weights=moves[:, LENGTH]).max()))
+        return most
+
+    def _num_windows(self, group: tuple[int, ...], hop: int) -> int:
+        """Windows of a group and hop: as many as the fullest route (load) or destination (return) has; 0 when empty."""
+        key = (hop, *((self._plan.kind_of[s], self._wires[s]) for s in group))
+        if key not in self._counted:
+            self._counted[key] = self._count_windows(group, hop)
+        return self._counted[key]
+
+    def _count_windows(self, group: tuple[int, ...], hop: int) -> int:
+        tables = [self._plan.kinds[self._plan.kind_of[segment]].hops[hop] for segment in group]
+        if not any(len(table) for table in tables):
+            return 0
+        if self._plan.accumulate:
+            ends = self._bases(group, hop)[1]
+            return max(1, -(-int(ends.max()) // self._window))
+        routes, sizes = [], []
+        for segment, table in zip(group, tables, strict=True):
+            moves = table[table[:, SRC] != table[:, DST]]
+            if len(moves):
+                route, inverse = np.unique(moves[:, SRC] * self._plan.world_size + moves[:, DST], return_inverse=True)
+                length = np.bincount(inverse, weights=moves[:, LENGTH]).astype(np.int64)
+                routes.append(route)
+                sizes.append(_align(length * self._wires[segment].itemsize))
+        if not routes:
+            return 1
+        _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
+        fullest = np.bincount(inverse, weights=np.concatenate(sizes)).max()
+        return -(-int(fullest) // self._window)
+
+    def _bases(self, group: tuple[int, ...], hop: int) -> tuple[dict[tuple[int, int], Numbers], Numbers]:
+        """Of a return: the first byte of each (store, segment) when a destination's buffers are laid end to end, and
+        the end of the last one, for every destination rank."""
+        bases: dict[tuple[int, int], Numbers] = {}
+        end = np.zeros(self._plan.world_size, np.int64)
+        for segment in group:
+            table = self._plan.kinds[self._plan.kind_of[segment]].hops[hop]
+            for store in np.unique(table[:, DST_STORE]).tolist():
+                rows = table[table[:, DST_STORE] == store]
+                extent = np.zeros(self._plan.world_size, np.int64)
+                np.maximum.at(extent, rows[:, DST], rows[:, DST_OFFSET] + rows[:, LENGTH])
+                bases[store, segment] = end
+                end = end + _align(extent * self._wires[segment].itemsize)
+        return bases, end
+
+    def _drafts(self, group: tuple[int, ...], hop: int, num_windows: int) -> list["_Draft"]:
+        drafts = [_Draft({}, {}, []) for _ in range(num_windows * self._blocks)]
+        bases = self._bases(group, hop)[0] if self._plan.accumulate else {}
+        filled: dict[tuple[int, int], int] = {}
+        for segment in group:
+            wire = self._wires[segment]
+            filled = {route: -(-end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for route, end in filled.items()}
+            rows = self._own[self._plan.kind_of[segment]][hop]
+            for src_store, src, src_offset, dst_store, dst, dst_offset, _, length in rows.tolist():
+                source = Slice(src_store, segment, src_offset, length)
+                target = Slice(dst_store, segment, dst_offset, length)
+                size = length * wire.itemsize
+                if self._plan.accumulate:
+                    position = int(bases[dst_store, segment][dst]) + dst_offset * wire.itemsize
+                elif src == dst:
+                    drafts[0].local.append(Local(source, target))  # needs no window
+                    continue
+                else:
+                    position = filled.get((src, dst), 0)
+                    filled[src, dst] = position + size
+                block = ((dst - src) % self._plan.world_size - 1) // self._peers if src != dst else 0
+                for index in range(position // self._window, -(-(position + size) // self._window)):
+                    first = (max(position, index * self._window) - position) // wire.itemsize
+                    last = (min(position + size, (index + 1) * self._window) - position) // wire.itemsize
+                    draft = drafts[index * self._blocks + block]
+                    draft.add(self._rank, src, dst, wire, _part(source, first, last), _part(target, first, last))
+        return drafts
+
+    def _round(self, draft: "_Draft", group: int, hop: int, needs: int, opens: bool, closes: bool) -> Round:
+        world_size, rank = self._plan.world_size, self._rank
+        sends, send_bytes = _messages(draft.sends, lambda peer: (peer - rank) % world_size)
+        receives, receive_bytes = _messages(draft.receives, lambda peer: (rank - peer) % world_size, shared=False)
+        return Round(group, hop, sends, receives, tuple(draft.local), send_bytes, receive_bytes, needs, opens, closes)
+
+    def _extents(self) -> dict[tuple[int, int], int]:
+        """What this rank's buffers must hold at least; a relay buffer all of its segment."""
+        extents: dict[tuple[int, int], int] = {}
+        for kind, hops in enumerate(self._own):
+            found: dict[int, int] = {}
+            for table in hops:
+                for end, at, store in ((SRC, SRC_OFFSET, SRC_STORE), (DST, DST_OFFSET, DST_STORE)):
+                    rows = table[table[:, end] == self._rank]
+                    for which in np.unique(rows[:, store]).tolist():
+                        chosen = rows[rows[:, store] == which]
+                        found[which] = max(found.get(which, 0), int((chosen[:, at] + chosen[:, LENGTH]).max()))
+            for segment, its_kind in enumerate(self._plan.kind_of):
+                if its_kind == kind:
+                    extents.update({(store, segment): extent for store, extent in found.items()})
+        return extents
 
 
-def _segment_bases(plan: SwitchPlan, wires: Sequence[Wire | None]) -> dict[tuple[int, int], int]:
-    """The first byte of each (destination, segment) when a destination's segments are laid end to end."""
-    bases: dict[tuple[int, int], int] = {}
-    ends: dict[int, int] = {}
-    extents = _extents(((t.dst, t.segment), t.dst_offset + t.length) for t in plan.transfers)
-    for dst, segment in sorted(extents):
-        bases[dst, segment] = ends.get(dst, 0)
-        size = extents[dst, segment] * _wire(plan, wires, segment).itemsize
-        ends[dst] = _align(bases[dst, segment] + size, WINDOW_ALIGNMENT)
-    return bases
+def _align(sizes: Numbers) -> Numbers:
+    return -(-sizes // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
 
 
-def _extents(stops: Iterable[tuple[_Key, int]]) -> dict[_Key, int]:
-    extents: dict[_Key, int] = {}
-    for key, stop in stops:
-        extents[key] = max(stop, extents.get(key, 0))
-    return extents
-
-
-def _align(position: int, size: int) -> int:
-    return -(-position // size) * size
-
-
-def _wire(plan: SwitchPlan, wires: Sequence[Wire | None], segment: int) -> Wire:
-    wire = wires[segment] if segment < len(wires) else None
-    if wire is None:
-        raise PlanError(f"plan {plan.name!r} moves segment {segment}, and no wire dtype is given for it")
-    return wire
-
-
-def _part(transfer: Transfer, first: int, last: int) -> Transfer:
-    """Elements `[first, last)` of a transfer."""
-    return transfer._replace(
-        length=last - first,
-        src_offset=transfer.src_offset + first,
-        dst_offset=transfer.dst_offset + first,
-        start=transfer.start + first,
-    )
+def _part(piece: Slice, first: int, last: int) -> Slice:
+    """Elements `[first, last)` of a slice."""
+    return Slice(piece.store, piece.segment, piece.offset + first, last - first)
 
 
 @dataclass(frozen=True)
@@ -197,24 +326,22 @@ class _Draft:
 
     sends: dict[tuple[int, Wire], list[Slice]]
     receives: dict[tuple[int, Wire], list[Slice]]
-    local: list[Transfer]
+    local: list[Local]
 
-    def add(self, rank: int, wire: Wire, part: Transfer) -> None:
-        if part.src == part.dst:
-            self.local.append(part)
-        elif part.src == rank:
-            slices = self.sends.setdefault((part.dst, wire), [])
-            _append(slices, Slice(part.segment, part.src_offset, part.length))
+    def add(self, rank: int, src: int, dst: int, wire: Wire, source: Slice, target: Slice) -> None:
+        if src == dst:
+            self.local.append(Local(source, target))
+        elif src == rank:
+            _append(self.sends.setdefault((dst, wire), []), source)
         else:
-            slices = self.receives.setdefault((part.src, wire), [])
-            _append(slices, Slice(part.segment, part.dst_offset, part.length))
+            _append(self.receives.setdefault((src, wire), []), target)
 
 
 def _append(slices: list[Slice], new: Slice) -> None:
     """Adds a slice, joined with the last one where it continues it: each side needs its own contiguity only."""
     last = slices[-1] if slices else None
-    if last and (last.segment, last.offset + last.length) == (new.segment, new.offset):
-        slices[-1] = Slice(last.segment, last.offset, last.length + new.length)
+    if last and (last.store, last.segment, last.offset + last.length) == (new.store, new.segment, new.offset):
+        slices[-1] = last._replace(length=last.length + new.length)
     else:
         slices.append(new)
 

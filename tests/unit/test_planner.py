@@ -1,9 +1,11 @@
 """The planner: golden plans, the choice of senders, and that no wrong plan passes for a right one."""
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hf_hotspa.cluster import Cluster
@@ -11,16 +13,18 @@ from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.placement import Interval, Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.plan import SwitchPlan, Traffic, Transfer, merge_transfers
-from hf_hotspa.switch.planner import SendLoads, choose_source, plan_load, plan_return
-from hf_hotspa.switch.rounds import Message, Round, Slice, Wire, cut_rounds
+from hf_hotspa.switch.direct import SendLoads, choose_source
+from hf_hotspa.switch.plan import INTER, INTRA, SwitchPlan, Traffic
+from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.rounds import Message, Slice, Wire, cut_rounds
+from hf_hotspa.switch.table import COLUMNS, RELAY, SECOND, SOURCE, TARGET, Transfer, canonical
 from tests.random_models import plain, random_master_layout, random_model
 
 
 def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] = (8,)) -> Layout:
     """A layout of given `(start, stop, segment, offset)`; every rank's buffers have the given sizes."""
     held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
-    return Layout(name, held, tuple(sizes for _ in holdings))
+    return Layout.of(name, held, tuple(sizes for _ in holdings))
 
 
 def cut_vector(rows: int = 8, layers: int = 2) -> ParameterVector:
@@ -97,7 +101,7 @@ def test_loads_persist_over_pieces_and_segments() -> None:
 def test_golden_load_from_quarters_to_halves() -> None:
     source = layout("quarters", *[[(2 * r, 2 * r + 2, 0, 0)] for r in range(4)], sizes=(2,))
     target = layout("halves", *[[(4 * (r % 2), 4 * (r % 2) + 4, 0, 0)] for r in range(4)], sizes=(4,))
-    plan = plan_load(source, target, Cluster(4, 2), [4])
+    plan = plan_load(source, target, Cluster(4, 2), [4], "algorithm1")
     assert plan.transfers == (
         Transfer(segment=0, length=2, src=0, src_offset=0, dst=0, dst_offset=0, start=0),
         Transfer(segment=0, length=2, src=0, src_offset=0, dst=2, dst_offset=0, start=0),
@@ -128,24 +132,28 @@ def test_golden_return_of_two_replicas() -> None:
 
 def test_golden_digest() -> None:
     """A change of the digest is a change of what old and new versions of the package agree on: make it knowingly."""
-    plan = SwitchPlan("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
-    assert plan.digest() == "99dc88a4eb0a9b69e16cda6154544bdef19f956dc4cf263db6cb07ffebbe1dc8"
+    plan = SwitchPlan.of("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
+    assert plan.digest() == "bff1b7f6bc7397abcbde0631b61eb0bbffb04eac9f9a17cc6743bee47c3b737b"
 
 
 def test_transfers_that_continue_each_other_are_merged() -> None:
+    def row(length: int, src_offset: int, dst: int, dst_offset: int, start: int, dst_store: int = TARGET) -> list[int]:
+        return [SOURCE, 0, src_offset, dst_store, dst, dst_offset, start, length]
+
     pieces = [
-        Transfer(0, 2, 0, 0, 1, 4, 10), Transfer(0, 3, 0, 2, 1, 6, 12),  # continues on both sides
-        Transfer(0, 1, 0, 5, 1, 10, 15),  # a gap at the destination
-        Transfer(1, 1, 0, 6, 1, 11, 16),  # another segment
-        Transfer(1, 1, 0, 7, 2, 12, 17),  # another destination
+        row(2, 0, 1, 4, 10), row(3, 2, 1, 6, 12),  # continues on both sides
+        row(1, 5, 1, 10, 15),  # a gap at the destination
+        row(1, 6, 1, 11, 16, RELAY),  # another buffer
+        row(1, 7, 2, 12, 17),  # another destination
     ]  # fmt: skip
     random.Random(0).shuffle(pieces)
-    assert merge_transfers(pieces) == (
-        Transfer(0, 5, 0, 0, 1, 4, 10),
-        Transfer(0, 1, 0, 5, 1, 10, 15),
-        Transfer(1, 1, 0, 6, 1, 11, 16),
-        Transfer(1, 1, 0, 7, 2, 12, 17),
-    )
+    assert canonical(np.array(pieces)).tolist() == [
+        row(5, 0, 1, 4, 10),
+        row(1, 5, 1, 10, 15),
+        row(1, 6, 1, 11, 16, RELAY),
+        row(1, 7, 2, 12, 17),
+    ]
+    assert canonical(np.empty((0, COLUMNS), np.int64)).shape == (0, COLUMNS)
 
 
 @pytest.mark.parametrize(
@@ -163,7 +171,7 @@ def test_every_rank_sends_its_shard_from_tensor_to_data_parallel() -> None:
     shard = 2 * (8 + 2 * 16 + 8) // 4  # bytes of the cut parameters on one rank; the replicated ones stay
     assert traffic.max_sent_bytes == traffic.max_received_bytes == 3 * shard
     assert traffic.wire_bytes == 12 * shard
-    assert {len(plan.rank_view(rank).outgoing) for rank in range(4)} == {3}
+    assert {len({t.dst for t in plan.transfers if t.src == rank != t.dst}) for rank in range(4)} == {3}
 
 
 def test_replicas_share_the_sending() -> None:
@@ -187,11 +195,10 @@ def test_plans_are_equal_however_the_layouts_were_made() -> None:
         model, world_size = random_model(rng), rng.randint(1, 8)
         first, second = (rng.choice(model.strategies(world_size)) for _ in range(2))
         source, target = strategy_layout(model.vector, first), strategy_layout(model.vector, second)
-        shuffled = replace(source, holdings=tuple(tuple(rng.sample(held, len(held))) for held in source.holdings))
+        shuffled = Layout.of(source.name, [rng.sample(held, len(held)) for held in source.holdings], source.sizes)
         cluster, sizes = Cluster(world_size, 2), [4] * len(model.vector.segments)
         plan, again = (plan_load(layout, target, cluster, sizes) for layout in (source, shuffled))
-        assert plan == again
-        assert plan.digest() == again.digest()
+        assert plan.transfers == again.transfers
 
 
 def test_a_large_model_plans_in_seconds() -> None:
@@ -219,16 +226,22 @@ def mutants(plan: SwitchPlan, rng: random.Random) -> dict[str, tuple[Transfer, .
     wrong = {
         "dropped": rest,
         "duplicated": [*transfers, chosen],
-        "reordered": [*rest, chosen] if index < len(rest) else [chosen, *rest],
+        "reordered": transfers[::-1],
         "emptied": [*rest, chosen._replace(length=0)],
         "no such segment": [*rest, chosen._replace(segment=chosen.segment + 99)],
         "no such rank": [*rest, chosen._replace(dst=plan.world_size)],
         "negative rank": [*rest, chosen._replace(src=-1)],
+        "of a relay buffer that nothing landed in": [*rest, chosen._replace(src_store=RELAY)],
+        "of a second source that does not exist": [*rest, chosen._replace(src_store=SECOND)],
+        "into a source": [*rest, chosen._replace(dst_store=SOURCE)],
+        "in a hop of its own, twice": [*transfers, chosen._replace(hop=1)],
     }
-    if len(transfers) == 1:
+    if all((a.segment, a.hop) != (b.segment, b.hop) for a, b in itertools.combinations(transfers, 2)):
         del wrong["reordered"]
     for field in ("length", "src_offset", "dst_offset", "start"):
         wrong[f"{field} shifted"] = [*rest, shifted(field)(chosen)]
+    if chosen.src_store == RELAY:
+        del wrong["of a relay buffer that nothing landed in"]
     if halves:
         wrong["shortened"] = [*rest, chosen._replace(length=halves)]
         first = chosen._replace(length=halves + 1)
@@ -242,7 +255,7 @@ def mutants(plan: SwitchPlan, rng: random.Random) -> dict[str, tuple[Transfer, .
         pair = [chosen._replace(**swap[0]), other._replace(**swap[1])]
         if sorted(pair) != sorted([chosen, other]) and chosen.start != other.start:
             wrong["destinations swapped"] = [*kept, *pair]
-    ordered = {name: sorted(bad, key=lambda t: (t.src, t.dst, t.start)) for name, bad in wrong.items()}
+    ordered = {name: sorted(bad, key=lambda t: (t.hop, t.src, t.dst, t.start)) for name, bad in wrong.items()}
     if "reordered" in wrong:
         ordered["reordered"] = wrong["reordered"]
     return {name: tuple(bad) for name, bad in ordered.items()}
@@ -267,10 +280,11 @@ def test_no_mutant_of_a_plan_is_valid(seed: int) -> None:
     plans = [(plan_load(master, weights, Cluster(world_size, 2), sizes), master, weights)]
     if any(gradients.holdings):
         plans.append((plan_return(gradients, master), gradients, master))
-    for plan, source, target in plans:
+    for made, source, target in plans:
+        plan = SwitchPlan.of(made.name, made.world_size, made.transfers, made.accumulate)
         plan.validate(source, target)
         for name, transfers in mutants(plan, rng).items():
-            mutant = replace(plan, transfers=transfers)
+            mutant = SwitchPlan.of(plan.name, plan.world_size, transfers, plan.accumulate)
             assert not is_valid(mutant, source, target), f"a transfer {name}"
             assert mutant.digest() != plan.digest(), f"a transfer {name}"
 
@@ -293,7 +307,7 @@ def test_a_load_and_a_return_prove_different_things() -> None:
         (layout("a", [(0, 4, 0, 0), (3, 8, 0, 4)]), layout("b", [(0, 8, 0, 0)]), "holds element 3 twice"),
         (layout("a", [(0, 4, 0, 0), (4, 8, 0, 3)]), layout("b", [(0, 8, 0, 0)]), "overlap in the buffer"),
         (layout("a", [(0, 4, 0, 5)]), layout("b", [(0, 4, 0, 0)]), "leaves its buffer of 8"),
-        (layout("a", [(0, 4, 0, 0)]), layout("b", [(0, 4, 1, 0)], sizes=(0, 4)), "does not hold there"),
+        (layout("a", [(0, 4, 0, 0)]), layout("b", [(0, 4, 1, 0)], sizes=(0, 4)), r"holds elements \[0, 4\)"),
     ],
 )
 def test_layouts_that_cannot_be_right_are_refused(source: Layout, target: Layout, message: str) -> None:
@@ -323,57 +337,96 @@ def test_the_inverse_is_the_adjoint() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"name": "other"}, {"world_size": 3}, {"accumulate": True}, {"transfers": ()}],
-)
+    [
+        {"name": "other"}, {"world_size": 3}, {"accumulate": True}, {"kinds": (), "kind_of": (-1,)}, {"bases": (1,)},
+        {"links": (INTER,)},
+    ],
+)  # fmt: skip
 def test_the_digest_covers_every_field(change: dict[str, object]) -> None:
-    plan = SwitchPlan("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
+    plan = SwitchPlan.of("golden", 2, (Transfer(0, 2, 0, 0, 1, 3, 5),), False)
     assert replace(plan, **change).digest() != plan.digest()  # type: ignore[arg-type]
     assert replace(plan).digest() == plan.digest()
-
-
-def test_both_ends_of_a_route_see_the_same_transfers_in_the_same_order() -> None:
-    vector = cut_vector()
-    plan = plan_return(gradient_layout(vector, Strategy(dp=2, tp=2)), master_layout(vector, 4))
-    views = [plan.rank_view(rank) for rank in range(4)]
-    for src, dst in ((a, b) for a in range(4) for b in range(4) if a != b):
-        assert views[src].outgoing.get(dst) == views[dst].incoming.get(src)
-    seen = [t for view in views for t in (*view.local, *(t for route in view.outgoing.values() for t in route))]
-    assert sorted(seen) == sorted(plan.transfers)
+    for column in Transfer._fields[1:]:
+        wrong = plan.transfers[0]._replace(**{column: getattr(plan.transfers[0], column) + 1})
+        assert SwitchPlan.of("golden", 2, (wrong,), False).digest() != plan.digest(), column
 
 
 # ---------------------------------------------------------------------------------------------------------- rounds
+
+
+SINGLE, DOUBLE = Wire("float32", 4), Wire("float64", 8)
 
 
 def test_golden_rounds_of_a_load() -> None:
     source = layout("a", [(0, 8, 0, 0)], [(8, 12, 1, 0)], [], sizes=(8, 4))
     target = layout("b", [], [(0, 8, 0, 0)], [(0, 8, 0, 0), (8, 12, 1, 0)], sizes=(8, 4))
     plan = plan_load(source, target, Cluster(3, 3), [4, 8])
-    single, double = Wire("float32", 4), Wire("float64", 8)
-    first = cut_rounds(plan, 0, [single, double], 16)
-    assert first.rounds == tuple(
-        Round(
-            (Message(1, single, (Slice(0, at, 4),), 4, 0), Message(2, single, (Slice(0, at, 4),), 4, 0)), (), (), 16, 0
+    first = cut_rounds(plan, 0, [SINGLE, DOUBLE], 16)
+    assert [(r.sends, r.receives, r.local, r.send_bytes, r.receive_bytes) for r in first.rounds] == [
+        (
+            tuple(Message(peer, SINGLE, (Slice(SOURCE, 0, at, 4),), 4, 0) for peer in (1, 2)), (), (), 16, 0
         )
         for at in (0, 4)
-    )  # the two peers get the same: one place in staging
-    last = cut_rounds(plan, 2, [single, double], 16)
+    ]  # fmt: skip  # the two peers get the same: one place in staging
+    last = cut_rounds(plan, 2, [SINGLE, DOUBLE], 16)
     assert [[(m.peer, m.wire, m.slices, m.staging_offset) for m in r.receives] for r in last.rounds] == [
-        [(1, double, (Slice(1, 0, 2),), 0), (0, single, (Slice(0, 0, 4),), 16)],
-        [(1, double, (Slice(1, 2, 2),), 0), (0, single, (Slice(0, 4, 4),), 16)],
+        [(1, DOUBLE, (Slice(TARGET, 1, 0, 2),), 0), (0, SINGLE, (Slice(TARGET, 0, 0, 4),), 16)],
+        [(1, DOUBLE, (Slice(TARGET, 1, 2, 2),), 0), (0, SINGLE, (Slice(TARGET, 0, 4, 4),), 16)],
     ]  # the nearest lower rank first; wide elements first in staging
-    assert last.target_extents == {0: 8, 1: 4}
-    assert last.source_extents == {}
+    assert last.extents == {(TARGET, 0): 8, (TARGET, 1): 4}
 
 
 def test_rounds_of_a_return_follow_the_destination() -> None:
     parts = layout("parts", [(0, 8, 0, 0)], [(2, 6, 0, 2)], [(6, 8, 0, 6)])
     plan = plan_return(parts, layout("master", [], [], [(0, 8, 0, 0)]))
-    rounds = cut_rounds(plan, 2, [Wire("float32", 4)], 16).rounds
-    assert [[(m.peer, m.slices) for m in r.receives] for r in rounds] == [
-        [(1, (Slice(0, 2, 2),)), (0, (Slice(0, 0, 4),))],
-        [(1, (Slice(0, 4, 2),)), (0, (Slice(0, 4, 4),))],
+    rounds = cut_rounds(plan, 2, [SINGLE], 16).rounds
+    assert [[(m.peer, [s[2:] for s in m.slices]) for m in r.receives] for r in rounds] == [
+        [(1, [(2, 2)]), (0, [(0, 4)])],
+        [(1, [(4, 2)]), (0, [(4, 4)])],
     ]
-    assert [[(t.src_offset, t.dst_offset, t.length) for t in r.local] for r in rounds] == [[], [(6, 6, 2)]]
+    moved = [[(one.source.offset, one.target.offset, one.target.length) for one in r.local] for r in rounds]
+    assert moved == [[], [(6, 6, 2)]]
+
+
+def test_groups_follow_the_order_of_need_and_the_byte_cap() -> None:
+    vector = cut_vector(layers=6)
+    plan = plan_load(master_layout(vector, 2), strategy_layout(vector, Strategy(dp=2)), Cluster(2, 2), [2] * 8)
+    wires = [Wire("bfloat16", 2)] * 8
+    assert cut_rounds(plan, 0, wires, 1 << 20).groups == (tuple(range(8)),)
+    assert cut_rounds(plan, 0, wires, 1 << 20, 0).groups == tuple((segment,) for segment in range(8))
+    assert cut_rounds(plan.inverse(), 0, wires, 1 << 20, 0).groups == tuple((s,) for s in reversed(range(8)))
+    rounds = cut_rounds(plan, 0, wires, 1 << 20, 0).rounds
+    assert [(r.group, r.opens, r.closes) for r in rounds] == [(group, True, True) for group in range(8)]
+
+
+def test_the_hops_of_a_relay_are_interleaved_and_wait_for_what_they_forward() -> None:
+    vector = cut_vector(rows=512, layers=6)
+    target = strategy_layout(vector, Strategy(dp=8))
+    plan = plan_load(master_layout(vector, 8), target, Cluster(8, 4), [2] * 8)
+    assert plan.links == (INTER, INTRA)
+    rounds = cut_rounds(plan, 0, [Wire("bfloat16", 2)] * 8, 1 << 20, 0).rounds
+    assert [(r.group, r.hop) for r in rounds][:5] == [(0, 0), (1, 0), (0, 1), (2, 0), (1, 1)]
+    at = {(r.group, r.hop): index for index, r in enumerate(rounds)}
+    for r in rounds:
+        expected = [at[r.group, 0]] if r.hop else []
+        expected += [at[r.group - 3, 1]] if r.group >= 3 else []
+        assert r.needs == max(expected, default=-1)
+
+
+def test_a_round_has_few_operations_in_large_worlds() -> None:
+    vector = cut_vector(rows=1 << 15, layers=1)
+    for world_size, blocks in ((32, 1), (33, 1), (34, 2), (100, 4)):
+        plan = plan_load(
+            master_layout(vector, world_size),
+            strategy_layout(vector, Strategy(dp=world_size)),
+            Cluster(world_size, 200),
+            [2] * 3,
+        )
+        schedules = [cut_rounds(plan, rank, [Wire("bfloat16", 2)] * 3, 1 << 20) for rank in (0, world_size - 1)]
+        for schedule in schedules:
+            assert len(schedule.rounds) == blocks
+            assert max(len(r.sends) + len(r.receives) for r in schedule.rounds) <= 64
+        assert sum(len(r.receives) for r in schedules[0].rounds) == world_size - 1
 
 
 def test_sends_and_receives_of_all_rounds_pair_up() -> None:
@@ -381,19 +434,19 @@ def test_sends_and_receives_of_all_rounds_pair_up() -> None:
     for _ in range(60):
         model, world_size = random_model(rng), rng.randint(2, 8)
         contributions = gradient_layout(model.vector, rng.choice(model.strategies(world_size)))
-        plan = plan_return(contributions, random_master_layout(rng, model.vector, world_size))
+        cluster, sizes = Cluster(world_size, rng.randint(1, world_size)), [4] * len(model.vector.segments)
+        plan = plan_return(contributions, random_master_layout(rng, model.vector, world_size), cluster, sizes)
         for kind in (plan, plan.inverse()):
-            wires = [
-                rng.choice((Wire("float16", 2), Wire("float32", 4), Wire("float64", 8))) for _ in model.vector.segments
-            ]
-            window = 16 * rng.randint(1, 40)
-            schedules = [cut_rounds(kind, rank, wires, window) for rank in range(world_size)]
+            wires = [rng.choice((Wire("float16", 2), SINGLE, DOUBLE)) for _ in model.vector.segments]
+            window, group_bytes = 16 * rng.randint(1, 40), rng.choice((None, 0, 100))
+            schedules = [cut_rounds(kind, rank, wires, window, group_bytes) for rank in range(world_size)]
             assert len({len(s.rounds) for s in schedules}) == 1
             for rounds in zip(*(s.rounds for s in schedules), strict=True):
                 sent = [(rank, m.peer, m.wire, m.length) for rank, r in enumerate(rounds) for m in r.sends]
                 received = [(m.peer, rank, m.wire, m.length) for rank, r in enumerate(rounds) for m in r.receives]
                 assert sorted(sent) == sorted(received)
                 assert len(set(sent)) == len(sent)
+                assert len({(r.group, r.hop, r.needs, r.opens, r.closes) for r in rounds}) == 1
                 for r in rounds:
                     assert r.send_bytes <= window * (world_size - 1)
                     assert r.receive_bytes <= window * (world_size - 1)

@@ -1,0 +1,182 @@
+"""What crosses between nodes: balanced landing and sending, as near to the optimum as the planner promises."""
+
+from itertools import permutations
+
+import numpy as np
+import pytest
+
+from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
+    gradient_classes,
+    parameter_classes,
+    planned_hops,
+    pool,
+    random_classes,
+    relay_bound_lp,
+)
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.switch.crossings import (
+    Demand,
+    Pull,
+    demands_of,
+    landing_shares,
+    pulling_shares,
+    pulls_of,
+    relay_pays,
+    sending_shares,
+)
+from hf_hotspa.switch.ports import PieceClass, overlapped_seconds
+
+TWO_NODES = Cluster(8, 4)
+
+
+def loads(shares, demands, key):
+    found = dict.fromkeys(range(64), 0.0)
+    for demand in demands:
+        for rank, share in shares[key(demand)]:
+            found[rank] += share * demand.num_bytes
+    return found
+
+
+def test_demands_and_pulls_of_classes():
+    classes = [PieceClass(8.0, (0, 1), (1, 2, 5, 6)), PieceClass(4.0, (0, 1), (2, 3))]
+    assert demands_of(classes, TWO_NODES) == [Demand((0, 1), 1, (5, 6), 8.0)]
+    assert pulls_of(classes, TWO_NODES) == [Pull((0, 1), 2, 12.0), Pull((0, 1), 3, 4.0)]
+
+
+def test_relaying_pays_where_the_node_is_faster_than_its_nics():
+    assert relay_pays(Cluster(16, 8))
+    assert relay_pays(Cluster(16, 8, nics_per_node=1, intra_bandwidth=10e9))
+    assert not relay_pays(Cluster(8, 8))
+    assert not relay_pays(Cluster(8, 1))
+    assert not relay_pays(Cluster(16, 8, intra_bandwidth=10e9))
+    assert not relay_pays(Cluster(16, 8, intra_bandwidth=25e9))
+
+
+# ------------------------------------------------------------------------------------------------ landing
+
+
+def test_nothing_is_forwarded_where_every_device_takes_its_own():
+    demands = [Demand((0,), 1, (rank,), 100.0 + 0.5 * (rank == 5)) for rank in range(4, 8)]
+    assert landing_shares(demands, TWO_NODES) == {(1, (rank,)): ((rank, 1.0),) for rank in range(4, 8)}
+
+
+def test_one_needer_lands_on_all_nics_of_the_node():
+    assert landing_shares([Demand((0,), 1, (5,), 8.0)], TWO_NODES) == {(1, (5,)): tuple((r, 0.25) for r in range(4, 8))}
+
+
+def test_only_the_excess_lands_on_neighbours():
+    demands = [Demand((0,), 1, (4,), 10.0), Demand((0,), 1, (5,), 2.0)]
+    shares = landing_shares(demands, TWO_NODES)
+    assert shares[1, (5,)] == ((5, 1.0),)
+    landed = loads(shares, demands, lambda d: (d.node, d.needers))
+    assert [landed[r] for r in range(4, 8)] == pytest.approx([3.0] * 4)
+
+
+def test_several_needers_share_what_they_all_need():
+    demands = [Demand((0,), 1, (4, 5), 6.0), Demand((1,), 1, (5,), 2.0), Demand((2,), 1, (6, 7), 8.0)]
+    shares = landing_shares(demands, TWO_NODES)
+    assert dict(shares[1, (4, 5)]) == pytest.approx({4: 2 / 3, 5: 1 / 3}, rel=0.02)
+    assert dict(shares[1, (6, 7)]) == pytest.approx({6: 0.5, 7: 0.5})
+
+
+def test_shared_nics_land_on_needers_only():
+    cluster = Cluster(8, 4, nics_per_node=1)
+    assert landing_shares([Demand((0,), 1, (5,), 8.0)], cluster) == {(1, (5,)): ((5, 1.0),)}
+    assert landing_shares([Demand((0,), 1, (4, 6), 8.0)], cluster) == {(1, (4, 6)): ((4, 0.5), (6, 0.5))}
+
+
+def test_shared_nics_land_where_there_is_least_to_send():
+    cluster = Cluster(8, 4, nics_per_node=1, inter_bandwidth=100e9)
+    demands, pulls = [Demand((0,), 1, (4, 5, 6, 7), 1e9)], [Pull((6,), 7, 60e9), Pull((7,), 6, 60e9)]
+    assert landing_shares(demands, cluster, pulls) == {(1, (4, 5, 6, 7)): ((4, 0.5), (5, 0.5))}
+
+
+def test_a_busy_node_has_time_to_land_on_the_needer_alone():
+    demands = [Demand((0,), 1, (5,), 8.0)]
+    pulls = [Pull((6,), 7, 100.0)]  # takes longer than the 8 bytes on one NIC
+    assert landing_shares(demands, TWO_NODES, pulls) == {(1, (5,)): ((5, 1.0),)}
+
+
+def test_no_bytes_and_no_demands():
+    assert landing_shares([], TWO_NODES) == sending_shares([], TWO_NODES) == {}
+    assert landing_shares([Demand((0,), 1, (5,), 0.0)], TWO_NODES) == {(1, (5,)): ((5, 1.0),)}
+    assert sending_shares([Demand((0,), 1, (5,), 0.0)], TWO_NODES) == {((0,), 1): ((0, 1.0),)}
+
+
+# ------------------------------------------------------------------------------------------------ sending
+
+
+def test_owners_are_balanced():
+    cluster = Cluster(12, 4)
+    demands = [Demand((0, 4), 2, (8,), 8.0), Demand((0,), 2, (9,), 2.0), Demand((1, 5), 2, (10, 11), 6.0)]
+    shares = sending_shares(demands, cluster, neighbours=False)
+    sent = loads(shares, demands, lambda d: (d.owners, d.node))
+    assert [sent[r] for r in (0, 4, 1, 5)] == pytest.approx([5.0, 5.0, 3.0, 3.0], rel=0.02)
+
+
+def test_a_single_owner_is_helped_by_its_neighbours():
+    demands = [Demand((0,), 1, (4, 5, 6, 7), 8.0)]
+    assert sending_shares(demands, TWO_NODES) == {((0,), 1): tuple((r, 0.25) for r in range(4))}
+    assert sending_shares(demands, TWO_NODES, neighbours=False) == {((0,), 1): ((0, 1.0),)}
+    shared = Cluster(8, 4, nics_per_node=1)
+    assert sending_shares(demands, shared) == {((0,), 1): ((0, 1.0),)}
+
+
+def test_owners_divide_the_destinations_between_them():
+    cluster = Cluster(32, 4)
+    demands = [Demand((0, 1, 2, 3), node, (4 * node,), 1.0) for node in range(1, 8)]
+    shares = sending_shares(demands, cluster)
+    sent = loads(shares, demands, lambda d: (d.owners, d.node))
+    assert [sent[r] for r in range(4)] == pytest.approx([7 / 4] * 4)
+    assert sum(map(len, shares.values())) <= 4 + 7
+
+
+def test_pulls_go_to_the_owners_that_forward_least():
+    shares = pulling_shares([Pull((0, 1), 2, 4.0), Pull((0, 1), 3, 2.0)], {0: 4.0})
+    assert dict(shares[0, 1]) == pytest.approx({0: 1 / 6, 1: 5 / 6})
+    assert pulling_shares([Pull((0, 1), 2, 4.0)]) == {(0, 1): ((0, 0.5), (1, 0.5))}
+
+
+# ------------------------------------------------------------------------------------------------ against the optimum
+
+
+def ratio(classes, cluster):
+    optimum = relay_bound_lp(classes, cluster)
+    return overlapped_seconds(planned_hops(classes, cluster), cluster) / optimum if optimum > 1e-9 else 1.0
+
+
+@pytest.mark.parametrize("nics", [None, 1])
+@pytest.mark.parametrize("per_node", [2, 8])
+@pytest.mark.parametrize("make", [parameter_classes, gradient_classes])
+def test_regular_pairs_reach_the_optimum(make, per_node, nics):
+    """Every fifth pair of 16 devices, plain and nested; `benchmarks/planner_bounds.py` runs them all."""
+    cluster = Cluster(16, per_node, nics_per_node=nics)
+    for nested in (False, True):
+        for a, b in list(permutations(pool(16, nested=nested), 2))[:: 10 if nested else 9]:
+            assert ratio(make(a, b), cluster) <= 1.02, (str(a), str(b))
+
+
+@pytest.mark.parametrize("nics", [None, 1])
+def test_irregular_instances_are_near_the_optimum(nics):
+    cluster = Cluster(16, 4, nics_per_node=nics)
+    assert np.mean([ratio(random_classes(seed, cluster), cluster) for seed in range(20)]) <= 1.05
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_shares_are_fractions_of_ranks_that_can(seed):
+    cluster = Cluster(11, 4, nics_per_node=1 if seed % 2 else None)
+    classes = random_classes(seed, cluster)
+    demands, pulls = demands_of(classes, cluster), pulls_of(classes, cluster)
+    landing, sending = landing_shares(demands, cluster, pulls), sending_shares(demands, cluster)
+    for owners, node, needers, _ in demands:
+        for ranks, shares in (
+            (cluster.ranks(node), landing[node, needers]),
+            ([r for o in owners for r in cluster.ranks(cluster.node(o))], sending[owners, node]),
+        ):
+            assert sum(share for _, share in shares) == pytest.approx(1)
+            assert all(share > 0 and rank in ranks for rank, share in shares)
+            assert [rank for rank, _ in shares] == sorted({rank for rank, _ in shares})
+    owners_only = sending_shares(demands, cluster, neighbours=False)
+    assert all(rank in owners for (owners, _), shares in owners_only.items() for rank, _ in shares)
+    assert sending == sending_shares(demands, cluster)
+    assert landing == landing_shares(demands, cluster, pulls)

@@ -1,0 +1,158 @@
+"""The port model: loads of transfers, the busiest port, and bounds that no plan can beat."""
+
+import numpy as np
+import pytest
+
+from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
+    direct_bound_lp,
+    gradient_classes,
+    parameter_classes,
+    planned_hops,
+    random_classes,
+    relay_bound_lp,
+)
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.ports import (
+    PieceClass,
+    PortLoads,
+    lower_bound,
+    node_bandwidths,
+    overlapped_seconds,
+    sequential_seconds,
+)
+
+PER_DEVICE = Cluster(4, 2)
+PER_NODE = Cluster(4, 2, nics_per_node=1)
+
+
+def loads_of(cluster: Cluster, *flows: tuple[int, int, float]) -> PortLoads:
+    loads = PortLoads.zero(cluster)
+    for flow in flows:
+        loads.add(*flow)
+    return loads
+
+
+def test_transfers_load_the_ports_they_pass():
+    loads = PortLoads.zero(PER_DEVICE)
+    loads.add([0, 0, 2, 1], [1, 2, 3, 1], [10.0, 20.0, 30.0, 40.0])
+    assert loads.sent_intra.tolist() == [10, 0, 30, 0]
+    assert loads.received_intra.tolist() == [0, 10, 0, 30]
+    assert loads.sent_inter.tolist() == [20, 0, 0, 0]
+    assert loads.received_inter.tolist() == [0, 0, 20, 0]
+
+
+def test_adding_nothing_changes_nothing():
+    loads = PortLoads.zero(PER_DEVICE)
+    loads.add([], [], [])
+    assert loads.seconds(PER_DEVICE) == 0
+
+
+def test_nics_of_a_device_and_of_a_node():
+    flows = ((0, 2, 1e9), (1, 3, 1e9))
+    assert loads_of(PER_DEVICE, *flows).seconds(PER_DEVICE) == pytest.approx(0.04)
+    assert loads_of(PER_NODE, *flows).seconds(PER_NODE) == pytest.approx(0.08)
+    two = Cluster(8, 4, nics_per_node=8)  # more NICs than devices: each device drives two
+    assert loads_of(two, (0, 4, 1e9)).seconds(two) == pytest.approx(0.02)
+
+
+def test_ports_are_full_duplex():
+    loads = loads_of(PER_DEVICE, (0, 2, 1e9), (2, 0, 1e9), (0, 1, 8e9), (1, 0, 8e9))
+    assert loads.seconds(PER_DEVICE) == pytest.approx(0.04)
+
+
+def test_the_busiest_ports_are_named():
+    ports = loads_of(PER_NODE, (0, 1, 2e9), (2, 0, 1e9), (3, 1, 1e9)).busiest(PER_NODE)
+    assert str(ports.device) == "intra send of rank 0: 2.000 GB, 10.0 ms"
+    assert (ports.nic.kind, ports.nic.place, ports.nic.is_node) == ("NIC send", 1, True)
+    assert ports.nic.seconds == pytest.approx(0.08)
+
+
+def test_hops_in_sequence_and_overlapped():
+    hops = [loads_of(PER_DEVICE, (0, 2, 1e9)), loads_of(PER_DEVICE, (2, 3, 4e9))]
+    assert sequential_seconds(hops, PER_DEVICE) == pytest.approx(0.06)
+    assert overlapped_seconds(hops, PER_DEVICE) == pytest.approx(0.04)
+
+
+def test_a_short_last_node_has_fewer_nics_of_its_own():
+    assert node_bandwidths(Cluster(6, 4)) == [100e9, 50e9]
+    assert node_bandwidths(Cluster(6, 4, nics_per_node=1)) == [25e9, 25e9]
+    ragged = Cluster(5, 2, nics_per_node=1)
+    assert loads_of(ragged, (0, 4, 1e9)).seconds(ragged) == pytest.approx(0.04)
+
+
+# ------------------------------------------------------------------------------------------------ worked examples
+
+
+def test_worked_example_of_relaying():
+    """1 GB on one device, needed by both devices of another node."""
+    classes = [PieceClass(1e9, (0,), (2, 3))]
+    assert direct_bound_lp(classes, PER_DEVICE) == pytest.approx(0.080)
+    assert relay_bound_lp(classes, PER_DEVICE) == pytest.approx(0.020)
+    assert direct_bound_lp(classes, PER_NODE) == pytest.approx(0.080)
+    assert relay_bound_lp(classes, PER_NODE) == pytest.approx(0.040)
+    for cluster, seconds in ((PER_DEVICE, 0.020), (PER_NODE, 0.040)):
+        bound = lower_bound(classes, cluster)
+        assert bound.seconds == pytest.approx(seconds)
+        assert bound.limit in ("miss of node 1", "send of node 0")
+        assert overlapped_seconds(planned_hops(classes, cluster), cluster) == pytest.approx(seconds)
+
+
+def test_worked_example_of_striping():
+    """1 GB on two devices, needed by one device of another node."""
+    classes = [PieceClass(1e9, (0, 1), (2,))]
+    assert direct_bound_lp(classes, PER_DEVICE) == pytest.approx(0.040)
+    assert relay_bound_lp(classes, PER_DEVICE) == pytest.approx(0.020)
+    assert overlapped_seconds(planned_hops(classes, PER_DEVICE), PER_DEVICE) == pytest.approx(0.020)
+
+
+def test_worked_example_of_a_real_pair():
+    """dp1tp16pp2 -> dp4tp2pp4 of the 32B model on 4 x 8 devices: 0.330 s directly, 0.041 s relayed."""
+    cluster = Cluster(32, 8)
+    classes = parameter_classes(Strategy(1, 16, 2), Strategy(4, 2, 4))
+    assert direct_bound_lp(classes, cluster) == pytest.approx(0.330, rel=0.03)
+    assert relay_bound_lp(classes, cluster) == pytest.approx(0.041, rel=0.03)
+    assert lower_bound(classes, cluster).seconds == pytest.approx(relay_bound_lp(classes, cluster), rel=0.01)
+
+
+# ------------------------------------------------------------------------------------------------ bounds
+
+
+def test_nothing_moves():
+    assert lower_bound([], PER_DEVICE).limit == "nothing moves"
+    assert lower_bound([PieceClass(1e9, (0, 2), (0, 2))], PER_DEVICE).seconds == 0
+
+
+def test_one_node_has_no_nics_to_use():
+    assert lower_bound([PieceClass(1e9, (0,), (1,))], Cluster(2, 2)).seconds == pytest.approx(1 / 200)
+
+
+def test_a_shared_owner_set_limits_its_nodes():
+    """Nodes 0 and 1 hold what six others need; each alone would be twice as slow."""
+    cluster = Cluster(16, 2)
+    bound = lower_bound([PieceClass(1e9, (0, 2), (4, 6, 8, 10, 12, 14))], cluster)
+    assert bound.egress_s == pytest.approx(6e9 / (2 * 50e9))
+    assert bound.limit == "send of nodes 0, 1"
+
+
+@pytest.mark.parametrize("nics", [None, 1, 2])
+@pytest.mark.parametrize("seed", range(12))
+def test_no_plan_beats_the_bound(seed, nics):
+    cluster = Cluster(8 + seed % 3, 4 if seed % 2 else 3, nics_per_node=nics)  # with short last nodes
+    classes = random_classes(seed, cluster, count=15)
+    bound = lower_bound(classes, cluster)
+    optimum = relay_bound_lp(classes, cluster)
+    assert 0 < bound.seconds <= optimum * (1 + 1e-6)
+    assert bound.seconds == max(bound.receive_s, bound.node_miss_s, bound.egress_s)
+    assert optimum <= overlapped_seconds(planned_hops(classes, cluster), cluster) * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("make", [parameter_classes, gradient_classes])
+def test_the_bound_is_near_the_optimum_on_regular_pairs(make):
+    cluster = Cluster(32, 8, nics_per_node=1)
+    ratios = []
+    for pair in (((1, 16, 2), (2, 8, 2)), ((2, 8, 2), (8, 4, 1)), ((4, 2, 4), (4, 4, 2)), ((8, 4, 1), (1, 16, 2))):
+        classes = make(*(Strategy(*degrees) for degrees in pair))
+        ratios.append(lower_bound(classes, cluster).seconds / relay_bound_lp(classes, cluster))
+    assert np.max(ratios) <= 1 + 1e-6
+    assert np.median(ratios) > 0.99
