@@ -1,7 +1,8 @@
 """`SwitchOverheadCallback`: what switching costs, in the log and as a table.
 
 Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since
-the last log: seconds and MB of switching, its share of the step, tokens per second, waiting, and seconds per strategy.
+the last log: seconds of switching, exposed and hidden behind computation, its MB and share of the step, tokens per
+second, waiting, and seconds per strategy.
 """
 
 from collections import defaultdict
@@ -13,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_hotspa.report import PhaseReport, StepReport
 
-_HEADER = f"{'strategy':<14}{'packs':>7}{'sequences':>11}{'tokens':>10}{'compute s':>11}{'wait s':>8}{'switch s':>10}{'switch MB':>11}{'share':>7}"
+_HEADER = f"{'strategy':<14}{'packs':>7}{'sequences':>11}{'tokens':>10}{'compute s':>11}{'wait s':>8}{'switch s':>10}{'hidden s':>10}{'switch MB':>11}{'share':>7}"
 
 
 @dataclass
@@ -24,6 +25,7 @@ class _Totals:
     tokens: int = 0
     seconds: float = 0.0
     switch_s: float = 0.0
+    hidden_s: float = 0.0
     switch_bytes: int = 0
     wait_s: float = 0.0
     by_strategy: dict[str, list[PhaseReport]] = field(default_factory=lambda: defaultdict(list))
@@ -33,6 +35,7 @@ class _Totals:
         self.tokens += report.num_tokens
         self.seconds += report.total_s
         self.switch_s += report.switch_s
+        self.hidden_s += report.hidden_s
         self.switch_bytes += report.switch_bytes
         self.wait_s += sum(phase.wait_s for phase in report.phases)
         for phase in report.phases:
@@ -45,10 +48,11 @@ class SwitchOverheadCallback(TrainerCallback):
     Args:
         print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
 
-    The logged keys, each a mean over the steps since the last log: `hotspa/switch_s`, `hotspa/switch_mb`,
-    `hotspa/switch_share` (0 to 1), `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
-    `hotspa/phases`, `hotspa/<strategy>/compute_s`; and counts since the last log of rows that a policy changed:
-    `hotspa/truncated`, `hotspa/split`, `hotspa/dropped`.
+    The logged keys, each a mean over the steps since the last log: `hotspa/switch_s` (exposed seconds, which the step
+    takes longer), `hotspa/hidden_s` (beside computation), `hotspa/switch_mb`, `hotspa/switch_share` (exposed, 0 to 1),
+    `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
+    `hotspa/<strategy>/compute_s`; and counts since the last log of rows that a policy changed: `hotspa/truncated`,
+    `hotspa/split`, `hotspa/dropped`.
     """
 
     def __init__(self, print_table: bool = False) -> None:
@@ -75,6 +79,7 @@ class SwitchOverheadCallback(TrainerCallback):
             return {}
         metrics: dict[str, float] = {
             "hotspa/switch_s": totals.switch_s / totals.steps,
+            "hotspa/hidden_s": totals.hidden_s / totals.steps,
             "hotspa/switch_mb": totals.switch_bytes / totals.steps / 1e6,
             "hotspa/switch_share": totals.switch_s / totals.seconds,
             "hotspa/wait_s": totals.wait_s / totals.steps,
@@ -104,7 +109,8 @@ class SwitchOverheadCallback(TrainerCallback):
         if self.print_table and state.is_world_process_zero and totals.steps:
             title = (
                 f"whole run: {totals.steps} steps, {totals.tokens} tokens, {totals.tokens / totals.seconds:.0f} tokens/s, "
-                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s"
+                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s, "
+                f"{totals.hidden_s:.1f} s more hidden behind computation"
             )
             tqdm.write("\n".join(_table(title, totals.by_strategy, totals.seconds)))
 
@@ -116,7 +122,7 @@ def _table(title: str, by_strategy: dict[str, list[PhaseReport]], seconds: float
         lines.append(
             f"{strategy:<14}{sum(p.num_packs for p in phases):>7}{sum(p.num_sequences for p in phases):>11}"
             f"{sum(p.num_tokens for p in phases):>10}{sum(p.compute_s for p in phases):>11.3f}"
-            f"{sum(p.wait_s for p in phases):>8.3f}{switch_s:>10.3f}{sum(p.switch_bytes for p in phases) / 1e6:>11.1f}"
-            f"{switch_s / seconds:>7.1%}"
+            f"{sum(p.wait_s for p in phases):>8.3f}{switch_s:>10.3f}{sum(p.hidden_s for p in phases):>10.3f}"
+            f"{sum(p.switch_bytes for p in phases) / 1e6:>11.1f}{switch_s / seconds:>7.1%}"
         )
     return lines

@@ -79,6 +79,12 @@ class ModelError(HotspaConfigError):
     code = "HSP-040"
 
 
+class DeviceMemoryError(HotspaConfigError):
+    """What the strategies need does not fit on the device; found before anything is allocated."""
+
+    code = "HSP-050"
+
+
 class PlanError(HotspaError):
     """A switch plan failed its own validation: a bug of the planner, nothing was sent."""
 

@@ -13,12 +13,16 @@ class PhaseReport:
         num_packs: Micro-batches, over all replicas.
         num_sequences: Sequences trained.
         num_tokens: Tokens trained.
-        load_s: Moving the weights into the strategy's layout.
+        load_s: Exposed seconds of moving the weights into the strategy's layout: those in which a rank did nothing but
+            prepare or wait for it.
         compute_s: Forward and backward of the busiest replica.
         wait_s: The longest that a rank waited for the busiest one.
-        return_s: Moving the gradients to the master store.
+        return_s: Exposed seconds of moving the gradients to the master store.
         load_bytes: Bytes that weights moved between ranks, summed over ranks.
         return_bytes: The same for gradients.
+        hidden_load_s: Seconds in which the load and the computation ran at the same time. Counted on the rank that was
+            busy with the load for the shortest time, as the others also waited for it; 0 without overlap.
+        hidden_return_s: The same for the return.
     """
 
     strategy: str
@@ -31,11 +35,18 @@ class PhaseReport:
     return_s: float
     load_bytes: int
     return_bytes: int
+    hidden_load_s: float = 0.0
+    hidden_return_s: float = 0.0
 
     @property
     def switch_s(self) -> float:
-        """Everything that is not computing: loading weights and returning gradients."""
+        """What switching adds to the phase: the exposed seconds of loading weights and returning gradients."""
         return self.load_s + self.return_s
+
+    @property
+    def hidden_s(self) -> float:
+        """What the phase would have taken longer without overlap, about."""
+        return self.hidden_load_s + self.hidden_return_s
 
     @property
     def switch_bytes(self) -> int:
@@ -78,7 +89,13 @@ class StepReport:
 
     @property
     def switch_s(self) -> float:
+        """Exposed seconds of all switches."""
         return sum(phase.switch_s for phase in self.phases)
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of all switches that ran beside computation."""
+        return sum(phase.hidden_s for phase in self.phases)
 
     @property
     def switch_bytes(self) -> int:
@@ -86,7 +103,7 @@ class StepReport:
 
     @property
     def switch_share(self) -> float:
-        """The part of the step that switching took, 0 to 1."""
+        """The part of the step that switching took (exposed seconds), 0 to 1."""
         return self.switch_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:

@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_hotspa.data.bucketing import plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.data.scan import scan_dataset
+from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.strategy import parse_buckets
+from tests.oracle import exact_in_double, relative_error
 
 
 def make_engine(model: PreTrainedModel, buckets: str, **options: Any) -> HotSPaEngine:
@@ -24,3 +27,14 @@ def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy
     plan = plan_mini_batch(range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy)
     collator = PackedBucketCollator(engine.rank, shape.vocab_size)
     return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+
+
+def worst_error(
+    engine: HotSPaEngine, mini_batch: MiniBatch, loss: float, gradients: dict[str, Tensor]
+) -> tuple[float, StepReport]:
+    """The largest relative error of loss and gradients of one step."""
+    with exact_in_double(engine.description.compute_dtype):
+        report = engine.forward_backward(mini_batch)
+    got = engine.full_gradients()
+    assert got.keys() == {name for name, g in gradients.items() if g is not None}
+    return max(abs(report.loss - loss) / abs(loss), *(relative_error(got[n], gradients[n]) for n in got)), report

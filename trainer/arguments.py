@@ -25,6 +25,9 @@ ELEMENTWISE_OPTIMIZERS = (
 )
 """The values of `--optim` whose update of an element depends on that element only, so that it is exact on shards."""
 
+OVERLAP: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
+"""The values of the overlap flags, as the engine takes them."""
+
 _CHECKPOINTS = "checkpoints do not exist yet; save the model at the end with trainer.save_model()"
 _EVALUATION = "evaluation does not exist yet; evaluate the saved model with the stock Trainer"
 _OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
@@ -110,6 +113,28 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_staging_mb: int = field(
         default=16, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
     )
+    hotspa_overlap_load: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
+            "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
+            "choices": list(OVERLAP),
+        },
+    )
+    hotspa_overlap_return: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether gradients leave while earlier layers still run backward: on, off, or auto (as above).",
+            "choices": list(OVERLAP),
+        },
+    )
+    hotspa_switch_timeout: float = field(
+        default=120.0,
+        metadata={
+            "help": "Seconds that a switch may wait for a peer before it fails. With overlapped gradient returns, where "
+            "waiting for a peer is waiting for its computation, ddp_timeout holds instead."
+        },
+    )
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
@@ -127,6 +152,13 @@ class HotSPaTrainingArguments(TrainingArguments):
         check_schedule(self.hotspa_pipeline_schedule)
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
+        for name in ("hotspa_overlap_load", "hotspa_overlap_return"):
+            if getattr(self, name) not in OVERLAP:
+                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(OVERLAP)}")
+        if not self.hotspa_switch_timeout > 0:
+            raise HotspaConfigError(
+                f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
+            )
         self._refuse()
         if self.hotspa_mini_batch_size is None:
             accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers

@@ -26,10 +26,20 @@ def _word(text: str) -> int:
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
-    """The error itself when it is of our family, else a `PeerError` that quotes it."""
+    """The error itself when it is of our family, else a `PeerError` that quotes it, or what it was raised from."""
     if isinstance(error, HotspaError):
         return error
+    while error.__cause__ is not None:
+        error = error.__cause__
     return PeerError(f"{type(error).__name__}: {error}", where=where)
+
+
+def hotspa_cause(error: BaseException) -> HotspaError | None:
+    """The error of our family that this one is, or that a library wrapped (`raise RuntimeError from ours`)."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, HotspaError):
+        found = found.__cause__
+    return found
 
 
 def _located(error: HotspaError, rank: int) -> HotspaError:
@@ -130,10 +140,14 @@ class Mailbox:
         self.rank = rank
         # the store behind the default group: private in torch, and the only channel that outlives a broken group
         self._store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
+        self._mine: Exception | None = None
 
     def explain(self, error: Exception, where: str) -> Exception:
-        """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it."""
-        if self._store is None:
+        """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
+
+        May be called more than once for an error, and from any thread.
+        """
+        if self._store is None or error is self._mine:
             return error
         mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
         try:
@@ -141,4 +155,7 @@ class Mailbox:
             first = self._store.compare_set(_MAILBOX_KEY, "", mine).decode()
         except Exception:
             return error
-        return error if first == mine else HotspaError.from_dict(json.loads(first))
+        if first != mine:
+            return HotspaError.from_dict(json.loads(first))
+        self._mine = error
+        return error

@@ -14,6 +14,68 @@ _ALIGNMENT = 64
 """Buffers start on multiples of this many elements, so that vector loads and sends are aligned in every dtype."""
 
 
+_Place = tuple[torch.dtype, int, int]
+"""`(dtype, start, size)` of a buffer, in elements."""
+
+
+def _place(
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]
+) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
+    """Elements needed of each dtype, and the place of each buffer."""
+    needed: dict[torch.dtype, int] = {}
+    places: list[_Place | None] = []
+    for size, dtype in zip(sizes, dtypes, strict=True):
+        if not size or dtype is None:
+            places.append(None)
+            continue
+        start = needed.get(dtype, 0)
+        places.append((dtype, start, size))
+        needed[dtype] = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+    return needed, places
+
+
+def arena_bytes(strategies: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None]) -> int:
+    """Bytes that an arena ends up with when it has served buffers of all these sizes (by segment, one list each)."""
+    largest: dict[torch.dtype, int] = {}
+    for sizes in strategies:
+        for dtype, numel in _place(sizes, dtypes)[0].items():
+            largest[dtype] = max(largest.get(dtype, 0), numel)
+    return sum(numel * dtype.itemsize for dtype, numel in largest.items())
+
+
+class Arenas:
+    """The memory of the active strategy: its gradients, and its weights beside those of the one before.
+
+    Args:
+        device: Where the memory is.
+        copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
+    """
+
+    def __init__(self, device: torch.device, copies: int = 1) -> None:
+        self.gradients = Arena(device)
+        self._weights = [Arena(device) for _ in range(copies)]
+
+    def next_weights(self) -> "Arena":
+        """The arena for the weights of the next strategy; with two copies those of the last one stay valid."""
+        self._weights.append(self._weights.pop(0))
+        return self._weights[-1]
+
+    @property
+    def keeps_last(self) -> bool:
+        """Whether the weights of the last strategy are still there while the next ones are loaded."""
+        return len(self._weights) > 1
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(arena.num_bytes for arena in (self.gradients, *self._weights))
+
+    def clear(self) -> None:
+        """Gives the memory back."""
+        for arena in (self.gradients, *self._weights):
+            arena.clear()
+
+
 class Arena:
     """Hands out flat buffers by segment.
 
@@ -35,20 +97,17 @@ class Arena:
         Returns:
             1-D tensors; None for a segment of size 0 or without a dtype.
         """
-        needed: dict[torch.dtype, int] = {}
-        places: list[tuple[torch.dtype, int, int] | None] = []
-        for size, dtype in zip(sizes, dtypes, strict=True):
-            if not size or dtype is None:
-                places.append(None)
-                continue
-            start = needed.get(dtype, 0)
-            places.append((dtype, start, size))
-            needed[dtype] = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        needed, places = _place(sizes, dtypes)
         for dtype, total in needed.items():
             if dtype not in self._memory or self._memory[dtype].numel() < total:
                 self._memory.pop(dtype, None)  # free before allocating, or both exist at once
                 self._memory[dtype] = torch.empty(total, dtype=dtype, device=self.device)
         return [None if p is None else self._memory[p[0]][p[1] : p[1] + p[2]] for p in places]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def clear(self) -> None:
         """Gives the memory back."""

@@ -18,7 +18,6 @@ import logging
 import os
 import time
 from collections.abc import Collection, Iterator, Sequence
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -30,21 +29,20 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
 from hf_hotspa.report import PhaseReport, StepReport
-from hf_hotspa.runtime.agreement import Agreement, Mailbox
-from hf_hotspa.runtime.arena import Arena
+from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model, weights_digest
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.phase import PhaseRunner
-from hf_hotspa.runtime.pipeline import check_schedule
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
+from hf_hotspa.runtime.switching import Switching
 from hf_hotspa.strategy import Bucket, check_buckets, check_launch
-from hf_hotspa.switch.executor import SwitchExecutor
-from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
+from hf_hotspa.switch.executor import SwitchStats
 
 logger = logging.getLogger(__name__)
 
-_MEASURES = 6  # numbers that a rank reports about a phase
+_MEASURES = 8  # numbers that a rank reports about a phase
 
 
 class HotSPaEngine:
@@ -59,6 +57,16 @@ class HotSPaEngine:
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
         devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        overlap_load: Whether a phase starts to compute when the weights of its first modules have arrived. None: on
+            accelerators.
+        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
+            waiting for a peer's gradients is then waiting for its computation.
+        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
+        second_source: Whether a phase also loads from the weights of the phase before, which are kept for it. None: on
+            accelerators, where a second copy of the weights is small beside the memory.
+        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
+            is free on an accelerator; no limit on CPU.
 
     Raises:
         HotspaError: on every rank, naming what does not fit (launch, strategy, model, differing ranks).
@@ -75,70 +83,102 @@ class HotSPaEngine:
         staging_bytes: int = 16 << 20,
         timeout_s: float = 1800.0,
         devices_per_node: int | None = None,
+        overlap_load: bool | None = None,
+        overlap_return: bool | None = None,
+        switch_timeout_s: float = 120.0,
+        planner: str = "relay",
+        second_source: bool | None = None,
+        memory_limit: int | None = None,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
         self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
+        options = EngineOptions(
+            compute_dtype,
+            pipeline_schedule,
+            staging_bytes,
+            timeout_s,
+            devices_per_node,
+            overlap_load,
+            overlap_return,
+            switch_timeout_s,
+            planner,
+            second_source,
+            memory_limit,
+        )
+        options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         if device is None:
             device = (
                 torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
             )
-        self.device = device
-        self._groups = ProcessGroups(self.rank, self.world_size, device, timedelta(seconds=timeout_s))
+        self.device, self.overlap = device, options.overlap(device)
+        self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
         self._agreement = Agreement(self._groups.agreement, self.rank)
         self._mailbox = Mailbox(self.rank, self.world_size)
-        self.description = self._describe(model, compute_dtype, pipeline_schedule, staging_bytes)
-        vector = self.description.vector
-        self.master = MasterStore(vector, self.rank, self.world_size, device)
+        self.description = self._describe(model, options)
+        self._switching = self._plan(options)
+        self.master = MasterStore(self.description.vector, self.rank, self.world_size, device)
         self._fill_master(model)
-        per_node = devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        cluster = Cluster(self.world_size, per_node)
         buffers = dict(model.named_buffers())
         self.phases = {
-            bucket.strategy: PhaseRunner(
+            strategy: PhaseRunner(
                 self.description,
-                self._groups.mesh(bucket.strategy),
-                cluster,
+                self._groups.mesh(strategy),
+                self._switching,
                 self.master,
                 buffers,
                 pipeline_schedule,
+                self.overlap,
             )
-            for bucket in self.buckets
+            for strategy in self._switching.pool.strategies
         }
+        self._agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
-        transport = ProcessGroupTransport(self._groups.switch) if self.world_size > 1 else LoopbackHub(1).transport(0)
-        self._executor = SwitchExecutor(transport, self.rank, staging_bytes, device)
-        plans = [plan for phase in self.phases.values() for plan in (phase.load_plan, phase.return_plan)]
-        self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, None, "set-up")
-        self._executor.reserve(plans)
-        self._weight_arena, self._gradient_arena = Arena(device), Arena(device)
-        self._steps = self._switches = 0
+        self._switching.prepare()
+        self._steps = 0
         self._grad_norm = 0.0
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _describe(
-        self, model: PreTrainedModel, compute_dtype: torch.dtype | None, pipeline_schedule: str, staging_bytes: int
-    ) -> ModelDescription:
+    def _describe(self, model: PreTrainedModel, options: EngineOptions) -> ModelDescription:
         description, error = None, None
         try:
-            check_schedule(pipeline_schedule)
-            description = describe_model(model, compute_dtype)
+            description = describe_model(model, options.compute_dtype)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description)
         except HotspaError as found:
             error = found
-        options = f"{pipeline_schedule} {staging_bytes} {compute_dtype}"
         digests = {
             "list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets)),
-            "set of engine options": options,
+            "set of engine options": repr(options),
             "model": description.digest() if description else "",
         }
         self._agreement.check(digests, error, "set-up")
         assert description is not None
         return description
+
+    def _plan(self, options: EngineOptions) -> Switching:
+        """Plans every switch; all ranks must have made the same plans, and the memory for them."""
+        vector = self.description.vector
+        per_node = options.devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        switching = Switching(
+            vector,
+            [bucket.strategy for bucket in self.buckets],
+            Cluster(self.world_size, per_node),
+            self._groups,
+            options,
+            lambda error: self._mailbox.explain(error, "switch"),
+        )
+        error = None
+        try:
+            switching.check_memory()
+        except HotspaError as found:
+            error = found
+        plans = [plan for plan, _ in switching.switches()]
+        self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, error, "set-up")
+        return switching
 
     def _fill_master(self, model: PreTrainedModel) -> None:
         tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
@@ -223,23 +263,41 @@ class HotSPaEngine:
         self.master.zero_gradients()
         self.master.bind_gradients()
         measures: list[list[float]] = []
-        loss = 0.0
-        for phase in mini_batch.phases:
+        loss, previous = 0.0, None
+        order = self._order(mini_batch)
+        for index in order:
+            phase = mini_batch.phases[index]
             try:
-                phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels)
-            except Exception as failure:
-                self.phases[phase.bucket.strategy].release()
-                place = f"{where}, strategy {phase.bucket.strategy}"
-                explained = self._mailbox.explain(failure, place)
+                phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels, previous)
+            except BaseException as failure:
+                explained = self._failed(phase, failure, where)
                 if explained is failure:
                     raise
-                raise explained from failure
+                # unwrapped, it keeps its own cause: the wrapper's would be a circle
+                raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
             loss += phase_loss
             measures.append(measured)
+            previous = self.phases[phase.bucket.strategy]
         self._steps += 1
-        return self._finish(mini_batch, loss, measures, begin, where)
+        return self._finish(mini_batch, order, loss, measures, begin, where)
 
-    def _run_phase(self, phase: PhaseBatch, scale: float) -> tuple[float, list[float]]:
+    def _order(self, mini_batch: MiniBatch) -> list[int]:
+        """The phases in the order in which switching between them costs least."""
+        strategies = [phase.bucket.strategy for phase in mini_batch.phases]
+        return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies)]
+
+    def _failed(self, phase: PhaseBatch, failure: BaseException, where: str) -> BaseException:
+        """Ends what is under way; returns what to raise: the failure, or the error of a peer that caused it."""
+        place = f"{where}, strategy {phase.bucket.strategy}"
+        explained = failure
+        if isinstance(failure, Exception):
+            explained = self._mailbox.explain(hotspa_cause(failure) or failure, place)
+        if self._switching.worker is not None:
+            self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
+        self.phases[phase.bucket.strategy].release()
+        return explained
+
+    def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, list[float]]:
         runner = self.phases[phase.bucket.strategy]
         clock = [time.perf_counter()]
 
@@ -248,21 +306,36 @@ class HotSPaEngine:
             clock.append(time.perf_counter())
             return clock[-1] - clock[-2]
 
-        self._switches += 2
-        load = runner.load(self._executor, self._weight_arena, self._gradient_arena, self._switches)
+        load_job, return_job, load = None, None, SwitchStats()
+        if self.overlap.load:
+            load_job = runner.submit_load(previous)
+        else:
+            load = runner.load(previous)
+        if self.overlap.give_back:
+            return_job = runner.submit_return(len(phase.micro_batches))
         load_s = lap()
         micro_batches = [m.to(self.device, non_blocking=True) for m in phase.micro_batches]
         loss = float(runner.compute(micro_batches, scale))
         compute_s = lap()
+        if load_job is not None:
+            load = load_job.result()
+            load_s, compute_s = load_s + load_job.exposed_s, compute_s - load_job.exposed_s
         # without it, waiting for the busiest replica would be counted as switching
         self._agreement.barrier()
         wait_s = lap()
-        returned = runner.return_gradients(self._executor, self._switches + 1)
-        measured = [load_s, compute_s, wait_s, lap(), float(load.sent_bytes), float(returned.sent_bytes)]
-        return loss, measured
+        returned = runner.return_gradients()
+        return_s = lap()
+        busy = [job.busy_s if job is not None else 0.0 for job in (load_job, return_job)]
+        return loss, [load_s, compute_s, wait_s, return_s, *busy, float(load.sent_bytes), float(returned.sent_bytes)]
 
     def _finish(
-        self, mini_batch: MiniBatch, loss: float, measures: list[list[float]], begin: float, where: str
+        self,
+        mini_batch: MiniBatch,
+        order: Sequence[int],
+        loss: float,
+        measures: list[list[float]],
+        begin: float,
+        where: str,
     ) -> StepReport:
         values = [loss, self.master.squared_norm(), *(number for phase in measures for number in phase)]
         rows = self._agreement.gather(values)
@@ -292,10 +365,13 @@ class HotSPaEngine:
                     compute_s=measured[:, 1].max().item(),
                     wait_s=measured[:, 2].max().item(),
                     return_s=measured[:, 3].max().item(),
-                    load_bytes=int(measured[:, 4].sum()),
-                    return_bytes=int(measured[:, 5].sum()),
+                    load_bytes=int(measured[:, 6].sum()),
+                    return_bytes=int(measured[:, 7].sum()),
+                    # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
+                    hidden_load_s=max(0.0, (measured[:, 4].min() - measured[:, 0].max()).item()),
+                    hidden_return_s=max(0.0, (measured[:, 5].min() - measured[:, 3].max()).item()),
                 )
-                for phase, measured in zip(plan.phases, per_phase.unbind(1), strict=True)
+                for phase, measured in zip((plan.phases[i] for i in order), per_phase.unbind(1), strict=True)
             ),
             total_s=time.perf_counter() - begin,
         )
@@ -314,14 +390,15 @@ class HotSPaEngine:
         raise NonFiniteError(f"the loss is {loss}", where=where, why="the weights were not changed")
 
     def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+        if self.device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
+            torch.cuda.current_stream(self.device).synchronize()
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def write_back(self, model: PreTrainedModel) -> None:
         """Copies the trained weights into a model of the same structure (one segment at a time). Collective."""
+        self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
         targets = dict(model.named_parameters(remove_duplicate=False))
         for name, whole in self.master.gather(self._groups.switch):
             targets[name].copy_(whole)
@@ -329,12 +406,13 @@ class HotSPaEngine:
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
+        self._agreement.barrier()
         gathered = self.master.gather(self._groups.switch, gradients=True)
         return {name: whole.clone() for name, whole in gathered}
 
     def close(self) -> None:
-        """Frees memory and destroys the process groups. Collective; nothing may follow."""
+        """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""
+        self._switching.close()
         self._agreement.barrier()
-        self._weight_arena.clear()
-        self._gradient_arena.clear()
+        self._switching.arenas.clear()
         self._groups.close()

@@ -1,8 +1,8 @@
 """Process groups and device meshes: made once, at start, by all ranks in one order.
 
 Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
-group is tied to what it is for: tensor parallel, pipeline, switching, agreement. There are no data-parallel groups: the
-gradient return sums over replicas.
+group is tied to what it is for: tensor parallel, pipeline, switching, forwarding inside a node, agreement. There are no
+data-parallel groups: the gradient return sums over replicas.
 """
 
 from collections.abc import Iterable
@@ -54,18 +54,37 @@ class ProcessGroups:
         world_size: All ranks; with 1 no group is ever made.
         device: Where this rank computes; decides the backend of agreement.
         timeout: How long an operation may wait for a peer.
+        switch_timeout: The same for the operations of switches; `timeout` when None.
+
+    Attributes:
+        switch: All ranks: what crosses nodes in a switch.
+        forward: All ranks, a communicator of its own: what a switch forwards inside a node. On NCCL a communicator that
+            spans nodes uses fewer channels between the devices of a node than they have links.
+        agreement: All ranks, for small host tensors.
     """
 
-    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        timeout: timedelta,
+        switch_timeout: timedelta | None = None,
+    ) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         everyone = list(range(world_size))
-        self.switch = dist.new_group(everyone, timeout=timeout) if world_size > 1 else None
+        switch_timeout = switch_timeout or timeout
+        self.switch = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
+        self.forward = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
         # small host tensors: gloo, whatever the device
         self.agreement = dist.new_group(everyone, timeout=timeout, backend="gloo") if world_size > 1 else None
 
     def __len__(self) -> int:
-        return len(self._by_ranks) + sum(group is not None for group in (self.switch, self.agreement))
+        return len(self._by_ranks) + sum(group is not None for group in self._of_all())
+
+    def _of_all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        return self.switch, self.forward, self.agreement
 
     def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of these ranks, None when there is only one. A collective call for all ranks of the world."""
@@ -116,12 +135,12 @@ class ProcessGroups:
         NCCL sets up a communicator in the first operation, and that must be one which all ranks of the group join; on
         gloo the first mini-batch is spared the connecting.
         """
-        for group in self._joined(self.switch, *self._by_ranks.values()):
+        for group in self._joined(self.switch, self.forward, *self._by_ranks.values()):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
 
     def close(self) -> None:
         """Destroys the groups made here; a collective call. Nothing may be in flight."""
-        for group in self._joined(*self._by_ranks.values(), self.switch, self.agreement):
+        for group in self._joined(*self._by_ranks.values(), *self._of_all()):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
-        self.switch = self.agreement = None
+        self.switch = self.forward = self.agreement = None

@@ -1,8 +1,13 @@
-"""Everything of one strategy on this rank: its replica, its two plans, its schedule. Runs one phase at a time.
+"""Everything of one strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
 
-A phase has three acts: `load` (weights from the master store into this strategy's layout), `compute` (forward and
+A phase has three acts: `load` (weights from the master store, or from there and the phase before, into this strategy's
+layout), `compute` (forward and
 backward of the replica's micro-batches), `return_gradients` (gradients summed into the master store). Between phases
-nothing of the strategy is left but plans and an empty model.
+nothing of the strategy is left but an empty model, and its weights where the next phase may draw on them.
+
+Where switches run beside the computation (`Overlap`), `submit_load` and `submit_return` come before `compute`, in this
+order on every rank, and `compute` itself waits for each weight and lets each gradient go. It returns only when the load
+is over; `return_gradients` then waits for the rest of the return.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,17 +15,17 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.layout.placement import gradient_layout, strategy_layout
-from hf_hotspa.runtime.arena import Arena
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.overlap import GradientWatch, Overlap, WeightGuard
 from hf_hotspa.runtime.pipeline import PipelineRunner
 from hf_hotspa.runtime.replica import Replica
 from hf_hotspa.runtime.specs import ModelDescription
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.runtime.switching import Switching
+from hf_hotspa.switch.executor import Buffers, SwitchStats
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.worker import SegmentGate, SwitchJob
 
 
 class PhaseRunner:
@@ -29,59 +34,129 @@ class PhaseRunner:
     Args:
         description: The model as plain data.
         mesh: The strategy and its groups.
-        cluster: Which ranks share a node.
+        switching: The plans of all strategies, and what runs them.
         master: The master store.
         buffers: The model's buffers by name.
         schedule: The pipeline schedule, one of `pipeline.SCHEDULES`.
+        overlap: Which switches will be submitted to a worker; none when None.
     """
 
     def __init__(
         self,
         description: ModelDescription,
         mesh: StrategyMesh,
-        cluster: Cluster,
+        switching: Switching,
         master: MasterStore,
         buffers: Mapping[str, Tensor],
         schedule: str,
+        overlap: Overlap | None = None,
     ) -> None:
-        self.mesh, self._master = mesh, master
-        segments = description.vector.segments
-        self._weight_dtypes = [getattr(torch, s.dtype) for s in segments]
-        self._gradient_dtypes = [getattr(torch, s.master_dtype) if s.trainable else None for s in segments]
-        layout = strategy_layout(description.vector, mesh.strategy)
-        self._sizes = layout.sizes[mesh.rank]
-        element_sizes = [dtype.itemsize for dtype in self._weight_dtypes]
-        self.load_plan = plan_load(master.layout, layout, cluster, element_sizes)
-        self.return_plan = plan_return(gradient_layout(description.vector, mesh.strategy), master.layout)
+        self.mesh, self._switching, self._master = mesh, switching, master
+        self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
+        self.weights: list[Tensor | None] = []
         self.replica = Replica(description, mesh, master.device, buffers)
         pad = description.config.get_text_config().pad_token_id
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
+        overlap = overlap or Overlap()
+        self._guard: WeightGuard | None = self.replica.guard_weights() if overlap.load else None
+        self._watch: GradientWatch | None = self.replica.watch_gradients() if overlap.give_back else None
+        self._load_job: SwitchJob | None = None
+        self._return_job: SwitchJob | None = None
 
-    def load(self, executor: SwitchExecutor, weight_arena: Arena, gradient_arena: Arena, epoch: int) -> SwitchStats:
-        """Fills this strategy's weights from the master store and clears its gradients. Collective."""
-        weights = weight_arena.take(self._sizes, self._weight_dtypes)
-        self._gradients = gradient_arena.take(self._sizes, self._gradient_dtypes)
-        stats = executor.run(self.load_plan, self._master.weights, weights, self._weight_dtypes, epoch)
+    def load(self, previous: "PhaseRunner | None" = None) -> SwitchStats:
+        """Fills this strategy's weights and clears its gradients. Collective.
+
+        Args:
+            previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
+        """
+        plan, second = self._take(previous)
+        switching, epoch = self._switching, self._switching.next_epoch()
+        stats = switching.executor.run(
+            plan, self._master.weights, self.weights, switching.weight_dtypes, epoch, second=second
+        )
+        self._bind()
+        return stats
+
+    def submit_load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
+        """The same beside what follows: `compute` waits for the weights where it needs them. Collective."""
+        assert self._guard is not None
+        worker = self._switching.worker
+        assert worker is not None
+        plan, second = self._take(previous)
+        dtypes, epoch = self._switching.weight_dtypes, self._switching.next_epoch()
+        job = worker.submit(plan, self._master.weights, self.weights, dtypes, epoch, second=second)
+        self._load_job = job
+        self._guard.arm(job)
+        self._bind()
+        return job
+
+    def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
+        """Takes this phase's buffers; the plan that fills them, and the second source that it draws on."""
+        switching = self._switching
+        kept = previous if switching.arenas.keeps_last else None
+        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
+        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
+        plan = switching.pool.load(self.mesh.strategy, kept.mesh.strategy if kept else None)
+        return plan, kept.weights if kept else None
+
+    def _bind(self) -> None:
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()
-        self.replica.bind(weights, self._gradients)
-        return stats
+        self.replica.bind(self.weights, self._gradients)
+
+    def submit_return(self, num_micro_batches: int) -> SwitchJob:
+        """Lets gradients leave as soon as they are final; after the load and before `compute`. Collective.
+
+        Args:
+            num_micro_batches: How many `compute` will be given.
+        """
+        assert self._watch is not None
+        switching, worker = self._switching, self._switching.worker
+        assert worker is not None
+        gate = SegmentGate(self._watch.segments, worker.device)
+        self._watch.arm(gate, num_micro_batches)
+        plan = switching.pool.give_back(self.mesh.strategy)
+        self._return_job = worker.submit(
+            plan, self._gradients, self._master.gradients, switching.gradient_dtypes, switching.next_epoch(), gate
+        )
+        return self._return_job
 
     def compute(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss."""
         loss = self._runner.run(micro_batches, scale)
+        if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
+            self._load_job.result()
+        self._disarm()
+        if self._watch is not None:
+            self._watch.disarm()
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
         return loss if self.replica.is_last and self.mesh.coord.tp == 0 else torch.zeros_like(loss)
 
-    def return_gradients(self, executor: SwitchExecutor, epoch: int) -> SwitchStats:
+    def return_gradients(self) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""
-        stats = executor.run(self.return_plan, self._gradients, self._master.gradients, self._gradient_dtypes, epoch)
+        if self._return_job is not None:
+            stats = self._return_job.result()
+        else:
+            switching = self._switching
+            plan = switching.pool.give_back(self.mesh.strategy)
+            stats = switching.executor.run(
+                plan, self._gradients, self._master.gradients, switching.gradient_dtypes, switching.next_epoch()
+            )
         self.release()
         return stats
 
     def release(self) -> None:
-        """Unbinds the storage; also after a failed phase."""
+        """Unbinds the storage; also after a failed phase, whose jobs must have been cancelled before."""
+        self._disarm()
+        if self._watch is not None:
+            self._watch.drop()
+        self._return_job = None
         self.replica.release()
         self._gradients = []
+
+    def _disarm(self) -> None:
+        self._load_job = None
+        if self._guard is not None:
+            self._guard.disarm()

@@ -20,6 +20,7 @@ from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.storage import from_storage
 from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
@@ -56,6 +57,8 @@ class Replica:
         )
         self.model = self._build(description)
         self._base = getattr(self.model, description.base)
+        self._layers: nn.ModuleList = getattr(self._base, description.layers)
+        self._guard: WeightGuard | None = None
         self._parameters = self._own_parameters(description)
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
@@ -159,6 +162,15 @@ class Replica:
             parameter.data = parameter.data.new_empty(0)
             parameter.grad = None
 
+    def guard_weights(self) -> WeightGuard:
+        """Hooks that make modules wait for a load that is under way; every forward checks that none was missed."""
+        self._guard = WeightGuard(self.model, self._layers, self._parameters)
+        return self._guard
+
+    def watch_gradients(self) -> GradientWatch:
+        """Hooks that tell when gradients are final."""
+        return GradientWatch(self._parameters)
+
     # -- one pipeline stage -------------------------------------------------------------------------------------------
 
     def forward(self, micro_batch: MicroBatch, hidden: Tensor | None, scale: float) -> Tensor:
@@ -193,6 +205,8 @@ class Replica:
         else:
             out = self._base(**inputs).last_hidden_state
         self._after_forward()
+        if self._guard is not None:
+            self._guard.check()
         if pack.num_calls != self.num_layers:
             raise ModelError(
                 f"{type(self.model).__name__} attended {pack.num_calls} times in {self.num_layers} layers",

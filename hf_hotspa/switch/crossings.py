@@ -142,6 +142,12 @@ def landing_shares(
         amounts = by_node[node]
         devices = cluster.ranks(node)
         level_s = max(sum(amounts.values()) / nic / (1 if cluster.shares_nics else len(devices)), pulls_s)
+        wanted = {rank: pulled.get(rank, 0.0) for rank in devices}
+        for needers, num_bytes in amounts.items():
+            for rank in needers:
+                wanted[rank] += num_bytes
+        # A device that lacks more than its port inside the node can take in so fast takes more by its NIC.
+        level_s = max(level_s, max(wanted.values()) / (intra + nic))
         if cluster.shares_nics:
             forwards = dict(served[node])
             for needers, num_bytes in amounts.items():
@@ -151,10 +157,6 @@ def landing_shares(
         else:
             parts, loads = balance(amounts)
             spill(parts, loads, devices, level_s * nic)
-        wanted = {rank: pulled.get(rank, 0.0) for rank in devices}
-        for needers, num_bytes in amounts.items():
-            for rank in needers:
-                wanted[rank] += num_bytes
         relieve(parts, served[node], wanted, level_s, nic, intra)
         for needers, part in parts.items():
             result[node, needers] = shares_of(part)
@@ -186,18 +188,36 @@ def sending_shares(
         For each (owners, destination node) the sending ranks with their fractions.
     """
     keys: dict[tuple[tuple[int, ...], int], float] = {}
-    for owners, node, _, num_bytes in demands:
-        key = (owners, node)
-        keys[key] = keys.get(key, 0.0) + num_bytes
-    if not keys:
-        return {}
-    # The destination does not change what a sender's NIC carries, so that all destinations are balanced together.
     amounts: dict[tuple[int, ...], float] = {}
     entering = [0.0] * cluster.num_nodes
-    for (owners, node), num_bytes in keys.items():
+    for owners, node, _, num_bytes in demands:
+        keys[owners, node] = keys.get((owners, node), 0.0) + num_bytes
         amounts[owners] = amounts.get(owners, 0.0) + num_bytes
         entering[node] += num_bytes
+    return _by_destination(keys, sender_shares(amounts, entering, cluster, background, neighbours=neighbours))
 
+
+def sender_shares(
+    amounts: Mapping[tuple[int, ...], float],
+    entering: Sequence[float],
+    cluster: Cluster,
+    background: PortLoads | None = None,
+    *,
+    neighbours: bool = True,
+) -> dict[tuple[int, ...], Shares]:
+    """Which ranks send the bytes of each owner set, over all destinations: what `sending_shares` lays along a line.
+
+    The destination does not change what a sender's NIC carries, so that all destinations are balanced together.
+
+    Args:
+        amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
+        entering: What each node lacks.
+        cluster: The machines.
+        background: As for `sending_shares`.
+        neighbours: As for `sending_shares`.
+    """
+    if not amounts:
+        return {}
     if cluster.shares_nics:
         parts = _through_nodes(amounts, cluster)[0]
     else:
@@ -212,7 +232,7 @@ def sending_shares(
             level = max(level, max(total / capacity[node] for node, total in leaving.items()))
             if busiest > level * (1 + TOLERANCE):
                 parts = _with_neighbours(node_parts, level, cluster, background or PortLoads.zero(cluster))
-    return _by_destination(keys, parts)
+    return {owners: shares_of(part) for owners, part in parts.items()}
 
 
 def _through_nodes(
@@ -290,13 +310,12 @@ def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[in
 
 
 def _by_destination(
-    keys: Mapping[tuple[tuple[int, ...], int], float], parts: Mapping[tuple[int, ...], Mapping[int, float]]
+    keys: Mapping[tuple[tuple[int, ...], int], float], shares: Mapping[tuple[int, ...], Shares]
 ) -> dict[tuple[tuple[int, ...], int], Shares]:
     """Lays the destinations of each owner set, and its senders, along one line; what lies side by side belongs together.
 
     The number of (sender, destination) pairs is then at most the number of senders plus that of destinations.
     """
-    shares = {owners: shares_of(part) for owners, part in parts.items()}
     result = {}
     several: dict[tuple[int, ...], list[int]] = {}
     for key in keys:

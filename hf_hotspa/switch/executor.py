@@ -16,7 +16,7 @@ What it promises:
 
 import time
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -154,16 +154,18 @@ class SwitchExecutor:
             )
         return window
 
-    def extra_bytes(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> int:
-        """Bytes that this rank needs for a switch beside its source and target buffers. Allocates nothing."""
-        return sum(sum(slots) for slots in self._slots(plan, self._schedule(plan, tuple(wire_dtypes)), wire_dtypes))
+    def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Sequence[torch.dtype | None]]]) -> int:
+        """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
+
+        Args:
+            switches: Plans with the wire dtypes of their segments. Nothing is allocated for them.
+        """
+        slots = [self._slots(plan, self._schedule(plan, tuple(wires)), wires) for plan, wires in switches]
+        return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
     def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
         """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
         self._grow(self._slots(plan, self._schedule(plan, tuple(wire_dtypes)), wire_dtypes))
-
-    def reserve(self, plans: Sequence[SwitchPlan]) -> None:
-        pass
 
     @property
     def reserved_bytes(self) -> int:
@@ -227,14 +229,19 @@ class SwitchExecutor:
         stats = SwitchStats(num_rounds=len(schedule.rounds))
         flights: deque[_Flight] = deque()
         self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
-        index = 0
+        index = started = 0
         try:
             for index, current in enumerate(schedule.rounds):
+                if current.is_empty:
+                    yield
+                    continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0].index <= current.needs):
                     self._finish(plan, schedule, flights.popleft(), buffers, stats, progress)
                 if current.opens:
                     self._open(plan, schedule, current.group, buffers, progress)
-                flights.append(self._start(plan, schedule, index, buffers, epoch, stats))
+                slot = started % _IN_FLIGHT  # of the rounds in which this rank does something
+                flights.append(self._start(plan, schedule, index, slot, buffers, epoch, stats))
+                started += 1
                 yield
             while flights:
                 index = flights[0].index
@@ -252,11 +259,17 @@ class SwitchExecutor:
                 buffers[RELAY, segment].zero_()
 
     def _start(
-        self, plan: SwitchPlan, schedule: Schedule, index: int, buffers: Views, epoch: int, stats: SwitchStats
+        self,
+        plan: SwitchPlan,
+        schedule: Schedule,
+        index: int,
+        slot: int,
+        buffers: Views,
+        epoch: int,
+        stats: SwitchStats,
     ) -> _Flight:
         """Packs and posts a round, and makes a load's local copies while it is on the wire."""
         current, clock = schedule.rounds[index], time.perf_counter()
-        slot = index % _IN_FLIGHT
         outgoing = pack(current, buffers, self._send_staging[slot])
         incoming = landings(current, buffers, self._receive_staging[slot], plan.accumulate)
         clock = _lap(stats, "pack_seconds", clock)
@@ -310,7 +323,7 @@ class SwitchExecutor:
     ) -> tuple[list[int], list[int], list[int]]:
         """Bytes of every slot of the send staging, the receive staging and the relay buffers that a schedule needs."""
         sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
-        for index, current in enumerate(schedule.rounds):
+        for index, current in enumerate(r for r in schedule.rounds if not r.is_empty):
             slot = index % _IN_FLIGHT
             sends[slot] = max(sends[slot], current.send_bytes)
             receives[slot] = max(receives[slot], current.receive_bytes)

@@ -22,7 +22,7 @@ import numpy as np
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Numbers
-from hf_hotspa.switch.crossings import Demand, Pull, landing_shares, pulling_shares, sending_shares
+from hf_hotspa.switch.crossings import Demand, Pull, landing_shares, pulling_shares, sender_shares
 from hf_hotspa.switch.pieces import Pieces
 from hf_hotspa.switch.ports import PortLoads, nic_bandwidth
 from hf_hotspa.switch.table import RELAY, TARGET, SegmentPlan, canonical
@@ -143,13 +143,13 @@ class _Shares(NamedTuple):
     Args:
         needers: The needers of each landing key.
         landing: Where each landing key lands.
-        sending: Who sends, by owners and destination node; empty where every owner sends what it alone holds.
+        sending: Who sends, by owners; empty where every owner sends what it alone holds.
         pulling: Who serves its own node, by the owners in it.
     """
 
     needers: list[tuple[int, ...]]
     landing: list[Share]
-    sending: dict[tuple[tuple[int, ...], int], Share]
+    sending: dict[tuple[int, ...], Share]
     pulling: dict[tuple[int, ...], Share]
 
 
@@ -193,37 +193,44 @@ def _decide(crossings: Sequence[_Crossings], weights: Sequence[int], landings: _
     totals = num_bytes.tolist()
     demands = [Demand((), *key, float(total)) for key, total in zip(keys, totals, strict=True) if total]
     found = landing_shares(demands, cluster, pulled)
+    moves = [
+        (lander, rank, demand.num_bytes * fraction)
+        for demand in demands
+        for lander, fraction in found[demand.node, demand.needers]
+        for rank in demand.needers
+        if rank != lander
+    ]
     inside = PortLoads.zero(cluster)
-    for demand in demands:
-        ranks = np.array(demand.needers)
-        for lander, fraction in found[demand.node, demand.needers]:
-            inside.add(np.full(len(ranks), lander), ranks, np.full(len(ranks), demand.num_bytes * fraction))
+    _add(inside, moves)
     pulling = pulling_shares(pulled, dict(enumerate(inside.sent_intra.tolist())))
-    for owners, needer, total in pulled:
-        servers, fractions = (np.array(column) for column in zip(*pulling[owners], strict=True))
-        inside.add(servers, np.full(len(servers), needer), fractions * total)
+    pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
+    _add(inside, pulls_from)
     sending = _sending_shares(crossings, weights, cluster, inside)
     return _Shares([needers for _, needers in keys], [found.get(key, ()) for key in keys], sending, pulling)
 
 
+def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
+    """Adds `(source, destination, bytes)` to the loads."""
+    if moves:
+        loads.add(*(np.array(column) for column in zip(*moves, strict=True)))
+
+
 def _sending_shares(
     crossings: Sequence[_Crossings], weights: Sequence[int], cluster: Cluster, inside: PortLoads
-) -> dict[tuple[tuple[int, ...], int], Share]:
+) -> dict[tuple[int, ...], Share]:
     if _evenly_owned(crossings, weights, cluster, inside):
         return {}
-    totals: dict[tuple[tuple[int, ...], int], float] = {}
+    amounts: dict[tuple[int, ...], float] = {}
+    entering = np.zeros(cluster.num_nodes)
     for crossing, weight in zip(crossings, weights, strict=True):
         group_of, sets = crossing.pieces.held.groups
-        keys = group_of[crossing.piece] * cluster.num_nodes + crossing.node
-        present, inverse = np.unique(keys, return_inverse=True)
-        num_bytes = np.zeros(len(present), np.int64)
-        np.add.at(num_bytes, inverse, crossing.pieces.lengths[crossing.piece] * weight)
-        for key, total in zip(present.tolist(), num_bytes.tolist(), strict=True):
-            owners, node = sets[key // cluster.num_nodes], key % cluster.num_nodes
-            totals[owners, node] = totals.get((owners, node), 0.0) + total
-    return sending_shares(
-        [Demand(owners, node, (), total) for (owners, node), total in totals.items()], cluster, inside
-    )
+        num_bytes = crossing.pieces.lengths[crossing.piece] * weight
+        np.add.at(entering, crossing.node, num_bytes)
+        totals = np.zeros(len(sets), np.int64)
+        np.add.at(totals, group_of[crossing.piece], num_bytes)
+        for group in np.flatnonzero(totals).tolist():
+            amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
+    return sender_shares(amounts, entering.tolist(), cluster, inside)
 
 
 def _evenly_owned(crossings: Sequence[_Crossings], weights: Sequence[int], cluster: Cluster, inside: PortLoads) -> bool:
@@ -284,17 +291,20 @@ class _Materialised:
     def _assign_senders(
         self, row: Numbers, offset: Numbers, length: Numbers, land: Numbers
     ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
-        """The parts again, cut further where several ranks send, with the sender of each."""
+        """The parts again, cut further where several ranks send, with the sender of each.
+
+        What goes to each node, from the same owners, lies along one line, and the senders take consecutive stretches of
+        it: they send to different nodes where they can, so that messages are few.
+        """
         held, sending = self._crossing.pieces.held, self._shares.sending
         piece, node = self._crossing.piece[row], self._crossing.node[row]
         if not sending:
             return row, offset, length, land, held.rank[held.first[piece]]
         group_of, sets = held.groups
-        key = group_of[piece] * self._cluster.num_nodes + node
-        order = np.argsort(key, kind="stable")
-        present, stream = np.unique(key[order], return_inverse=True)
-        shares = [sending[sets[k // self._cluster.num_nodes], k % self._cluster.num_nodes] for k in present.tolist()]
-        sub, sub_offset, sub_length, rank = split_streams(length[order], stream, shares)
+        stream = group_of[piece]
+        order = np.lexsort((node, stream))
+        shares = [sending.get(owners, ()) for owners in sets]
+        sub, sub_offset, sub_length, rank = split_streams(length[order], stream[order], shares)
         parts = order[sub]
         return row[parts], offset[parts] + sub_offset, sub_length, land[parts], rank
 

@@ -111,6 +111,11 @@ class Round:
     opens: bool
     closes: bool
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether this rank has nothing to do in it, and nobody to tell."""
+        return not (self.sends or self.receives or self.local or self.opens or self.closes)
+
 
 @dataclass(frozen=True)
 class Schedule:
@@ -160,12 +165,16 @@ class _Cutter:
                 if wire is None:
                     raise PlanError(f"plan {plan.name!r} moves segment {segment}, and no wire dtype is given for it")
                 self._wires[segment] = wire
-        distances = max(1, plan.world_size - 1)
         # a round has at most two messages for each peer and wire dtype: one out, one in
         self._peers = max(1, PEERS_PER_ROUND // max(1, len(set(self._wires.values()))))
-        self._blocks = -(-distances // self._peers)
+        self._present = [[self._blocks_in(table) for table in kind.hops] for kind in plan.kinds]
         self._own = [[table[(table[:, SRC] == rank) | (table[:, DST] == rank)] for table in k.hops] for k in plan.kinds]
         self._counted: dict[tuple[object, ...], int] = {}
+
+    def _blocks_in(self, table: Numbers) -> set[int]:
+        """The blocks of distances between ranks over which anything moves; a hop inside nodes has few."""
+        distance = (table[:, DST] - table[:, SRC]) % self._plan.world_size
+        return set(np.unique(np.maximum(distance - 1, 0) // self._peers).tolist())
 
     def cut(self, group_bytes: int | None) -> Schedule:
         groups = self._groups(group_bytes)
@@ -181,7 +190,8 @@ class _Cutter:
             # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
             before = [last[group, h] for h in hops_of[group] if h < hop]
             before += [last[group - RELAY_SLOTS, h] for h in hops_of.get(group - RELAY_SLOTS, []) if num_hops > 1]
-            drafts = self._drafts(groups[group], hop, present[group, hop])
+            blocks = set().union(*(self._present[self._plan.kind_of[s]][hop] for s in groups[group]))
+            drafts = self._drafts(groups[group], hop, present[group, hop], sorted(blocks))
             for index, draft in enumerate(drafts):
                 opens = hop == hops_of[group][0] and index == 0
                 closes = hop == hops_of[group][-1] and index == len(drafts) - 1
@@ -260,8 +270,10 @@ class _Cutter:
                 end = end + _align(extent * self._wires[segment].itemsize)
         return bases, end
 
-    def _drafts(self, group: tuple[int, ...], hop: int, num_windows: int) -> list["_Draft"]:
-        drafts = [_Draft({}, {}, []) for _ in range(num_windows * self._blocks)]
+    def _drafts(self, group: tuple[int, ...], hop: int, num_windows: int, blocks: Sequence[int]) -> list["_Draft"]:
+        """The rounds of a group and hop: window after window, in each one block of distances after the other."""
+        drafts = [_Draft({}, {}, []) for _ in range(num_windows * len(blocks))]
+        position_of = {block: index for index, block in enumerate(blocks)}
         bases = self._bases(group, hop)[0] if self._plan.accumulate else {}
         filled: dict[tuple[int, int], int] = {}
         for segment in group:
@@ -284,7 +296,7 @@ class _Cutter:
                 for index in range(position // self._window, -(-(position + size) // self._window)):
                     first = (max(position, index * self._window) - position) // wire.itemsize
                     last = (min(position + size, (index + 1) * self._window) - position) // wire.itemsize
-                    draft = drafts[index * self._blocks + block]
+                    draft = drafts[index * len(blocks) + position_of[block]]
                     draft.add(self._rank, src, dst, wire, _part(source, first, last), _part(target, first, last))
         return drafts
 

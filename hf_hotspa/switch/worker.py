@@ -125,7 +125,10 @@ class SwitchJob:
 
     @property
     def exposed_s(self) -> float:
-        """Host seconds that callers have spent blocked in `wait` and `result`."""
+        """Host seconds that callers have spent blocked in `wait` and `result`.
+
+        On CUDA, what the caller's stream then waits for the events is not in it.
+        """
         return self._exposed_s
 
     @property
@@ -236,8 +239,8 @@ class SwitchWorker:
     Args:
         executor: Runs the switches.
         device: Where the buffers are.
-        on_failure: Told of a switch that failed (not: was cancelled), in the thread and at once: the caller may learn of
-            it only after its computation has waited in vain for a peer.
+        on_failure: Told of a switch that failed (not: was cancelled), in the thread and at once: the caller may learn
+            of it only after its computation has waited in vain for a peer.
     """
 
     def __init__(
@@ -263,6 +266,7 @@ class SwitchWorker:
         wire_dtypes: Sequence[torch.dtype | None],
         epoch: int,
         gate: SegmentGate | None = None,
+        second: Buffers | None = None,
     ) -> SwitchJob:
         """Queues a switch; it starts when those submitted before are over. Arguments as in `SwitchExecutor.run`.
 
@@ -271,6 +275,7 @@ class SwitchWorker:
 
         Args:
             gate: Says when source segments may be read; None when all may.
+            second: The buffers of the second source layout, for a plan that has one.
 
         Raises:
             TransferError: an earlier switch failed or was cancelled.
@@ -278,7 +283,7 @@ class SwitchWorker:
 
         def run(job: SwitchJob) -> SwitchStats:
             try:
-                return self.executor.run(plan, source, target, wire_dtypes, epoch, job)
+                return self.executor.run(plan, source, target, wire_dtypes, epoch, job, second)
             except Exception as error:
                 if self._on_failure is not None and self._refusal is None:
                     self._on_failure(error)

@@ -9,20 +9,11 @@ from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
-from tests.worlds import make_engine, make_mini_batch
+from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
 
 HOT = "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60"
-
-
-def worst_error(engine, mini_batch, loss, gradients):
-    """The largest relative error of loss and gradients of one step."""
-    with exact_in_double(engine.description.compute_dtype):
-        report = engine.forward_backward(mini_batch)
-    got = engine.full_gradients()
-    assert got.keys() == {name for name, g in gradients.items() if g is not None}
-    return max(abs(report.loss - loss) / abs(loss), *(relative_error(got[n], gradients[n]) for n in got)), report
 
 
 def hot_switched(rank, world_size, family):
@@ -86,7 +77,7 @@ def mixed_precision(rank, world_size):
     engine = make_engine(model, "dp2:16@64,tp2:60", compute_dtype=torch.bfloat16)
     found = {}
     for strategy, phase in engine.phases.items():
-        phase.load(engine._executor, engine._weight_arena, engine._gradient_arena, epoch=100 + strategy.tp)
+        phase.load()
         full = dict(model.named_parameters())
         for parameter, slot in phase.replica._parameters:
             assert parameter.dtype == torch.bfloat16
@@ -206,8 +197,8 @@ def test_one_device_mesh_per_strategy_on_shared_groups():
             "dp1tp4pp1": (("tp",), [0, 1, 2, 3]),
         }
         assert shared
-        # two pairs for tp2, two for pp2, one of all for tp4, and switch and agreement
-        assert num_groups == 7
+        # two pairs for tp2, two for pp2, one of all for tp4, and switch, forward and agreement
+        assert num_groups == 8
 
 
 def storage_comes_and_goes(rank, world_size):

@@ -111,7 +111,7 @@ def bad_rows(rank, world_size, change, where):
     try:
         engine.forward_backward(make_mini_batch(engine, rows))
     except HotspaError:
-        assert engine._switches == 0, "a transfer was started"
+        assert engine._switching._epoch == 0, "a transfer was started"
         assert all(
             torch.equal(a, b) for a, b in zip(before, [w for w in engine.master.weights if w is not None], strict=True)
         )

@@ -62,6 +62,7 @@ def assert_tensorboard(folder):
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/hotspa/switch_s", "train/hotspa/switch_mb", "train/hotspa/switch_share"} <= tags
+    assert "train/hotspa/hidden_s" in tags
     assert {"train/hotspa/dp2tp1pp1/compute_s", "train/hotspa/dp1tp2pp1/compute_s"} <= tags
     shares = [event.value for event in events.Scalars("train/hotspa/switch_share")]
     assert len(shares) == 3

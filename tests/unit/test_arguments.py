@@ -93,6 +93,9 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_pipeline_schedule": "zb"}, HotspaConfigError, "1f1b"),
         ({"hotspa_mini_batch_size": 0}, HotspaConfigError, "hotspa_mini_batch_size is 0"),
         ({"hotspa_staging_mb": 0}, HotspaConfigError, "hotspa_staging_mb"),
+        ({"hotspa_overlap_load": "yes"}, HotspaConfigError, "hotspa_overlap_load is 'yes'"),
+        ({"hotspa_overlap_return": "true"}, HotspaConfigError, "auto, on, off"),
+        ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
     ],
 )
 def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
@@ -121,6 +124,17 @@ def test_flags_parse_from_a_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit):
         HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(["--help"])
     assert "--hotspa_mini_batch_size" in capsys.readouterr().out
+
+
+def test_overlap_flags_reach_the_engine(tmp_path):
+    found = []
+    for load, give_back in (("auto", "auto"), ("on", "off"), ("off", "on")):
+        trainer = make_trainer(tmp_path, hotspa_overlap_load=load, hotspa_overlap_return=give_back)
+        trainer.train()
+        found.append((trainer.engine.overlap.load, trainer.engine.overlap.give_back))
+        found.append(trainer.last_report.loss)
+    assert found[::2] == [(False, False), (True, False), (False, True)]  # auto is off on CPU
+    assert found[1] == found[3] == found[5]
 
 
 class _OwnLoss(HotSPaTrainer):

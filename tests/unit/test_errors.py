@@ -33,6 +33,7 @@ CODES = {
     "StrategyError": "HSP-020",
     "UnsupportedError": "HSP-030",
     "ModelError": "HSP-040",
+    "DeviceMemoryError": "HSP-050",
     "PeerError": "HSP-112",
     "PlanError": "HSP-201",
     "PlanMismatchError": "HSP-203",
@@ -48,7 +49,9 @@ def test_codes_do_not_change() -> None:
     assert {cls.__name__: cls.code for cls in CLASSES} == CODES
 
 
-@pytest.mark.parametrize("name", ["LaunchError", "StrategyError", "UnsupportedError", "ModelError"])
+@pytest.mark.parametrize(
+    "name", ["LaunchError", "StrategyError", "UnsupportedError", "ModelError", "DeviceMemoryError"]
+)
 def test_what_the_user_wrote_wrong_is_a_value_error(name: str) -> None:
     cls = getattr(errors, name)
     assert issubclass(cls, HotspaConfigError)

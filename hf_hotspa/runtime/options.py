@@ -1,0 +1,72 @@
+"""The options of an engine: defaults resolved, values checked, and what of them all ranks must have in common."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.runtime.overlap import Overlap
+from hf_hotspa.runtime.pipeline import check_schedule
+from hf_hotspa.switch.planner import check_planner
+
+_SECOND_SOURCE_SHARE = 8
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The keyword arguments of `HotSPaEngine`, which describes them, but for the device."""
+
+    compute_dtype: torch.dtype | None = None
+    pipeline_schedule: str = "auto"
+    staging_bytes: int = 16 << 20
+    timeout_s: float = 1800.0
+    devices_per_node: int | None = None
+    overlap_load: bool | None = None
+    overlap_return: bool | None = None
+    switch_timeout_s: float = 120.0
+    planner: str = "relay"
+    second_source: bool | None = None
+    memory_limit: int | None = None
+
+    def check(self) -> None:
+        """Refuses values that cannot be meant.
+
+        Raises:
+            HotspaConfigError: naming the option.
+        """
+        check_schedule(self.pipeline_schedule)
+        check_planner(self.planner)
+        if not self.switch_timeout_s > 0:
+            raise HotspaConfigError(
+                f"the timeout of switches is {self.switch_timeout_s} s", fix="use some minutes; 120 is the default"
+            )
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
+
+    def overlap(self, device: torch.device) -> Overlap:
+        """Which switches run beside the computation."""
+        beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
+        load, give_back = self.overlap_load, self.overlap_return
+        return Overlap(beside if load is None else load, beside if give_back is None else give_back)
+
+    def timeouts(self, device: torch.device) -> tuple[timedelta, timedelta]:
+        """Of everything, and of switches: with overlapped returns these wait for computations, too."""
+        switch = self.timeout_s if self.overlap(device).give_back else self.switch_timeout_s
+        return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
+
+    def uses_second_source(self, device: torch.device, num_strategies: int, copy_bytes: int) -> bool:
+        """Whether the weights of two strategies are kept at a time.
+
+        Args:
+            device: Where they are kept.
+            num_strategies: Strategies of the pool.
+            copy_bytes: Bytes of the largest strategy's weights on the fullest rank.
+        """
+        if num_strategies < 2 or self.second_source is False:
+            return False
+        if self.second_source is None:
+            if device.type != "cuda":
+                return False
+            return copy_bytes * _SECOND_SOURCE_SHARE <= torch.cuda.get_device_properties(device).total_memory
+        return True

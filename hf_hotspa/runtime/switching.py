@@ -1,0 +1,118 @@
+"""What moves weights and gradients on a rank: plans, executor, worker and memory of all strategies of a run.
+
+Built before anything large is allocated, so that what does not fit is refused while it is still cheap.
+"""
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.runtime.arena import Arenas, arena_bytes
+from hf_hotspa.runtime.memory import MemoryForecast, device_limit, forecast
+from hf_hotspa.runtime.mesh import ProcessGroups
+from hf_hotspa.runtime.options import EngineOptions
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.executor import SwitchExecutor
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.pool import PlanPool
+from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
+from hf_hotspa.switch.worker import SwitchWorker
+
+Switch = tuple[SwitchPlan, Sequence[torch.dtype | None]]
+"""A plan, and the dtype in which each segment travels."""
+
+
+class Switching:
+    """The switches of one rank.
+
+    Args:
+        vector: The model's parameters.
+        strategies: The pool.
+        cluster: The machines.
+        groups: The process groups; made by all ranks.
+        options: The engine's options.
+        on_failure: Told of a switch that fails beside the computation.
+
+    Attributes:
+        pool: The plans.
+        executor: Runs them.
+        worker: Runs them beside the computation; None where none does.
+        arenas: The memory of the active strategy.
+        weight_dtypes: The dtype of the weights of each segment, in strategies and on the wire.
+        gradient_dtypes: The dtype of its gradients; None for frozen segments.
+        forecast: The memory that this rank will take.
+    """
+
+    def __init__(
+        self,
+        vector: ParameterVector,
+        strategies: Sequence[Strategy],
+        cluster: Cluster,
+        groups: ProcessGroups,
+        options: EngineOptions,
+        on_failure: Callable[[Exception], object],
+    ) -> None:
+        device, rank = groups.device, groups.rank
+        self.weight_dtypes = [getattr(torch, s.dtype) for s in vector.segments]
+        self.gradient_dtypes = [getattr(torch, s.master_dtype) if s.trainable else None for s in vector.segments]
+        weight_sizes = [dtype.itemsize for dtype in self.weight_dtypes]
+        gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.gradient_dtypes]
+
+        def make_pool(second_source: bool) -> PlanPool:
+            return PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner, second_source)
+
+        self.pool = make_pool(False)
+        largest = max(
+            arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes)
+            for s in strategies
+            for r in range(cluster.world_size)
+        )
+        if options.uses_second_source(device, len(strategies), largest):
+            self.pool = make_pool(True)
+        alone = groups.switch is None
+        transport = LoopbackHub(1).transport(0) if alone else ProcessGroupTransport(groups.switch)
+        forward = None if alone else ProcessGroupTransport(groups.forward)
+        self.executor = SwitchExecutor(transport, rank, options.staging_bytes, device, forward)
+        copies = 2 if self.pool.second_source else 1
+        self.arenas = Arenas(device, copies)
+        self.forecast: MemoryForecast = forecast(
+            vector,
+            self.pool.master.rank_sizes(rank),
+            [self.pool.layout(s).rank_sizes(rank) for s in strategies],
+            self.executor.extra_bytes(self.switches()),
+            copies,
+        )
+        self._limit = options.memory_limit or device_limit(device)
+        self._rank = rank
+        overlap = options.overlap(device)
+        self.worker = SwitchWorker(self.executor, device, on_failure) if overlap else None
+        self._epoch = 0
+
+    def switches(self) -> list[Switch]:
+        """Every switch that a mini-batch may need."""
+        return [(plan, self.gradient_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
+
+    def check_memory(self) -> None:
+        """Refuses what the device cannot hold.
+
+        Raises:
+            DeviceMemoryError: the forecast is above the limit given, or above what is free on the device.
+        """
+        self.forecast.check(self._limit, self._rank)
+
+    def prepare(self) -> None:
+        """Allocates what switches need beside weights and gradients."""
+        for plan, dtypes in self.switches():
+            self.executor.prepare(plan, dtypes)
+
+    def next_epoch(self) -> int:
+        """A number for the next switch; the same on every rank, which all run the same switches."""
+        self._epoch += 1
+        return self._epoch
+
+    def close(self) -> None:
+        """Ends the thread of the worker."""
+        if self.worker is not None:
+            self.worker.close()

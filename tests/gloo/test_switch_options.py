@@ -1,0 +1,115 @@
+"""The engine under every way to switch: planners, nodes, a second source, tiny staging, overlap. Always the same sums."""
+
+import itertools
+
+import pytest
+import torch
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.table import SECOND, SRC_STORE
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import random_rows, reference_step
+from tests.worlds import make_engine, make_mini_batch, worst_error
+
+pytestmark = pytest.mark.gloo
+
+POOL = "dp4:8@16,dp2tp2:16@24,tp2pp2:24@32,tp4:40,pp4:60"
+
+
+def steps(rank, world_size, family, dtype, buckets, options):
+    """Three mini-batches with SGD steps between: the worst error against the plain model, and the order of phases."""
+    model = tiny_model(family, dtype)
+    engine = make_engine(tiny_model(family, dtype), buckets, **options)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([p for _, p in engine.named_parameters()], lr=0.1)
+    worst, orders = 0.0, []
+    for seed in range(3):
+        rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
+        loss, gradients = reference_step(model, rows)
+        error, report = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
+        worst = max(worst, error)
+        orders.append([phase.strategy for phase in report.phases])
+        optimizer.step()
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name].clone()
+        plain.step()
+    reserved = engine._switching.executor.reserved_bytes
+    assert reserved == engine._switching.forecast.switch
+    assert (
+        engine._switching.arenas.num_bytes <= engine._switching.forecast.weights + engine._switching.forecast.gradients
+    )
+    engine.close()
+    return worst, orders
+
+
+OVERLAPS = [dict(zip(("overlap_load", "overlap_return"), on, strict=True)) for on in itertools.product((0, 1), (0, 1))]
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=lambda o: "".join("+-"[not on] for on in o.values()))
+@pytest.mark.parametrize("planner", ["relay", "algorithm1"])
+@pytest.mark.parametrize("second_source", [False, True])
+def test_every_way_to_switch_is_exact(planner, second_source, overlap):
+    """On two emulated nodes of two ranks, in rounds of a few hundred bytes."""
+    options = {"planner": planner, "second_source": second_source, "devices_per_node": 2, "staging_bytes": 1 << 11}
+    options |= {name: bool(on) for name, on in overlap.items()}
+    results = run_ranks(4, steps, "qwen3_qk_norm_tied", torch.float64, POOL, options)
+    assert max(worst for worst, _ in results) <= 1e-11
+
+
+@pytest.mark.parametrize("family", ["llama_uneven", "phi3_fused", "gemma2_soft_caps"])
+def test_relays_are_exact_for_awkward_families(family):
+    options = {"second_source": True, "devices_per_node": 2, "staging_bytes": 1 << 11, "overlap_load": True}
+    buckets = "dp4:8@16,dp2tp2:16@24,tp4:60" if family != "llama_uneven" else "dp4:8@16,pp4:16@24,tp4:60"
+    results = run_ranks(4, steps, family, torch.float64, buckets, options)
+    assert max(worst for worst, _ in results) <= 1e-11
+
+
+def test_nodes_of_three_and_one():
+    options = {"devices_per_node": 3, "second_source": True}
+    results = run_ranks(4, steps, "llama_gqa_bias", torch.float64, POOL, options)
+    assert max(worst for worst, _ in results) <= 1e-11
+
+
+def plans(rank, world_size):
+    engine = make_engine(
+        tiny_model("llama_gqa_bias"), "tp4:8@16,dp4:16@24,dp2tp2:60", second_source=True, devices_per_node=2
+    )
+    pool = engine._switching.pool
+    pair = pool.load(Strategy(tp=4), Strategy(dp=4))
+    second = any((table[:, SRC_STORE] == SECOND).any() for kind in pair.kinds for table in kind.hops)
+    cluster, sizes = Cluster(4, 2), [4] * len(pair.kind_of)
+    strategies = [phase.mesh.strategy for phase in engine.phases.values()]
+    shards = [s.shard_order for s in strategies]
+    engine.close()
+    return second, pair.traffic(cluster, sizes).wire_bytes, shards, [str(s) for s in pool.order(strategies)]
+
+
+def test_the_engine_nests_shards_and_orders_phases():
+    for second, wire_bytes, shards, order in run_ranks(4, plans):
+        assert second
+        assert wire_bytes == 0  # dp4 holds all that tp4 needs
+        assert shards == [(0, 2, 1, 3), (), ()]
+        assert order[0] != "dp1tp4pp1"  # from dp4, everything else is a local copy
+        assert order == ["dp4tp1pp1", "dp2tp2pp1", "dp1tp4pp1"]
+
+
+def too_large(rank, world_size):
+    with pytest.raises(DeviceMemoryError, match=r"MiB.*weights.*the device has 0\.0 MiB") as caught:
+        make_engine(tiny_model("llama_gqa_bias"), "dp2:16@32,tp2:60", memory_limit=1000)
+    return str(caught.value)
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks_before_it_is_allocated():
+    messages = run_ranks(2, too_large)
+    assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"planner": "fastest"}, {"memory_limit": 0}, {"switch_timeout_s": 0.0}, {"pipeline_schedule": "x"}]
+)
+def test_options_that_cannot_be_meant_are_refused(options):
+    with pytest.raises(HotspaConfigError):
+        make_engine(tiny_model("llama_gqa_bias"), "dp1:60@80", **options)

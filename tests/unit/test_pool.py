@@ -1,0 +1,90 @@
+"""The plans of a pool of strategies: cached, nested, ordered."""
+
+import itertools
+import random
+
+import pytest
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.pool import PlanPool
+from hf_hotspa.switch.ports import overlapped_seconds
+from hf_hotspa.switch.table import SECOND, SRC_STORE
+from tests.random_models import random_model
+from tests.unit.test_planner import cut_vector
+
+
+def pool_of(*names: str, second_source: bool = True, devices_per_node: int = 2) -> PlanPool:
+    vector = cut_vector(rows=1024, layers=4)
+    strategies = [Strategy.parse(name) for name in names]
+    cluster = Cluster(strategies[0].world_size, devices_per_node)
+    sizes = [2] * len(vector.segments)
+    return PlanPool(vector, strategies, cluster, sizes, sizes, second_source=second_source)
+
+
+def uses_second(plan: SwitchPlan) -> bool:
+    return any((table[:, SRC_STORE] == SECOND).any() for kind in plan.kinds for table in kind.hops)
+
+
+def test_plans_are_made_once_and_pairs_only_where_the_weights_of_both_are_kept() -> None:
+    pool = pool_of("dp4", "tp4", "pp4")
+    dp, tp, _ = pool.strategies
+    assert pool.load(tp) is pool.load(tp)
+    assert pool.load(tp, dp) is pool.load(tp, dp)
+    assert uses_second(pool.load(tp, dp))
+    assert not uses_second(pool.load(tp))
+    assert pool.load(tp, tp) is pool.load(tp)
+    assert pool.give_back(tp) is pool.give_back(tp)
+    assert len(pool.plans()) == len({plan.digest() for plan in pool.plans()}) == 3 + 3 + 6
+    alone = pool_of("dp4", "tp4", "pp4", second_source=False)
+    assert alone.load(tp, dp) is alone.load(tp)
+    assert len(alone.plans()) == 6
+
+
+def test_weights_that_are_there_already_move_no_byte() -> None:
+    pool = pool_of("dp4", "tp4", "dp2tp2")
+    dp, tp, mixed = pool.strategies
+    sizes = [2] * 6
+    for plan in (pool.load(tp, dp), pool.load(mixed, dp), pool.load(tp, mixed)):  # the last one thanks to nesting
+        assert plan.traffic(Cluster(4, 2), sizes).wire_bytes == 0
+    assert tp.shard_order == (0, 2, 1, 3)
+
+
+def test_the_order_of_phases_is_the_cheapest_of_all() -> None:
+    for names in (("tp8", "dp8", "dp2tp4"), ("tp4pp2", "dp4tp2", "dp8", "dp2tp2pp2")):
+        pool = pool_of(*names, devices_per_node=4)
+
+        def seconds(order: tuple[Strategy, ...], pool: PlanPool = pool) -> float:
+            steps = zip((None, *order[:-1]), order, strict=True)
+            return sum(
+                overlapped_seconds(pool.load(b, a).loads(Cluster(8, 4), [2] * 6), Cluster(8, 4)) for a, b in steps
+            )
+
+        best = min(map(seconds, itertools.permutations(pool.strategies)))
+        assert seconds(pool.order(pool.strategies)) == pytest.approx(best)
+        assert sorted(pool.order(pool.strategies[1:])) == sorted(pool.strategies[1:])
+
+
+def test_without_a_second_source_no_order_is_better() -> None:
+    pool = pool_of("tp4", "dp4", second_source=False)
+    assert pool.order(pool.strategies) == pool.strategies
+
+
+def test_random_pools_plan() -> None:
+    rng = random.Random(2)
+    for _ in range(10):
+        model, world_size = random_model(rng), rng.randint(1, 8)
+        strategies = list(dict.fromkeys(rng.choice(model.strategies(world_size)) for _ in range(3)))
+        cluster = Cluster(world_size, rng.randint(1, world_size))
+        sizes = [4] * len(model.vector.segments)
+        pool = PlanPool(model.vector, strategies, cluster, sizes, sizes, second_source=True)
+        assert all(isinstance(plan, SwitchPlan) for plan in pool.plans())  # each one proved itself
+        assert sorted(pool.order(pool.strategies)) == sorted(strategies)
+
+
+def test_an_unknown_planner_is_refused() -> None:
+    vector = cut_vector()
+    with pytest.raises(HotspaConfigError, match="algorithm1"):
+        PlanPool(vector, [Strategy(dp=2)], Cluster(2, 2), [2] * 4, [4] * 4, "fastest")

@@ -1,0 +1,72 @@
+"""The switch overhead callback: means since the last log, exposed and hidden seconds apart, and the table."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from hf_hotspa.callbacks import switch_overhead
+from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+from hf_hotspa.report import PhaseReport, StepReport
+
+
+def phase(strategy, load_s, hidden_load_s):
+    return PhaseReport(
+        strategy=strategy,
+        num_packs=4,
+        num_sequences=9,
+        num_tokens=100,
+        load_s=load_s,
+        compute_s=1.0,
+        wait_s=0.25,
+        return_s=0.5,
+        load_bytes=2_000_000,
+        return_bytes=4_000_000,
+        hidden_load_s=hidden_load_s,
+        hidden_return_s=0.125,
+    )
+
+
+def report(*phases, total_s=8.0):
+    return StepReport(
+        step=1, loss=2.0, grad_norm=1.0, num_labels=90, num_rows=9, num_truncated=0, num_split=0, num_dropped=2,
+        num_empty=0, phases=phases, total_s=total_s,
+    )  # fmt: skip
+
+
+def test_reports_add_exposed_and_hidden_seconds_apart():
+    step = report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0))
+    assert step.switch_s == 3.0
+    assert step.hidden_s == 0.5
+    assert step.switch_share == 3.0 / 8.0
+    assert step.to_dict()["phases"][0]["hidden_load_s"] == 0.25
+
+
+def test_metrics_are_means_since_the_last_log():
+    callback = SwitchOverheadCallback()
+    for step in (report(phase("dp2tp1pp1", 0.5, 0.25)), report(phase("dp2tp1pp1", 1.5, 0.75))):
+        callback.on_step_report(None, None, None, step)
+    metrics = callback.pop_metrics()
+    assert metrics["hotspa/switch_s"] == 1.5
+    assert metrics["hotspa/hidden_s"] == 0.625
+    assert metrics["hotspa/switch_mb"] == 6.0
+    assert metrics["hotspa/switch_share"] == 3.0 / 16.0
+    assert metrics["hotspa/dropped"] == 4.0
+    assert callback.pop_metrics() == {}
+
+
+@pytest.mark.parametrize("whole_run", [False, True])
+def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
+    printed = []
+    monkeypatch.setattr(switch_overhead.tqdm, "write", printed.append)
+    callback, state = (
+        SwitchOverheadCallback(print_table=True),
+        SimpleNamespace(is_world_process_zero=True, global_step=1),
+    )
+    callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)))
+    (callback.on_train_end if whole_run else callback.on_log)(None, state, None)
+    title, header, *rows = printed[0].splitlines()
+    assert ("0.5 s more hidden" in title) == whole_run
+    expected = "strategy packs sequences tokens compute s wait s switch s hidden s switch MB share"
+    assert " ".join(header.split()) == expected
+    assert [row.split()[5:8] for row in rows] == [["0.250", "1.000", "0.375"], ["0.250", "2.000", "0.125"]]
+    assert {len(line) for line in (header, *rows)} == {len(header)}

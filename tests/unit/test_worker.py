@@ -1,0 +1,252 @@
+"""The switch thread: order, gates, errors, cancelling, what is counted as exposed; and real switches through it."""
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa.errors import HotspaError, PlanError, TransferError
+from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.transport import LoopbackHub
+from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
+from tests.switch_cases import check_rank, clone, load_case, return_case
+
+CPU = torch.device("cpu")
+
+
+class Scripted:
+    """An executor whose switches are functions of the progress, by the plan's name."""
+
+    def __init__(self, **switches):
+        self.switches, self.ran = switches, []
+
+    def run(self, plan, source, target, wire_dtypes, epoch, progress=None):
+        self.ran.append((plan.name, epoch, threading.current_thread().name))
+        self.switches[plan.name](progress)
+        return SwitchStats(sent_bytes=epoch)
+
+
+def submit(worker: SwitchWorker, name: str, epoch: int = 0, gate: SegmentGate | None = None) -> SwitchJob:
+    plan: Any = SimpleNamespace(name=name)
+    return worker.submit(plan, [], [], [], epoch, gate)
+
+
+@pytest.fixture
+def make_worker():
+    workers = []
+
+    def make(**switches):
+        workers.append(SwitchWorker(Scripted(**switches), CPU))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.cancel("the test is over")
+        worker.close()
+        assert worker._under_way == []
+
+
+def test_switches_run_one_after_another_in_order_of_submission(make_worker):
+    log, go = [], threading.Event()
+
+    def slow(progress):
+        go.wait(10)
+        log.append("slow")
+
+    worker = make_worker(slow=slow, fast=lambda progress: log.append("fast"))
+    assert worker._thread is None  # without a switch there is no thread
+    jobs = [submit(worker, name, epoch) for epoch, name in enumerate(["slow", "fast", "slow", "fast"])]
+    assert not log
+    go.set()
+    assert [job.result().sent_bytes for job in jobs] == [0, 1, 2, 3]
+    assert log == ["slow", "fast"] * 2
+    assert {thread for _, _, thread in worker.executor.ran} == {"hotspa-switch"}
+
+
+def test_a_segment_can_be_used_before_the_switch_is_over(make_worker):
+    go = threading.Event()
+
+    def load(progress):
+        progress.target_complete([0, 1])
+        go.wait(10)
+        progress.target_complete([2])
+
+    worker = make_worker(load=load)
+    job = submit(worker, "load")
+    job.wait([0])
+    job.wait([1, 0])
+    assert not job.ended
+    threading.Timer(0.05, go.set).start()
+    job.wait([1, 2])
+    job.wait([7])  # nobody reports it: complete at the end
+    assert job.ended
+
+
+def test_a_switch_waits_for_its_gate(make_worker):
+    order = []
+
+    def give_back(progress):
+        for segment in (2, 0, 1):  # 2 is not behind the gate
+            progress.await_source([segment])
+            order.append(segment)
+
+    worker = make_worker(give_back=give_back)
+    gate = SegmentGate([0, 1], CPU)
+    job = submit(worker, "give_back", gate=gate)
+    time.sleep(0.1)
+    assert order == [2]
+    gate.open([0])
+    time.sleep(0.05)
+    assert order == [2, 0]
+    gate.open_all()
+    job.result()
+    assert order == [2, 0, 1]
+    assert job.busy_s < 0.1  # without the time at the gate
+    gate.open_all()
+    gate.wait([0, 1, 5])
+
+
+def test_exposed_seconds_are_those_in_which_the_caller_was_blocked(make_worker):
+    def load(progress):
+        time.sleep(0.2)
+        progress.target_complete([0])
+        time.sleep(0.2)
+
+    worker = make_worker(load=load)
+    job = submit(worker, "load")
+    time.sleep(0.1)  # computing
+    assert job.exposed_s == 0.0
+    job.wait([0])
+    first = job.exposed_s
+    assert 0.02 < first < 0.19
+    job.wait([0])
+    assert job.exposed_s == first
+    time.sleep(0.3)
+    job.result()
+    assert job.exposed_s - first < 0.1
+    assert job.busy_s >= 0.4
+
+
+@pytest.mark.parametrize("error", [PlanError("buffers"), RuntimeError("wire"), KeyboardInterrupt()])
+def test_an_error_is_raised_as_it_is_where_somebody_waits(make_worker, error):
+    def broken(progress):
+        progress.target_complete([0])
+        raise error
+
+    worker = make_worker(broken=broken, fine=lambda progress: None)
+    job, later = submit(worker, "broken"), submit(worker, "fine")
+    for wait in (job.result, lambda: job.wait([1]), lambda: job.wait([0])):
+        with pytest.raises(type(error)) as caught:
+            wait()
+        assert caught.value is error
+    with pytest.raises(TransferError, match="'fine' refused.*'broken' failed"):
+        later.result()
+    with pytest.raises(TransferError, match="refused"):
+        submit(worker, "fine")
+    assert [name for name, _, _ in worker.executor.ran] == ["broken"]
+
+
+def test_cancel_ends_what_waits_at_a_gate_or_has_not_started(make_worker):
+    worker = make_worker(give_back=lambda progress: progress.await_source([3]), load=lambda progress: None)
+    gate = SegmentGate([3], CPU)
+    at_gate, queued = submit(worker, "give_back", gate=gate), submit(worker, "load")
+    done = []
+
+    def wait_for_it():
+        with pytest.raises(TransferError) as caught:
+            at_gate.result()
+        done.append(caught.value)
+
+    waiting = threading.Thread(target=wait_for_it)
+    waiting.start()
+    time.sleep(0.05)
+    worker.cancel("the forward failed")
+    waiting.join(5)
+    for job in (at_gate, queued):
+        with pytest.raises(TransferError, match="was cancelled.*the forward failed"):
+            job.result()
+    assert len(done) == 1
+    assert [name for name, _, _ in worker.executor.ran] == ["give_back"]
+    with pytest.raises(TransferError, match="the forward failed"):
+        submit(worker, "load")
+
+
+def test_a_failure_is_told_at_once_and_a_cancelled_switch_is_none():
+    def broken(progress):
+        progress.await_source([0])
+        raise error
+
+    error, told = RuntimeError("wire"), []
+    worker = SwitchWorker(Scripted(broken=broken), CPU, told.append)
+    submit(worker, "broken")
+    worker.close()
+    assert told == [error]
+    worker = SwitchWorker(Scripted(broken=broken), CPU, told.append)
+    submit(worker, "broken", gate=SegmentGate([0], CPU))
+    time.sleep(0.05)
+    worker.cancel("compute")
+    worker.close()
+    assert told == [error]
+
+
+def test_cancel_leaves_what_is_over_alone(make_worker):
+    worker = make_worker(load=lambda progress: None)
+    job = submit(worker, "load", epoch=5)
+    job.result()
+    worker.cancel("late")
+    assert job.result().sent_bytes == 5
+
+
+def test_close_lets_queued_switches_end():
+    worker = SwitchWorker(Scripted(load=lambda progress: time.sleep(0.05)), CPU)
+    jobs = [submit(worker, "load") for _ in range(3)]
+    thread = worker._thread
+    worker.close()
+    assert not thread.is_alive()
+    assert all(job.ended for job in jobs)
+    worker.close()
+    with pytest.raises(TransferError, match="closed"):
+        submit(worker, "load")
+
+
+def test_a_cancelled_gate_raises_even_for_open_segments():
+    gate = SegmentGate([1], CPU)
+    gate.cancel(HotspaError("over"))
+    with pytest.raises(HotspaError, match="over"):
+        gate.wait([0])
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_real_switches_run_through_workers(seed):
+    """A load and a return of one world, submitted by all ranks; every rank has its own thread."""
+    cases = [load_case(seed, "master", 4), return_case(seed, 4)]
+    hub = LoopbackHub(4, timeout=20.0)
+    targets = [clone(case.targets) for case in cases]
+    workers = []
+    for rank in range(4):
+        executor = SwitchExecutor(hub.transport(rank), rank, min(case.staging_bytes for case in cases))
+        workers.append(SwitchWorker(executor, CPU))
+    gates = [SegmentGate(range(len(cases[1].wires)), CPU) for _ in workers]
+    jobs = [
+        [
+            worker.submit(case.plan, case.sources[rank], target[rank], case.wires, epoch, gate)
+            for epoch, (case, target, gate) in enumerate(zip(cases, targets, (None, gates[rank]), strict=True))
+        ]
+        for rank, worker in enumerate(workers)
+    ]
+    for load, _ in jobs:
+        load.result()
+    for gate in gates:
+        for segment in reversed(range(len(cases[1].wires))):
+            gate.open([segment])
+    for _, give_back in jobs:
+        give_back.result()
+    for worker in workers:
+        worker.close()
+    hub.close()
+    for case, found in zip(cases, targets, strict=True):
+        for rank in range(4):
+            check_rank(case, rank, found[rank])
