@@ -15,6 +15,7 @@ from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
+from hf_hotspa.switch.planner import PLANNERS, check_planner
 
 ELEMENTWISE_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,
@@ -25,8 +26,8 @@ ELEMENTWISE_OPTIMIZERS = (
 )
 """The values of `--optim` whose update of an element depends on that element only, so that it is exact on shards."""
 
-OVERLAP: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
-"""The values of the overlap flags, as the engine takes them."""
+ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
+"""The values of the flags that may also decide themselves, as the engine takes them."""
 
 _CHECKPOINTS = "checkpoints do not exist yet; save the model at the end with trainer.save_model()"
 _EVALUATION = "evaluation does not exist yet; evaluate the saved model with the stock Trainer"
@@ -118,14 +119,37 @@ class HotSPaTrainingArguments(TrainingArguments):
         metadata={
             "help": "Whether a phase starts to compute when the weights of its first layers have arrived: on, off, or auto "
             "(on with accelerators, off on CPU, where a switch takes the cores from the computation).",
-            "choices": list(OVERLAP),
+            "choices": list(ON_OFF),
         },
     )
     hotspa_overlap_return: str = field(
         default="auto",
         metadata={
             "help": "Whether gradients leave while earlier layers still run backward: on, off, or auto (as above).",
-            "choices": list(OVERLAP),
+            "choices": list(ON_OFF),
+        },
+    )
+    hotspa_planner: str = field(
+        default="relay",
+        metadata={
+            "help": "How switches are planned: relay (what a node lacks enters it once), or, to compare, algorithm1 (the "
+            "paper's), round_robin, first_owner.",
+            "choices": list(PLANNERS),
+        },
+    )
+    hotspa_second_source: str = field(
+        default="auto",
+        metadata={
+            "help": "Whether a phase also loads from the weights of the phase before, kept for it: on, off, or auto (on with "
+            "accelerators where a second copy of the weights is small beside the memory).",
+            "choices": list(ON_OFF),
+        },
+    )
+    hotspa_memory_limit_mb: int | None = field(
+        default=None,
+        metadata={
+            "help": "MiB that weights, gradients, master store and switch buffers may take on a device; what is free on an "
+            "accelerator when left out. Strategies that need more are refused at the start."
         },
     )
     hotspa_switch_timeout: float = field(
@@ -152,9 +176,14 @@ class HotSPaTrainingArguments(TrainingArguments):
         check_schedule(self.hotspa_pipeline_schedule)
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
-        for name in ("hotspa_overlap_load", "hotspa_overlap_return"):
-            if getattr(self, name) not in OVERLAP:
-                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(OVERLAP)}")
+        check_planner(self.hotspa_planner)
+        if self.hotspa_memory_limit_mb is not None and self.hotspa_memory_limit_mb < 1:
+            raise HotspaConfigError(
+                f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"
+            )
+        for name in ("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"):
+            if getattr(self, name) not in ON_OFF:
+                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
         if not self.hotspa_switch_timeout > 0:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"

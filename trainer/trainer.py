@@ -23,7 +23,7 @@ from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, Unsuppor
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
-from hf_hotspa.trainer.arguments import OVERLAP, HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 
 _COLLATORS = (PackedBucketCollator, DataCollatorWithFlattening, DefaultDataCollator)
@@ -122,9 +122,12 @@ class HotSPaTrainer(Trainer):
             pipeline_schedule=args.hotspa_pipeline_schedule,
             staging_bytes=args.hotspa_staging_mb << 20,
             timeout_s=float(args.ddp_timeout),
-            overlap_load=OVERLAP[args.hotspa_overlap_load],
-            overlap_return=OVERLAP[args.hotspa_overlap_return],
+            overlap_load=ON_OFF[args.hotspa_overlap_load],
+            overlap_return=ON_OFF[args.hotspa_overlap_return],
             switch_timeout_s=args.hotspa_switch_timeout,
+            planner=args.hotspa_planner,
+            second_source=ON_OFF[args.hotspa_second_source],
+            memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
         )
         self._wrapped = None
         self.model_wrapped = self.model
