@@ -28,9 +28,10 @@ from transformers import PreTrainedModel
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
-from hf_hotspa.report import PhaseReport, StepReport
+from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.measures import PhaseMeasure, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model, weights_digest
 from hf_hotspa.runtime.options import EngineOptions
@@ -41,8 +42,6 @@ from hf_hotspa.strategy import Bucket, check_buckets, check_launch
 from hf_hotspa.switch.executor import SwitchStats
 
 logger = logging.getLogger(__name__)
-
-_MEASURES = 8  # numbers that a rank reports about a phase
 
 
 class HotSPaEngine:
@@ -262,7 +261,7 @@ class HotSPaEngine:
         self._agreement.check({"mini-batch (data order, seed or data set)": mini_batch.plan.digest()}, error, where)
         self.master.zero_gradients()
         self.master.bind_gradients()
-        measures: list[list[float]] = []
+        measures: list[PhaseMeasure] = []
         loss, previous = 0.0, None
         order = self._order(mini_batch)
         for index in order:
@@ -297,7 +296,7 @@ class HotSPaEngine:
         self.phases[phase.bucket.strategy].release()
         return explained
 
-    def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, list[float]]:
+    def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
         runner = self.phases[phase.bucket.strategy]
         clock = [time.perf_counter()]
 
@@ -326,14 +325,15 @@ class HotSPaEngine:
         returned = runner.return_gradients()
         return_s = lap()
         busy = [job.busy_s if job is not None else 0.0 for job in (load_job, return_job)]
-        return loss, [load_s, compute_s, wait_s, return_s, *busy, float(load.sent_bytes), float(returned.sent_bytes)]
+        sent = float(load.sent_bytes), float(returned.sent_bytes)
+        return loss, PhaseMeasure(load_s, compute_s, wait_s, return_s, *busy, *sent)
 
     def _finish(
         self,
         mini_batch: MiniBatch,
         order: Sequence[int],
         loss: float,
-        measures: list[list[float]],
+        measures: list[PhaseMeasure],
         begin: float,
         where: str,
     ) -> StepReport:
@@ -343,38 +343,9 @@ class HotSPaEngine:
         self._grad_norm = squared_norm**0.5
         if not (torch.isfinite(rows[:, :2]).all()):
             self._raise_non_finite(total_loss, where)
-        per_phase = rows[:, 2:].view(self.world_size, -1, _MEASURES)
-        plan = mini_batch.plan
-        return StepReport(
-            step=self._steps,
-            loss=total_loss,
-            grad_norm=self._grad_norm,
-            num_labels=plan.num_labels,
-            num_rows=plan.num_rows,
-            num_truncated=plan.num_truncated,
-            num_split=plan.num_split,
-            num_dropped=plan.num_dropped,
-            num_empty=plan.num_empty,
-            phases=tuple(
-                PhaseReport(
-                    strategy=str(phase.bucket.strategy),
-                    num_packs=phase.num_packs,
-                    num_sequences=phase.num_sequences,
-                    num_tokens=phase.num_tokens,
-                    load_s=measured[:, 0].max().item(),
-                    compute_s=measured[:, 1].max().item(),
-                    wait_s=measured[:, 2].max().item(),
-                    return_s=measured[:, 3].max().item(),
-                    load_bytes=int(measured[:, 6].sum()),
-                    return_bytes=int(measured[:, 7].sum()),
-                    # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
-                    hidden_load_s=max(0.0, (measured[:, 4].min() - measured[:, 0].max()).item()),
-                    hidden_return_s=max(0.0, (measured[:, 5].min() - measured[:, 3].max()).item()),
-                )
-                for phase, measured in zip((plan.phases[i] for i in order), per_phase.unbind(1), strict=True)
-            ),
-            total_s=time.perf_counter() - begin,
-        )
+        per_phase = rows[:, 2:].view(self.world_size, len(order), -1)
+        total_s = time.perf_counter() - begin
+        return step_report(self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s)
 
     def _raise_non_finite(self, loss: float, where: str) -> None:
         names = self.master.non_finite_parameters()

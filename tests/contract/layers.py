@@ -61,6 +61,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/specs.py",
         "hf_hotspa/runtime/model_check.py",
         "hf_hotspa/runtime/memory.py",
+        "hf_hotspa/runtime/measures.py",
         "hf_hotspa/runtime/options.py",
         "hf_hotspa/runtime/switching.py",
         "hf_hotspa/runtime/overlap.py",

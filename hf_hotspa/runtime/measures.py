@@ -1,0 +1,92 @@
+"""What a rank measures of a phase, and how the measures of all ranks become reports."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from torch import Tensor
+
+from hf_hotspa.data.mini_batch import MiniBatchPlan, PhasePlan
+from hf_hotspa.report import PhaseReport, StepReport
+
+
+class PhaseMeasure(NamedTuple):
+    """One rank's measures of one phase: seconds, and bytes it sent.
+
+    Args:
+        load_s: Waiting for the weights.
+        compute_s: Forward and backward.
+        wait_s: Waiting for the busiest rank.
+        return_s: Waiting for the gradients to leave.
+        load_busy_s: The load, where it ran beside the computation.
+        return_busy_s: The return, where it ran beside the computation.
+        load_bytes: Bytes sent by the load.
+        return_bytes: Bytes sent by the return.
+    """
+
+    load_s: float
+    compute_s: float
+    wait_s: float
+    return_s: float
+    load_busy_s: float
+    return_busy_s: float
+    load_bytes: float
+    return_bytes: float
+
+
+def step_report(
+    step: int,
+    loss: float,
+    grad_norm: float,
+    plan: MiniBatchPlan,
+    order: Sequence[int],
+    measures: Tensor,
+    total_s: float,
+) -> StepReport:
+    """The report of a mini-batch.
+
+    Args:
+        step: Mini-batches so far.
+        loss: Token mean over all ranks.
+        grad_norm: Before clipping.
+        plan: What was run.
+        order: The phases of the plan in the order in which they ran.
+        measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
+        total_s: Wall seconds on this rank.
+    """
+    return StepReport(
+        step=step,
+        loss=loss,
+        grad_norm=grad_norm,
+        num_labels=plan.num_labels,
+        num_rows=plan.num_rows,
+        num_truncated=plan.num_truncated,
+        num_split=plan.num_split,
+        num_dropped=plan.num_dropped,
+        num_empty=plan.num_empty,
+        phases=tuple(
+            _phase_report(plan.phases[index], measured)
+            for index, measured in zip(order, measures.unbind(1), strict=True)
+        ),
+        total_s=total_s,
+    )
+
+
+def _phase_report(phase: PhasePlan, measured: Tensor) -> PhaseReport:
+    most = PhaseMeasure(*measured.amax(0).tolist())
+    least = PhaseMeasure(*measured.amin(0).tolist())
+    total = PhaseMeasure(*measured.sum(0).tolist())
+    return PhaseReport(
+        strategy=str(phase.bucket.strategy),
+        num_packs=phase.num_packs,
+        num_sequences=phase.num_sequences,
+        num_tokens=phase.num_tokens,
+        load_s=most.load_s,
+        compute_s=most.compute_s,
+        wait_s=most.wait_s,
+        return_s=most.return_s,
+        load_bytes=int(total.load_bytes),
+        return_bytes=int(total.return_bytes),
+        # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
+        hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
+        hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
+    )
