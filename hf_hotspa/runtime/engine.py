@@ -324,9 +324,16 @@ class HotSPaEngine:
         wait_s = lap()
         returned = runner.return_gradients()
         return_s = lap()
-        busy = [job.busy_s if job is not None else 0.0 for job in (load_job, return_job)]
-        sent = float(load.sent_bytes), float(returned.sent_bytes)
-        return loss, PhaseMeasure(load_s, compute_s, wait_s, return_s, *busy, *sent)
+        return loss, PhaseMeasure(
+            load_s,
+            compute_s,
+            wait_s,
+            return_s,
+            load_job.busy_s if load_job is not None else 0.0,
+            return_job.busy_s if return_job is not None else 0.0,
+            float(load.sent_bytes),
+            float(returned.sent_bytes),
+        )
 
     def _finish(
         self,

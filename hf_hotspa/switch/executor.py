@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
@@ -94,7 +94,8 @@ class SwitchStats:
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
-class _Flight(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Flight:
     """A round whose messages are on their way."""
 
     index: int

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanMismatchError, TransferError
-from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Layout
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan

@@ -9,7 +9,8 @@ import torch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
-from hf_hotspa.layout.placement import Interval, Layout
+from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Layout
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load, plan_return

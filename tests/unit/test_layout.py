@@ -8,9 +8,9 @@ from collections.abc import Iterable
 import pytest
 
 from hf_hotspa.errors import ModelError, StrategyError
+from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import (
     MASTER_ALIGNMENT,
-    Interval,
     Layout,
     Slot,
     gradient_layout,

@@ -10,7 +10,8 @@ import pytest
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
-from hf_hotspa.layout.placement import Interval, Layout, gradient_layout, master_layout, strategy_layout
+from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.direct import SendLoads, choose_source
