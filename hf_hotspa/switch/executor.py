@@ -22,10 +22,10 @@ from typing import Protocol
 
 import torch
 
-from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
+from hf_hotspa.errors import PlanError, TransferError
 from hf_hotspa.switch.packing import Views, add, copy_local, landings, local_bytes, pack, unpack, wire_of
 from hf_hotspa.switch.plan import INTRA, SwitchPlan
-from hf_hotspa.switch.rounds import PEERS_PER_ROUND, RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule, cut_rounds
+from hf_hotspa.switch.rounds import RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule, cut_rounds
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import TransferHandle, Transport
 
@@ -140,33 +140,18 @@ class SwitchExecutor:
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def window(self, world_size: int) -> int:
-        """Bytes that a round moves between two ranks in one direction, at most.
-
-        Raises:
-            HotspaConfigError: the staging buffers are too small for one window per peer.
-        """
-        peers = max(1, min(world_size - 1, PEERS_PER_ROUND))
-        window = self.staging_bytes // _IN_FLIGHT // peers // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
-        if window == 0:
-            raise HotspaConfigError(
-                f"staging buffers of {self.staging_bytes} bytes are too small for {world_size} ranks",
-                fix=f"use at least {_IN_FLIGHT * peers * WINDOW_ALIGNMENT} bytes; some MiB per rank are fast",
-            )
-        return window
-
     def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Sequence[torch.dtype | None]]]) -> int:
         """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
 
         Args:
             switches: Plans with the wire dtypes of their segments. Nothing is allocated for them.
         """
-        slots = [self._slots(plan, self._schedule(plan, tuple(wires)), wires) for plan, wires in switches]
+        slots = [self._slots(plan, self.schedule(plan, wires), wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
     def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
         """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
-        self._grow(self._slots(plan, self._schedule(plan, tuple(wire_dtypes)), wire_dtypes))
+        self._grow(self._slots(plan, self.schedule(plan, wire_dtypes), wire_dtypes))
 
     @property
     def reserved_bytes(self) -> int:
@@ -222,7 +207,7 @@ class SwitchExecutor:
         """
         if self._failure:
             raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
-        schedule = self._schedule(plan, tuple(wire_dtypes))
+        schedule = self.schedule(plan, wire_dtypes)
         buffers = self._checked(plan, schedule, {SOURCE: source, TARGET: target, SECOND: second or ()})
         self._grow(self._slots(plan, schedule, wire_dtypes))
         buffers.update(self._relay_views(plan, schedule, wire_dtypes))
@@ -311,12 +296,14 @@ class SwitchExecutor:
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def _schedule(self, plan: SwitchPlan, wire_dtypes: tuple[torch.dtype | None, ...]) -> Schedule:
+    def schedule(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> Schedule:
+        """This rank's rounds of a plan; cut once and kept."""
+        wire_dtypes = tuple(wire_dtypes)
         key = plan.digest(), wire_dtypes
         if key not in self._schedules:
             wires = [wire_of(dtype) if dtype else None for dtype in wire_dtypes]
-            window = self.window(plan.world_size)
-            self._schedules[key] = cut_rounds(plan, self.rank, wires, window, self.staging_bytes // _IN_FLIGHT)
+            round_bytes = self.staging_bytes // _IN_FLIGHT
+            self._schedules[key] = cut_rounds(plan, self.rank, wires, round_bytes, round_bytes)
         return self._schedules[key]
 
     def _slots(

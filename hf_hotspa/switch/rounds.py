@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hf_hotspa.errors import PlanError
+from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.table import DST, DST_OFFSET, DST_STORE, LENGTH, RELAY, SRC, SRC_OFFSET, SRC_STORE
@@ -139,7 +139,7 @@ class Schedule:
 
 
 def cut_rounds(
-    plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window: int, group_bytes: int | None = None
+    plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], round_bytes: int, group_bytes: int | None = None
 ) -> Schedule:
     """Cuts one rank's part of a plan in rounds.
 
@@ -147,17 +147,21 @@ def cut_rounds(
         plan: The plan.
         rank: The rank.
         wires: How each segment travels; None only for segments that the plan does not move.
-        window: The most bytes that travel between two ranks in one direction in one round; a multiple of
-            `WINDOW_ALIGNMENT`.
+        round_bytes: The most bytes that a rank sends, and that it receives, in one round. What travels between two
+            ranks in a round, the window, is this divided by the peers of the rank that has most of them.
         group_bytes: Segments are fused until the busiest rank sends or receives more than this in a group; everything
             is one group when None.
+
+    Raises:
+        PlanError: no wire dtype is given for a segment that the plan moves.
+        HotspaConfigError: a round is too small for its peers.
     """
-    return _Cutter(plan, rank, wires, window).cut(group_bytes)
+    return _Cutter(plan, rank, wires, round_bytes).cut(group_bytes)
 
 
 class _Cutter:
-    def __init__(self, plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], window: int) -> None:
-        self._plan, self._rank, self._window = plan, rank, window
+    def __init__(self, plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], round_bytes: int) -> None:
+        self._plan, self._rank, self._round_bytes = plan, rank, round_bytes
         self._wires: dict[int, Wire] = {}
         for segment, kind in enumerate(plan.kind_of):
             if kind >= 0:
@@ -169,7 +173,7 @@ class _Cutter:
         self._peers = max(1, PEERS_PER_ROUND // max(1, len(set(self._wires.values()))))
         self._present = [[self._blocks_in(table) for table in kind.hops] for kind in plan.kinds]
         self._own = [[table[(table[:, SRC] == rank) | (table[:, DST] == rank)] for table in k.hops] for k in plan.kinds]
-        self._counted: dict[tuple[object, ...], int] = {}
+        self._counted: dict[tuple[object, ...], tuple[int, int]] = {}
 
     def _blocks_in(self, table: Numbers) -> set[int]:
         """The blocks of distances between ranks over which anything moves; a hop inside nodes has few."""
@@ -182,16 +186,17 @@ class _Cutter:
         turns = sorted((group + hop, hop, group) for group in range(len(groups)) for hop in range(num_hops))
         rounds: list[Round] = []
         last: dict[tuple[int, int], int] = {}  # the last round of (group, hop)
-        present = {(g, h): self._num_windows(groups[g], h) for g in range(len(groups)) for h in range(num_hops)}
-        hops_of = {g: [h for h in range(num_hops) if present[g, h]] for g in range(len(groups))}
+        windows = {(g, h): self._windows(groups[g], h) for g in range(len(groups)) for h in range(num_hops)}
+        hops_of = {g: [h for h in range(num_hops) if windows[g, h][1]] for g in range(len(groups))}
         for _, hop, group in turns:
-            if not present[group, hop]:
+            window, num_windows = windows[group, hop]
+            if not num_windows:
                 continue
             # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
             before = [last[group, h] for h in hops_of[group] if h < hop]
             before += [last[group - RELAY_SLOTS, h] for h in hops_of.get(group - RELAY_SLOTS, []) if num_hops > 1]
             blocks = set().union(*(self._present[self._plan.kind_of[s]][hop] for s in groups[group]))
-            drafts = self._drafts(groups[group], hop, present[group, hop], sorted(blocks))
+            drafts = self._drafts(groups[group], hop, window, num_windows, sorted(blocks))
             for index, draft in enumerate(drafts):
                 opens = hop == hops_of[group][0] and index == 0
                 closes = hop == hops_of[group][-1] and index == len(drafts) - 1
@@ -227,20 +232,28 @@ class _Cutter:
                     most = max(most, int(np.bincount(moves[:, end], weights=moves[:, LENGTH]).max()))
         return most
 
-    def _num_windows(self, group: tuple[int, ...], hop: int) -> int:
-        """Windows of a group and hop: as many as the fullest route (load) or destination (return) has; 0 when empty."""
+    def _windows(self, group: tuple[int, ...], hop: int) -> tuple[int, int]:
+        """The window of a group and hop in bytes, and how many there are: as many as the fullest route (load) or
+        destination (return) has; 0 when nothing moves."""
         key = (hop, *((self._plan.kind_of[s], self._wires[s]) for s in group))
         if key not in self._counted:
             self._counted[key] = self._count_windows(group, hop)
         return self._counted[key]
 
-    def _count_windows(self, group: tuple[int, ...], hop: int) -> int:
+    def _count_windows(self, group: tuple[int, ...], hop: int) -> tuple[int, int]:
         tables = [self._plan.kinds[self._plan.kind_of[segment]].hops[hop] for segment in group]
         if not any(len(table) for table in tables):
-            return 0
+            return 0, 0
+        peers = self._most_peers(tables)
+        window = self._round_bytes // max(1, peers) // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
+        if window == 0:
+            raise HotspaConfigError(
+                f"switch {self._plan.name!r}: a round of {self._round_bytes} bytes is too small for {peers} peers",
+                fix=f"use staging buffers of at least {2 * peers * WINDOW_ALIGNMENT} bytes; some MiB are fast",
+            )
         if self._plan.accumulate:
             ends = self._bases(group, hop)[1]
-            return max(1, -(-int(ends.max()) // self._window))
+            return window, max(1, -(-int(ends.max()) // window))
         routes, sizes = [], []
         for segment, table in zip(group, tables, strict=True):
             moves = table[table[:, SRC] != table[:, DST]]
@@ -250,10 +263,19 @@ class _Cutter:
                 routes.append(route)
                 sizes.append(_align(length * self._wires[segment].itemsize))
         if not routes:
-            return 1
+            return window, 1
         _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
         fullest = np.bincount(inverse, weights=np.concatenate(sizes)).max()
-        return -(-int(fullest) // self._window)
+        return window, -(-int(fullest) // window)
+
+    def _most_peers(self, tables: Sequence[Numbers]) -> int:
+        """Peers that some rank sends to, or receives from, in one round, at most. The same on every rank."""
+        world_size = self._plan.world_size
+        ends = np.unique(np.concatenate([table[:, [SRC, DST]] for table in tables]), axis=0)
+        ends = ends[ends[:, 0] != ends[:, 1]]
+        block = ((ends[:, 1] - ends[:, 0]) % world_size - 1) // self._peers
+        most = [np.unique(ends[:, side] + block * world_size, return_counts=True)[1] for side in (0, 1)]
+        return max((int(counts.max()) for counts in most if len(counts)), default=0)
 
     def _bases(self, group: tuple[int, ...], hop: int) -> tuple[dict[tuple[int, int], Numbers], Numbers]:
         """Of a return: the first byte of each (store, segment) when a destination's buffers are laid end to end, and
@@ -270,7 +292,9 @@ class _Cutter:
                 end = end + _align(extent * self._wires[segment].itemsize)
         return bases, end
 
-    def _drafts(self, group: tuple[int, ...], hop: int, num_windows: int, blocks: Sequence[int]) -> list["_Draft"]:
+    def _drafts(
+        self, group: tuple[int, ...], hop: int, window: int, num_windows: int, blocks: Sequence[int]
+    ) -> list["_Draft"]:
         """The rounds of a group and hop: window after window, in each one block of distances after the other."""
         drafts = [_Draft({}, {}, []) for _ in range(num_windows * len(blocks))]
         position_of = {block: index for index, block in enumerate(blocks)}
@@ -293,9 +317,9 @@ class _Cutter:
                     position = filled.get((src, dst), 0)
                     filled[src, dst] = position + size
                 block = ((dst - src) % self._plan.world_size - 1) // self._peers if src != dst else 0
-                for index in range(position // self._window, -(-(position + size) // self._window)):
-                    first = (max(position, index * self._window) - position) // wire.itemsize
-                    last = (min(position + size, (index + 1) * self._window) - position) // wire.itemsize
+                for index in range(position // window, -(-(position + size) // window)):
+                    first = (max(position, index * window) - position) // wire.itemsize
+                    last = (min(position + size, (index + 1) * window) - position) // wire.itemsize
                     draft = drafts[index * len(blocks) + position_of[block]]
                     draft.add(self._rank, src, dst, wire, _part(source, first, last), _part(target, first, last))
         return drafts

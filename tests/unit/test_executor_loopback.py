@@ -245,7 +245,7 @@ def test_running_allocates_no_more_than_was_prepared() -> None:
             before.append(executor.reserved_bytes)
             second = case.seconds[rank] if case.seconds else None
             runs.append(executor.steps(case.plan, case.sources[rank], case.targets[rank], case.wires, 0, None, second))
-        for _ in range(len(executors[0]._schedule(case.plan, tuple(case.wires)).rounds)):
+        for _ in range(len(executors[0].schedule(case.plan, tuple(case.wires)).rounds)):
             for run in runs:
                 next(run)
         for run in runs:
@@ -324,7 +324,7 @@ def test_a_wrong_buffer_is_refused_before_anything_is_sent(
 
 
 def test_staging_that_cannot_hold_a_window_per_peer_is_refused() -> None:
-    with pytest.raises(HotspaConfigError, match="too small for 2 ranks"):
+    with pytest.raises(HotspaConfigError, match="too small for 1 peers"):
         SwitchExecutor(LoopbackHub(2).transport(0), 0, staging_bytes=31).prepare(two_ranks(), [torch.float32])
 
 

@@ -362,14 +362,14 @@ def test_golden_rounds_of_a_load() -> None:
     source = layout("a", [(0, 8, 0, 0)], [(8, 12, 1, 0)], [], sizes=(8, 4))
     target = layout("b", [], [(0, 8, 0, 0)], [(0, 8, 0, 0), (8, 12, 1, 0)], sizes=(8, 4))
     plan = plan_load(source, target, Cluster(3, 3), [4, 8])
-    first = cut_rounds(plan, 0, [SINGLE, DOUBLE], 16)
+    first = cut_rounds(plan, 0, [SINGLE, DOUBLE], 32)
     assert [(r.sends, r.receives, r.local, r.send_bytes, r.receive_bytes) for r in first.rounds] == [
         (
             tuple(Message(peer, SINGLE, (Slice(SOURCE, 0, at, 4),), 4, 0) for peer in (1, 2)), (), (), 16, 0
         )
         for at in (0, 4)
     ]  # fmt: skip  # the two peers get the same: one place in staging
-    last = cut_rounds(plan, 2, [SINGLE, DOUBLE], 16)
+    last = cut_rounds(plan, 2, [SINGLE, DOUBLE], 32)
     assert [[(m.peer, m.wire, m.slices, m.staging_offset) for m in r.receives] for r in last.rounds] == [
         [(1, DOUBLE, (Slice(TARGET, 1, 0, 2),), 0), (0, SINGLE, (Slice(TARGET, 0, 0, 4),), 16)],
         [(1, DOUBLE, (Slice(TARGET, 1, 2, 2),), 0), (0, SINGLE, (Slice(TARGET, 0, 4, 4),), 16)],
@@ -380,7 +380,7 @@ def test_golden_rounds_of_a_load() -> None:
 def test_rounds_of_a_return_follow_the_destination() -> None:
     parts = layout("parts", [(0, 8, 0, 0)], [(2, 6, 0, 2)], [(6, 8, 0, 6)])
     plan = plan_return(parts, layout("master", [], [], [(0, 8, 0, 0)]))
-    rounds = cut_rounds(plan, 2, [SINGLE], 16).rounds
+    rounds = cut_rounds(plan, 2, [SINGLE], 32).rounds
     assert [[(m.peer, [s[2:] for s in m.slices]) for m in r.receives] for r in rounds] == [
         [(1, [(2, 2)]), (0, [(0, 4)])],
         [(1, [(4, 2)]), (0, [(4, 4)])],
@@ -439,8 +439,9 @@ def test_sends_and_receives_of_all_rounds_pair_up() -> None:
         plan = plan_return(contributions, random_master_layout(rng, model.vector, world_size), cluster, sizes)
         for kind in (plan, plan.inverse()):
             wires = [rng.choice((Wire("float16", 2), SINGLE, DOUBLE)) for _ in model.vector.segments]
-            window, group_bytes = 16 * rng.randint(1, 40), rng.choice((None, 0, 100))
-            schedules = [cut_rounds(kind, rank, wires, window, group_bytes) for rank in range(world_size)]
+            round_bytes = 16 * (world_size - 1) * rng.randint(1, 40)
+            group_bytes = rng.choice((None, 0, 100))
+            schedules = [cut_rounds(kind, rank, wires, round_bytes, group_bytes) for rank in range(world_size)]
             assert len({len(s.rounds) for s in schedules}) == 1
             for rounds in zip(*(s.rounds for s in schedules), strict=True):
                 sent = [(rank, m.peer, m.wire, m.length) for rank, r in enumerate(rounds) for m in r.sends]
@@ -449,5 +450,5 @@ def test_sends_and_receives_of_all_rounds_pair_up() -> None:
                 assert len(set(sent)) == len(sent)
                 assert len({(r.group, r.hop, r.needs, r.opens, r.closes) for r in rounds}) == 1
                 for r in rounds:
-                    assert r.send_bytes <= window * (world_size - 1)
-                    assert r.receive_bytes <= window * (world_size - 1)
+                    assert r.send_bytes <= round_bytes
+                    assert r.receive_bytes <= round_bytes

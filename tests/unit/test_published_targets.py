@@ -1,0 +1,150 @@
+"""Our planners reproduce a published model of switch times, reach its bounds, and keep the targets of a mini-batch."""
+
+from typing import Any
+
+import pytest
+from planner_cases import (  # type: ignore[import-not-found]
+    bit_reversed,
+    cluster_of,
+    gradients,
+    master,
+    sharded_pair,
+    weights,
+)
+from planner_targets import (  # type: ignore[import-not-found]
+    CHAINS,
+    MODEL,
+    NAMES,
+    ROUNDING,
+    Chain,
+    chain_row,
+    ours,
+    targets,
+    verdict,
+)
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.planner import classes_of, plan_load, plan_return
+from hf_hotspa.switch.ports import lower_bound, overlapped_seconds, sequential_seconds
+
+PAIRS = targets()
+
+
+def test_the_table_is_complete() -> None:
+    strategies = {tuple(pair[side].values()) for pair in PAIRS for side in ("from", "to")}
+    assert len(PAIRS) == 20
+    assert len(strategies) == 5
+    assert {Strategy(*degrees) for degrees in strategies} == set(CHAINS["C3"])
+
+
+@pytest.mark.parametrize("nic", ["device", "node"])
+@pytest.mark.parametrize("order", ["canonical", "nested"])
+@pytest.mark.parametrize("what", ["params", "grads"])
+def test_published_switches(what: str, order: str, nic: str) -> None:
+    cluster = cluster_of(32, 8, nic)
+    wrong = []
+    for pair in PAIRS:
+        a, b = (Strategy(**pair[side]) for side in ("from", "to"))
+        if order == "nested":
+            a, b = bit_reversed(a), bit_reversed(b)
+        sides = (weights(MODEL, a), weights(MODEL, b)) if what == "params" else sharded_pair(MODEL, a, b)
+        published = pair[order][what]["nic_per_gpu" if nic == "device" else "nic_per_node"]
+        for name, planner in NAMES.items():
+            seconds = ours(planner, *sides, cluster)
+            close = abs(seconds - published[name]) <= max(ROUNDING, 0.02 * published[name])
+            if planner == "relay":
+                close = seconds <= 1.02 * published[name] + ROUNDING
+            if not close:
+                wrong.append(f"{a}->{b} {name}: {seconds:.4f} s, published {published[name]:.4f} s")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_verdicts() -> None:
+    assert verdict(0.0412, 0.0412) == verdict(0.00001, 0.0) == verdict(1.019, 1.0) == "equal"
+    assert verdict(0.9, 1.0) == "better"
+    assert verdict(1.1, 1.0) == "worse"
+
+
+# ----------------------------------------------------------------------------------------------- worked examples
+
+GIGABYTE = 1 << 30
+
+
+def small(name: str, *holders: int) -> Layout:
+    """One gigabyte, on some of four ranks."""
+    held = [[Interval(0, GIGABYTE, 0, 0)] if rank in holders else [] for rank in range(4)]
+    return Layout.of(name, held, [(GIGABYTE if rank in holders else 0,) for rank in range(4)])
+
+
+def seconds(source: Layout, target: Layout, planner: str, nics: int | None = None) -> float:
+    cluster = Cluster(4, 2, nics_per_node=nics)
+    return overlapped_seconds(plan_load(source, target, cluster, [1], planner).loads(cluster, [1]), cluster)
+
+
+def test_what_two_devices_of_a_node_need_crosses_once() -> None:
+    source, target = small("one", 0), small("two", 2, 3)
+    unit = GIGABYTE / 25e9
+    assert seconds(source, target, "algorithm1") == pytest.approx(2 * unit)
+    assert seconds(source, target, "relay") == pytest.approx(unit / 2, rel=0.01)
+    assert seconds(source, target, "algorithm1", nics=1) == pytest.approx(2 * unit)
+    assert seconds(source, target, "relay", nics=1) == pytest.approx(unit)
+
+
+def test_one_slice_is_striped_over_senders_and_landing_devices() -> None:
+    source, target = small("both", 0, 1), small("one", 2)
+    unit = GIGABYTE / 25e9
+    assert seconds(source, target, "algorithm1") == pytest.approx(unit)
+    assert seconds(source, target, "relay") == pytest.approx(unit / 2, rel=0.01)
+
+
+def test_the_pair_that_gains_most() -> None:
+    cluster = cluster_of(32, 8, "device")
+    source, target = weights(MODEL, Strategy(1, 16, 2)), weights(MODEL, Strategy(4, 2, 4))
+    sizes = [2] * len(target.placements)
+    hops = plan_load(source, target, cluster, sizes).loads(cluster, sizes)
+    assert overlapped_seconds(hops, cluster) == pytest.approx(0.0412, rel=0.01)
+    assert sequential_seconds(hops, cluster) == pytest.approx(0.082, rel=0.07)  # here the needers land first
+    assert ours("algorithm1", source, target, cluster) == pytest.approx(0.330, rel=0.01)
+
+
+# ---------------------------------------------------------------------------------- what the engine does in a step
+
+
+@pytest.mark.parametrize(
+    "strategy", [*CHAINS["C3"], Strategy(1, 1, 32), Strategy(32, 1, 1), Strategy(2, 4, 4)], ids=str
+)
+def test_the_master_store_is_left_and_reached_within_the_bound(strategy: Strategy) -> None:
+    store, target = master(MODEL, 32), weights(MODEL, strategy)
+    contributions = gradients(MODEL, strategy)
+    sizes = [2] * len(target.placements)
+    for nic in ("device", "node"):
+        cluster = cluster_of(32, 8, nic)
+        load = plan_load(store, target, cluster, sizes)
+        bound = lower_bound(classes_of(store, target, sizes), cluster).seconds
+        assert overlapped_seconds(load.loads(cluster, sizes), cluster) <= 1.02 * bound
+        back = plan_return(contributions, store, cluster, sizes)
+        bound = lower_bound(classes_of(store, contributions, sizes, True), cluster).seconds
+        assert overlapped_seconds(back.loads(cluster, sizes), cluster) <= 1.02 * bound
+
+
+def chain(**conditions: Any) -> dict[str, Any]:
+    found: dict[str, Any] = chain_row("C3", nic="device", wire="bf16", **conditions)
+    return found
+
+
+def test_the_longest_chain_keeps_its_targets() -> None:
+    from_master, both = chain(second=False, nested=False), chain(second=True, nested=True)
+    assert from_master["reached"], from_master
+    assert both["reached"], both
+    assert both["algorithm1_s"] > 2 * both["total_s"]
+    reordered = chain(second=True, nested=True, reorder=True)
+    assert reordered["total_s"] < both["total_s"]
+    assert sorted(reordered["phases"]) == sorted(both["phases"])
+
+
+def test_a_wider_wire_takes_twice_as_long() -> None:
+    phases = Chain(CHAINS["C1"], "device")
+    assert phases.give_back(1, 4)[0] == pytest.approx(2 * phases.give_back(1, 2)[0])
