@@ -24,7 +24,7 @@ LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed
 	--main_process_port 0
 
 PYTEST_ARGS ?=
-BENCH_SCRIPTS ?= benchmarks/step.py
+BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
 
 # One compute thread a process: the tests and the CPU example run several processes on few cores.

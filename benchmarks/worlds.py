@@ -9,21 +9,27 @@ import socket
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing import connection
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-_PRELOAD = ["torch", "torch.distributed.pipelining", "transformers.trainer", "transformers.models.llama.modeling_llama"]
+_PRELOAD = ("torch", "torch.distributed.pipelining", "transformers.trainer", "transformers.models.llama.modeling_llama")
 
 
 class WorldError(RuntimeError):
     """A rank failed or died."""
 
 
-def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: float = 3600.0) -> T:
+def run_world(
+    world_size: int,
+    fn: Callable[..., T],
+    *args: Any,
+    timeout_s: float = 3600.0,
+    preload: Sequence[str] = _PRELOAD,
+) -> T:
     """Runs a module-level function on every rank of a fresh world (gloo).
 
     Args:
@@ -31,6 +37,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: floa
         fn: Called as `fn(rank, world_size, *args)`.
         args: Picklable.
         timeout_s: How long an operation may wait for a peer.
+        preload: What the server imports once for all ranks; that of the first call counts.
 
     Returns:
         The value of rank 0.
@@ -41,7 +48,7 @@ def run_world(world_size: int, fn: Callable[..., T], *args: Any, timeout_s: floa
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ[name] = "1"
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)
+    context.set_forkserver_preload(list(preload))
     with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
         pipes, processes = [], []
         try:
