@@ -32,6 +32,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/switch/phase_order.py",
         "hf_hotspa/switch/balancing.py",
         "hf_hotspa/switch/crossings.py",
+        "hf_hotspa/cost/*.py",
         "hf_hotspa/data/packing.py",
         "hf_hotspa/data/bucketing.py",
         "hf_hotspa/data/mini_batch.py",
@@ -76,6 +77,7 @@ ROOT_FILES = ("hf_hotspa/__init__.py", "hf_hotspa/_source_tree.py")
 DOCSTRING_ONLY = (
     "hf_hotspa/layout/__init__.py",
     "hf_hotspa/switch/__init__.py",
+    "hf_hotspa/cost/__init__.py",
     "hf_hotspa/data/__init__.py",
     "hf_hotspa/runtime/__init__.py",
 )

@@ -1,0 +1,206 @@
+"""Fast estimates of phases for many length ranges at once, and the exact evaluation of one.
+
+`LengthTable` estimates a phase for every pair of edges from sums (sequences, tokens, squared lengths) without packing
+anything: what a search needs thousands of. `Evaluator` packs with the packer of the data pipeline and simulates the
+pipeline, and caches: what decides. Both look at the same mini-batches and the same time model.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.data.packing import MIN_PIPELINE_PACK_TOKENS, pack_sequences
+from hf_hotspa.strategy import Strategy
+
+Array = npt.NDArray[np.float64]
+
+
+def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
+    """Pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
+
+    Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better.
+    """
+    found = [capacity]
+    while len(found) < count and found[-1] // 2 >= max(longest, 1):
+        found.append(found[-1] // 2)
+    return found
+
+
+class LengthTable:
+    """Sums over the lengths of some mini-batches between edges.
+
+    Args:
+        batches: The lengths of each mini-batch.
+        edges: Ascending lengths, the first one 0; range (i, j) holds the lengths in `(edges[i], edges[j]]`.
+        weights: What each mini-batch counts; equal, with sum 1, when None.
+    """
+
+    def __init__(
+        self, batches: Sequence[Sequence[int]], edges: Sequence[int], weights: Sequence[float] | None = None
+    ) -> None:
+        self._weights = np.array(weights if weights is not None else [1 / len(batches)] * len(batches))
+        self.edges = np.array(edges, np.int64)
+        self._sorted = [np.sort(np.asarray(batch, np.int64)) for batch in batches]
+        at = np.stack([np.searchsorted(lengths, self.edges, side="right") for lengths in self._sorted])
+        sums = [np.concatenate(([0.0], np.cumsum(lengths, dtype=np.float64))) for lengths in self._sorted]
+        squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
+        self._at = at
+        # [mini-batch, low edge, high edge]
+        self.count = np.maximum(at[:, None, :] - at[:, :, None], 0).astype(np.float64)
+        self.tokens = self._between(sums)
+        self.squares = self._between(squares)
+        top = [
+            np.where(row > 0, lengths[np.maximum(row - 1, 0)], 0) if len(lengths) else np.zeros(len(row), np.int64)
+            for lengths, row in zip(self._sorted, at, strict=True)
+        ]
+        self.longest = np.where(self.count > 0, np.stack(top)[:, None, :], 0).astype(np.float64)
+
+    def _between(self, prefix: Sequence[Array]) -> Array:
+        ends = np.stack([sums[row] for sums, row in zip(prefix, self._at, strict=True)])
+        return np.maximum(ends[:, None, :] - ends[:, :, None], 0.0)
+
+    def phase_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float) -> Array:
+        """Estimated (weighted) mean seconds of the phase of each range, switch included; [low edge, high edge].
+
+        Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
+        sequence of more than half the capacity), their number follows the rule of `data.packing`, and a pipeline
+        takes its slowest stage once for each pack and the others once. Infinite where the range is empty by
+        construction or holds a length above the capacity.
+        """
+        dp, pp = strategy.dp, strategy.pp
+        count, tokens, squares = self.count, self.tokens, self.squares
+        half = np.array([np.searchsorted(lengths, capacity // 2, side="right") for lengths in self._sorted])
+        large = self._at[:, None, :] - np.maximum(self._at, half[:, None])[:, :, None]
+        packs = np.maximum(np.ceil(tokens / capacity), large)
+        packs = np.ceil(packs / dp) * dp
+        if pp > 1:
+            affordable = tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
+            packs = np.maximum(packs, np.minimum(dp * pp, affordable))
+        packs = np.maximum(np.minimum(packs, count), 1)
+        each = np.ceil(packs / dp)
+        slowest = total = alone = np.zeros_like(tokens)
+        for cost, times in Counter(time.stage_costs(strategy)).items():
+            load = (cost.a * squares + cost.b * tokens) / np.minimum(packs, dp) + cost.c * each
+            slowest = np.maximum(slowest, load)
+            total = total + times * load
+            alone = alone + times * (cost.a * self.longest**2 + cost.b * self.longest + cost.c)
+        seconds = slowest
+        if pp > 1:
+            hop = time.hop(strategy)
+            passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs)
+            seconds = slowest + (total - slowest) / each + passing
+        seconds = np.maximum(seconds, alone) + time.fixed_s + switch_s
+        mean: Array = np.tensordot(self._weights, np.where(count > 0, seconds, 0.0), 1)
+        low, high = np.indices(mean.shape)
+        mean[(low >= high) | (self.edges[None, :] > capacity)] = np.inf
+        return mean
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """The weighted mean of a phase over the mini-batches.
+
+    Args:
+        compute_s: Seconds of its packs on the busiest replica.
+        switch_s: Seconds of its switch, where it runs at all.
+        num_packs: Packs over all replicas.
+    """
+
+    compute_s: float
+    switch_s: float
+    num_packs: float
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.compute_s + self.switch_s
+
+
+class Evaluator:
+    """Packs and simulates phases of some mini-batches, and remembers the result.
+
+    Args:
+        batches: The lengths of each mini-batch.
+        time: The time model.
+        switch: Load and return seconds of each strategy.
+        quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
+        weights: What each mini-batch counts; equal, with sum 1, when None.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[int]],
+        time: TimeModel,
+        switch: Mapping[Strategy, float],
+        quadratic_cost: float,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        equal = [1 / len(batches)] * len(batches)
+        self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]
+        self._time, self._switch, self._quadratic_cost = time, switch, quadratic_cost
+        self._known: dict[tuple[Strategy, int, int, int], PhaseCost] = {}
+
+    def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
+        """The phase that runs the lengths in `(low, high]`."""
+        key = strategy, low, high, pack_tokens
+        if key not in self._known:
+            self._known[key] = self._phase(*key)
+        return self._known[key]
+
+    def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
+        compute = num_packs = used = 0.0
+        for batch, weight in self._batches:
+            lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
+            if not lengths:
+                continue
+            used += weight
+            replicas = pack_sequences(
+                lengths,
+                capacity=pack_tokens,
+                dp=strategy.dp,
+                pp=strategy.pp,
+                quadratic_cost=self._quadratic_cost,
+            )
+            num_packs += weight * sum(map(len, replicas))
+            compute += weight * self._time.phase_seconds(
+                strategy, [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+            )
+        return PhaseCost(compute, self._switch[strategy] * used, num_packs)
+
+    def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
+        """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas."""
+        total = 0.0
+        costs = set(self._time.stage_costs(strategy))
+        for batch, weight in self._batches:
+            lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
+            if lengths:
+                tokens, squares = sum(lengths), sum(length * length for length in lengths)
+                packs = -(-tokens // pack_tokens)
+                busiest = max(cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs) / strategy.dp
+                total += weight * (busiest + self._time.fixed_s + self._switch[strategy])
+        return total
+
+
+def choose_edges(batches: Sequence[Sequence[int]], rooms: Sequence[int], longest: int, most: int) -> list[int]:
+    """Candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
+
+    All different lengths where they are few. Otherwise the longest sequence that each room holds, and quantiles: half
+    of them by number of sequences, half by tokens, because a few long sequences hold much of the work.
+    """
+    lengths = sorted(length for batch in batches for length in batch)
+    unique = sorted(set(lengths))
+    if len(unique) <= most:
+        chosen = set(unique)
+    else:
+        chosen = {lengths[bisect_right(lengths, room) - 1] for room in rooms if room >= lengths[0]}
+        tokens = np.cumsum(lengths)
+        slices = max(2, (most - len(chosen)) // 2 + 1)
+        for step in range(1, slices):
+            chosen.add(lengths[step * (len(lengths) - 1) // slices])
+            chosen.add(lengths[bisect_left(tokens, step / slices * float(tokens[-1]))])
+    return [0, *sorted(edge for edge in chosen if 0 < edge < longest), longest]

@@ -1,0 +1,77 @@
+"""JSON files that people read and edit: a kind, a schema version, and errors that say what is wrong with them."""
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.errors import HotspaConfigError
+
+
+def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapping[str, Any]) -> None:
+    """Writes a file beside its place and renames it, so that no reader ever sees half of it.
+
+    Args:
+        path: Where to; folders are made.
+        kind: What the file is, its first key.
+        version: Version of the schema.
+        data: JSON-ready contents.
+    """
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
+    beside.write_text(json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
+    os.replace(beside, target)
+
+
+def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str) -> dict[str, Any]:
+    """Reads what `write_json` wrote.
+
+    Args:
+        path: The file.
+        kind: What it must be.
+        version: The version that this program reads.
+        remedy: How the user gets a file that works, for messages.
+
+    Raises:
+        HotspaConfigError: no file, no JSON, another kind, or another version.
+    """
+    where = str(path)
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise HotspaConfigError(f"{kind} cannot be read: {error.strerror or error}", where=where, fix=remedy) from None
+    except ValueError as error:
+        raise HotspaConfigError(f"{kind} is not valid JSON: {error}", where=where, fix=remedy) from None
+    if not isinstance(data, dict) or data.get("kind") != kind:
+        found = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        raise HotspaConfigError(f"the file is no {kind}; it holds {found!r}", where=where, fix=remedy)
+    if data.get("schema_version") != version:
+        raise HotspaConfigError(
+            f"{kind} has schema version {data.get('schema_version')!r}, and this program reads {version}",
+            where=where,
+            fix=remedy,
+        )
+    return data
+
+
+def number(value: object, name: str, where: str, remedy: str, *, positive: bool = False) -> float:
+    """A finite number that is not negative.
+
+    Args:
+        value: What was read.
+        name: The field, for messages.
+        where: The file, for messages.
+        remedy: How the user gets a file that works, for messages.
+        positive: Whether 0 is refused, too.
+
+    Raises:
+        HotspaConfigError: it is something else.
+    """
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < 0 or (positive and value == 0):  # type: ignore[operator]
+        kind = "a positive number" if positive else "a number of at least 0"
+        raise HotspaConfigError(f"{name} is {value!r} instead of {kind}", where=where, fix=remedy)
+    return float(value)  # type: ignore[arg-type]

@@ -1,0 +1,318 @@
+"""The memory model: bytes on the busiest rank under a strategy, what they are made of, and how long a pack may be.
+
+A rank holds, from first to last: its share of the master store (fp32 weights and gradients) and of the optimizer state;
+weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
+activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
+switches and communicators. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
+al., SC'21, section 2.2).
+
+Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
+follow in closed form, and never fall when the limit rises. Plain data, no torch.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
+
+from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes
+from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy
+
+UNLIMITED_TOKENS = 1 << 40
+"""What `largest_pack` says where nothing limits a pack."""
+
+_GIB = 1 << 30
+
+
+def activation_bytes(
+    shape: ModelShape, tp: int, *, recompute: bool = False, sequence_parallel: bool = False, element_bytes: int = 2
+) -> float:
+    """Activations that one decoder layer keeps for one token until its backward pass, in bytes.
+
+    In elements, for hidden size h, attention width a and MLP width f: norms keep their inputs (2h) and the projections
+    what they read (2h, and 1h for the residual sum), which every tp coordinate holds alike without sequence
+    parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
+    tp. For a LLaMA in 16 bit with sequence parallelism these are the `(18h + 6f) / t` bytes that are customary;
+    Korthikanti et al. (2022) derive the same way. With recomputation only the layer's input (1h) stays.
+    f is what the layer's parameters leave for three matrices; for a mixture of experts it counts all experts.
+    """
+    if recompute:
+        return float(shape.hidden_size * element_bytes)
+    kv_size = shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
+    attention_parameters = shape.hidden_size * 2 * (shape.attention_size + kv_size)
+    mlp = max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
+    whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
+    return element_bytes * (whole + (2 * shape.attention_size + 2 * kv_size + 3 * mlp) / tp)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What the memory of a run depends on beside model and strategy.
+
+    Args:
+        optimizer_bytes: Optimizer state of one trained element; Adam keeps 8.
+        compute_dtype: The dtype of activations.
+        recompute: Whether layers keep their input only.
+        sequence_parallel: Whether norms and residuals are divided over tp.
+        activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
+        logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
+            logits with their gradient in the compute dtype.
+        switch_bytes: Staging and relay buffers of switches.
+        communicator_bytes: Buffers of communicators.
+        reserved_bytes: What the device keeps for itself, see `Hardware.reserved_bytes`.
+        weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
+    """
+
+    optimizer_bytes: float = 8
+    compute_dtype: str = "bfloat16"
+    recompute: bool = False
+    sequence_parallel: bool = False
+    activation_bytes: Mapping[int, float] = field(default_factory=dict)
+    logit_copies: float = 2.0
+    switch_bytes: int = 2 * (16 << 20)
+    communicator_bytes: int = 0
+    reserved_bytes: int = 0
+    weight_copies: int = 1
+
+
+@dataclass(frozen=True)
+class MemoryBreakdown:
+    """Bytes on one rank of the fullest stage.
+
+    Args:
+        master_weights: Its share of the master store.
+        master_gradients: The gradients of that share.
+        optimizer: The optimizer state of that share.
+        weights: Weights of the strategy.
+        gradients: Their gradients.
+        arena: What the pool's largest strategy needs beyond these two.
+        activations: Of all micro-batches in flight.
+        logits: Of one pack, on the last stage.
+        switch: Buffers of switches.
+        communicators: Buffers of communicators.
+        reserved: What the device keeps for itself.
+        stage: The stage.
+        in_flight: Micro-batches in flight on it.
+        pack_tokens: Tokens of each pack.
+    """
+
+    master_weights: float
+    master_gradients: float
+    optimizer: float
+    weights: float
+    gradients: float
+    arena: float
+    activations: float
+    logits: float
+    switch: float
+    communicators: float
+    reserved: float
+    stage: int
+    in_flight: int
+    pack_tokens: int
+
+    def parts(self) -> dict[str, float]:
+        """Bytes by name."""
+        return {f.name: getattr(self, f.name) for f in fields(self)[:-3]}
+
+    @property
+    def total(self) -> float:
+        """Bytes in all."""
+        return sum(self.parts().values())
+
+    def __str__(self) -> str:
+        parts = ", ".join(f"{name.replace('_', ' ')} {size / _GIB:,.2f}" for name, size in self.parts().items() if size)
+        return f"{self.total / _GIB:,.2f} GiB on stage {self.stage} ({parts})"
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of one model on `world_size` devices.
+
+    Args:
+        sizes: The model's sizes.
+        world_size: Ranks, over which the master store is divided.
+        options: Everything else.
+    """
+
+    sizes: ModelSizes
+    world_size: int
+    options: MemoryOptions = MemoryOptions()
+
+    def arena_bytes(self, strategy: Strategy) -> int:
+        """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
+        return max(map(self._stage_arena, self.sizes.stages(strategy)))
+
+    def _stage_arena(self, stage: StageSizes) -> int:
+        return self.options.weight_copies * stage.weight_bytes + stage.gradient_bytes
+
+    def breakdown(
+        self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
+    ) -> MemoryBreakdown:
+        """Bytes on the fullest rank.
+
+        Args:
+            strategy: The strategy that runs.
+            pack_tokens: Tokens of its packs.
+            num_packs: Packs of a replica; None for enough to fill the pipeline.
+            arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
+        """
+        stages = [self._breakdown(strategy, stage, pack_tokens, num_packs, arena_bytes) for stage in range(strategy.pp)]
+        return max(stages, key=lambda found: found.total)
+
+    def _breakdown(
+        self, strategy: Strategy, stage: int, pack_tokens: int, num_packs: int | None, arena_bytes: int
+    ) -> MemoryBreakdown:
+        options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
+        master = self.sizes.master(self.world_size)
+        in_flight = strategy.pp - stage if num_packs is None else min(strategy.pp - stage, num_packs)
+
+        def formula(recompute: bool) -> float:
+            return activation_bytes(
+                shape,
+                strategy.tp,
+                recompute=recompute,
+                sequence_parallel=options.sequence_parallel,
+                element_bytes=dtype_bytes(options.compute_dtype),
+            )
+
+        per_token = options.activation_bytes.get(strategy.tp)
+        if per_token is None:
+            per_token = formula(options.recompute)
+        tokens = per_token * sizes.num_layers * in_flight
+        if options.recompute and in_flight:
+            tokens += formula(False)  # the layer that is being recomputed has all its activations
+        last = stage == strategy.pp - 1 and in_flight > 0
+        weights = options.weight_copies * sizes.weight_bytes
+        return MemoryBreakdown(
+            master_weights=master.weight_bytes,
+            master_gradients=master.gradient_bytes,
+            optimizer=master.trained_elements * options.optimizer_bytes,
+            weights=weights,
+            gradients=sizes.gradient_bytes,
+            arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
+            activations=tokens * pack_tokens,
+            logits=pack_tokens * (-(-shape.vocab_size // strategy.tp)) * 4 * options.logit_copies if last else 0.0,
+            switch=options.switch_bytes,
+            communicators=options.communicator_bytes,
+            reserved=options.reserved_bytes,
+            stage=stage,
+            in_flight=in_flight,
+            pack_tokens=pack_tokens,
+        )
+
+    def largest_pack(self, strategy: Strategy, limit_bytes: float | None, *, arena_bytes: int = 0) -> int:
+        """The most tokens that a pack may have.
+
+        Args:
+            strategy: The strategy that runs it, with a full pipeline.
+            limit_bytes: Memory of a device; None for no limit.
+            arena_bytes: See `breakdown`.
+
+        Returns:
+            Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
+        """
+        if limit_bytes is None:
+            return UNLIMITED_TOKENS
+        found = UNLIMITED_TOKENS
+        for stage in range(strategy.pp):
+            one = self._breakdown(strategy, stage, 1, None, arena_bytes)
+            fixed = replace(one, activations=0.0, logits=0.0).total
+            per_token = one.activations + one.logits
+            found = min(found, int(max(0.0, limit_bytes - fixed) // per_token))
+        return found
+
+    def bytes_needed(self, strategy: Strategy, pack_tokens: int, *, arena_bytes: int = 0) -> float:
+        """The smallest limit under which a pack of so many tokens fits."""
+        return self.breakdown(strategy, pack_tokens, arena_bytes=arena_bytes).total
+
+    def check_pool(self, packs: Mapping[Strategy, int], limit_bytes: float | None) -> None:
+        """Refuses a pool that does not fit.
+
+        Args:
+            packs: The tokens of a pack of each strategy of the pool.
+            limit_bytes: Memory of a device; None for no limit.
+
+        Raises:
+            DeviceMemoryError: naming the strategy, what its memory is made of, and the largest pack that would fit.
+        """
+        arena = max(map(self.arena_bytes, packs), default=0)
+        for strategy, tokens in packs.items():
+            found = self.breakdown(strategy, tokens, arena_bytes=arena)
+            if limit_bytes is not None and found.total > limit_bytes:
+                fits = self.largest_pack(strategy, limit_bytes, arena_bytes=arena)
+                smaller = f"packs of at most {fits} tokens, or " if fits else ""
+                raise DeviceMemoryError(
+                    f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is "
+                    f"{limit_bytes / _GIB:,.2f} GiB",
+                    fix=f"use {smaller}a limit of {_round_up(found.total)}, or strategies with more tp or pp",
+                )
+
+
+@dataclass(frozen=True)
+class MemoryRooms:
+    """How many tokens a pack of a strategy may have inside a pool, from the memory model.
+
+    Args:
+        model: The memory model.
+        limit_bytes: Memory of a device; None for no limit.
+    """
+
+    model: MemoryModel
+    limit_bytes: float | None
+
+    def arena(self, strategy: Strategy) -> int:
+        """Bytes that a pool must keep for the strategy's weights and gradients."""
+        return self.model.arena_bytes(strategy)
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The most tokens of a pack, in a pool with that arena; 0 when it cannot run."""
+        return self.model.largest_pack(strategy, self.limit_bytes, arena_bytes=arena)
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
+        """The error that says what it takes to hold a sequence that fits nowhere."""
+        return too_long(
+            longest,
+            strategies,
+            self.limit_bytes or 0.0,
+            lambda strategy: self.tokens(strategy, 0),
+            lambda strategy: self.model.bytes_needed(strategy, longest),
+        )
+
+
+def too_long(
+    longest: int,
+    strategies: Iterable[Strategy],
+    limit_bytes: float,
+    tokens: Callable[[Strategy], int],
+    needed: Callable[[Strategy], float],
+) -> DeviceMemoryError:
+    """The error for a sequence that no strategy can hold: names the smallest changes that would work.
+
+    Args:
+        longest: Its tokens.
+        strategies: What was tried.
+        limit_bytes: The limit.
+        tokens: The longest pack of a strategy under the limit.
+        needed: The limit under which a strategy would hold it.
+    """
+    tried = list(strategies)
+    cheapest = min(tried, key=needed)
+    roomiest = max(tried, key=tokens)
+    most = tokens(roomiest)
+    shorter = (
+        f", or sequences of at most {most} tokens ({roomiest} holds them under this limit)"
+        if most
+        else ", or more devices"
+    )
+    return DeviceMemoryError(
+        f"no strategy holds a sequence of {longest} tokens in {limit_bytes / _GIB:,.2f} GiB a device",
+        why=f"the smallest need is that of {cheapest}: {needed(cheapest) / _GIB:,.2f} GiB",
+        fix=f"a limit of {_round_up(needed(cheapest))} with {cheapest}{shorter}",
+    )
+
+
+def _round_up(num_bytes: float) -> str:
+    """A limit that one can type, rounded up to a mebibyte."""
+    mebibytes = -(-int(num_bytes + 1) // (1 << 20))
+    return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"

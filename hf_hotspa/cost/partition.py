@@ -1,0 +1,90 @@
+"""The dynamic programme over sorted lengths: contiguous ranges, each with a strategy of its own.
+
+Given the cost of every (strategy, range of lengths), it finds the cheapest way to cut all lengths in at most
+`max_phases` ranges whose strategies differ. Exact for these costs, whatever the order of the strategies.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, order=True)
+class Partition:
+    """A way to cut the lengths.
+
+    Args:
+        seconds: The sum of the costs of its ranges.
+        ranges: `(strategy, low edge, high edge)` of each range, as indices, by length.
+    """
+
+    seconds: float
+    ranges: tuple[tuple[int, int, int], ...]
+
+
+def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partition]:
+    """The cheapest partitions with 1, 2, ... ranges, for up to `keep` different choices of strategies of each number.
+
+    `f(s_1 .. s_k, j) = min over i < j of f(s_1 .. s_{k-1}, i) + cost(s_k, i, j)`, over all ordered choices of
+    different strategies; memory and time grow with the number of strategies to the power `max_phases`.
+
+    Args:
+        costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite where impossible.
+        max_phases: Most ranges.
+        keep: Choices of strategies kept for each number of ranges.
+
+    Returns:
+        Finite ones, cheapest first; ties in the order of strategies and edges.
+    """
+    num_strategies, num_edges = costs.shape[:2]
+    last = num_edges - 1
+    chosen = np.arange(num_strategies)[:, None]
+    reached = costs[:, 0, :]
+    found: list[Partition] = []
+    for phases in range(1, min(max_phases, num_strategies, last) + 1):
+        if phases > 1:
+            ends = range(1, num_edges) if phases < max_phases else (last,)
+            chosen, reached = _extend(costs, chosen, reached, ends)
+        totals = reached[:, last]
+        for index in np.argsort(totals, kind="stable")[:keep].tolist():
+            if np.isfinite(totals[index]):
+                found.append(_traced(costs, chosen[index].tolist()))
+    return sorted(found)
+
+
+def _extend(
+    costs: Array, chosen: npt.NDArray[np.int64], reached: Array, ends: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], Array]:
+    """One more range behind every choice that reaches some edge."""
+    num_strategies, num_edges = costs.shape[:2]
+    alive = np.isfinite(reached).any(axis=1)
+    chosen, reached = chosen[alive], reached[alive]
+    before = np.repeat(np.arange(len(chosen)), num_strategies)
+    added = np.tile(np.arange(num_strategies), len(chosen))
+    fresh = ~(chosen[before] == added[:, None]).any(axis=1)
+    before, added = before[fresh], added[fresh]
+    result = np.full((len(before), num_edges), np.inf)
+    for end in ends:
+        if len(before):
+            result[:, end] = (reached[before, :end] + costs[added, :end, end]).min(axis=1)
+    return np.column_stack((chosen[before], added)), result
+
+
+def _traced(costs: Array, strategies: Sequence[int]) -> Partition:
+    """The best cuts for given strategies, in order of length."""
+    num_edges = costs.shape[1]
+    best = [costs[strategies[0], 0, :]]
+    for strategy in strategies[1:]:
+        best.append((best[-1][:, None] + costs[strategy]).min(axis=0))
+    end, ranges = num_edges - 1, []
+    total = float(best[-1][end])
+    for index in range(len(strategies) - 1, 0, -1):
+        start = int((best[index - 1] + costs[strategies[index], :, end]).argmin())
+        ranges.append((strategies[index], start, end))
+        end = start
+    ranges.append((strategies[0], 0, end))
+    return Partition(total, tuple(reversed(ranges)))

@@ -1,0 +1,362 @@
+"""The search: which strategies, which bucket edges and which pack sizes, for a histogram of lengths.
+
+What is exact and what is not:
+
+* Buckets are contiguous ranges of the sorted lengths, each with a strategy of its own; at most `max_phases`. Edges are
+  lengths that occur: all of them where they are few, else quantiles and the longest sequence each strategy can hold.
+* With few candidates (`EXACT_PHASES` phases to look at) every phase is packed and simulated, and the dynamic programme
+  over these times is exact. Otherwise the dynamic programme runs over estimates (`estimate.LengthTable`), the best
+  partitions are packed and simulated, and the edges of the winner are moved while that helps: a heuristic.
+* The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
+  is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
+  switch" is an answer like any other.
+* Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others room. The search
+  runs once for each size of arena (sizes within 1 % count as one, the larger holds).
+
+Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing.
+Where sequences longer than all drawn ones must fit, one mini-batch in a hundred is taken to hold one and nothing else:
+enough that the strategy for them is a good one, too little to decide anything else.
+Deterministic; no torch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+from typing import Protocol
+
+import numpy as np
+
+from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
+from hf_hotspa.cost.partition import best_partitions
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError, HotspaError, OverlongError
+from hf_hotspa.strategy import Bucket, Strategy
+
+EXACT_PHASES = 600
+"""Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
+_MOST_EDGES = 24
+_SEQUENCES_EVALUATED = 2048
+_SHORTLIST = 8
+_RARE = 0.01
+"""What a mini-batch with a longest sequence counts that the histogram does not show."""
+
+
+class Rooms(Protocol):
+    """How many tokens the packs of a strategy may have (`memory.MemoryRooms`, `FixedRooms`)."""
+
+    def arena(self, strategy: Strategy) -> int:
+        """Bytes that a pool must keep for the strategy's weights and gradients."""
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The most tokens of a pack in a pool with that arena; 0 when the strategy cannot run there."""
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """The error for a sequence that no strategy holds."""
+
+
+@dataclass(frozen=True)
+class FixedRooms:
+    """Given room for each strategy, whatever the pool."""
+
+    capacities: Mapping[Strategy, int]
+
+    def arena(self, strategy: Strategy) -> int:
+        """None."""
+        return 0
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The given number."""
+        return self.capacities[strategy]
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """Names the roomiest strategy."""
+        best = max(strategies, key=lambda strategy: self.capacities[strategy])
+        return OverlongError(
+            f"no strategy holds a sequence of {longest} tokens",
+            fix=f"at most {self.capacities[best]} tokens fit, with {best}",
+        )
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket of the answer, over the mini-batches looked at.
+
+    Args:
+        bucket: Strategy, edges and pack size.
+        num_sequences: Sequences a mini-batch.
+        num_tokens: Tokens a mini-batch.
+        num_packs: Packs a mini-batch, over all replicas.
+        compute_s: Seconds of its computation.
+        switch_s: Seconds of its switch.
+    """
+
+    bucket: Bucket
+    num_sequences: float
+    num_tokens: float
+    num_packs: float
+    compute_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer of a search.
+
+    Args:
+        buckets: By length.
+        seconds: Predicted mean seconds of a mini-batch, switches included.
+        switch_seconds: The switches in it.
+        static: The best single strategy, its packs and its lengths.
+        static_seconds: Its seconds, its own switch included.
+        rows: One for each bucket.
+        exact: Whether the dynamic programme ran over simulated times; see the head of the file.
+    """
+
+    buckets: tuple[Bucket, ...]
+    seconds: float
+    switch_seconds: float
+    static: Bucket
+    static_seconds: float
+    rows: tuple[Row, ...]
+    exact: bool
+
+    @property
+    def switches(self) -> bool:
+        """Whether more than one strategy is worth it."""
+        return len(self.buckets) > 1
+
+    def __str__(self) -> str:
+        """What `hotspa_strategies` takes."""
+        return ",".join(map(str, self.buckets))
+
+
+def search(
+    lengths: Iterable[int],
+    strategies: Iterable[Strategy],
+    time: TimeModel,
+    rooms: Rooms,
+    switch: Mapping[Strategy, float],
+    *,
+    mini_batch_size: int | None = None,
+    longest: int | None = None,
+    quadratic_cost: float = 0.0,
+    max_phases: int = 3,
+    margin: float = 0.01,
+) -> Choice:
+    """Chooses strategies, edges and pack sizes.
+
+    Args:
+        lengths: Lengths in random order, each at least 1: a sample of the data set.
+        strategies: The legal ones; those without coefficients in the time model are left out.
+        time: The time model.
+        rooms: How long packs may be.
+        switch: Load and return seconds of each strategy.
+        mini_batch_size: Sequences of a mini-batch; all lengths when None.
+        longest: The longest sequence that must fit, where it is longer than those given.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        max_phases: Most buckets.
+        margin: How much better than the best single strategy a pool must be, as a share.
+
+    Raises:
+        HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
+        HotspaError: no strategy holds the longest sequence; what `rooms` says about it.
+    """
+    sample = [int(length) for length in lengths]
+    if not sample or min(sample) < 1:
+        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
+    if max_phases < 1 or not 0 <= margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
+        raise HotspaConfigError(
+            f"max_phases {max_phases}, margin {margin} or mini_batch_size {mini_batch_size} is wrong"
+        )
+    pool = sorted({s for s in strategies if time.knows(s)})
+    if not pool:
+        raise HotspaConfigError(
+            "no strategy has coefficients in the time model", fix="calibrate the model's strategies"
+        )
+    longest = max(longest or 0, *sample)
+    if all(rooms.tokens(s, rooms.arena(s)) < longest for s in pool):
+        raise rooms.too_long(longest, pool)
+    return _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases).run(margin)
+
+
+_Phases = tuple[tuple[Strategy, int, int, int], ...]
+"""`(strategy, low, high, pack tokens)` of each phase, by length."""
+
+
+class _Search:
+    """One search; see `search` for the arguments. `exact` says whether all ranges were simulated."""
+
+    def __init__(
+        self,
+        sample: list[int],
+        pool: list[Strategy],
+        time: TimeModel,
+        rooms: Rooms,
+        switch: Mapping[Strategy, float],
+        mini_batch_size: int | None,
+        longest: int,
+        quadratic_cost: float,
+        max_phases: int,
+    ) -> None:
+        size = mini_batch_size or len(sample)
+        count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
+        stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
+        self.batches = [list(islice(stream, size)) for _ in range(count)]
+        self.pool, self.time, self.rooms, self.switch = pool, time, rooms, switch
+        self.longest, self.max_phases = longest, max_phases
+        weights = [1 / count] * count
+        self.num_drawn = count
+        if longest > max(map(max, self.batches)):
+            self.batches.append([longest])
+            weights.append(_RARE)
+        self.weights = weights
+        self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
+        self.most_tokens = max(longest, *map(sum, self.batches))
+        self.exact = True
+
+    def run(self, margin: float) -> Choice:
+        static = self._best_static()
+        best, best_seconds = static, self._seconds(static)
+        static_seconds = best_seconds
+        for phases in self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else ():
+            if (seconds := self._seconds(phases)) < best_seconds:
+                best, best_seconds = phases, seconds
+        if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
+            best = static
+        return self._choice(best, static, static_seconds)
+
+    def _seconds(self, phases: _Phases) -> float:
+        return sum(self.evaluator.phase(*phase).seconds for phase in phases)
+
+    def _room(self, strategy: Strategy, arena: int) -> int:
+        """Tokens of a pack, no more than a mini-batch can fill."""
+        return min(self.rooms.tokens(strategy, arena), self.most_tokens)
+
+    def _best_static(self) -> _Phases:
+        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win."""
+        whole = 0, self.longest
+        options = []
+        for strategy in self.pool:
+            room = self._room(strategy, self.rooms.arena(strategy))
+            for tokens in pack_choices(room, self.longest) if room >= self.longest else ():
+                options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
+        best: _Phases = ()
+        best_seconds = float("inf")
+        for bound, strategy, tokens in sorted(options):
+            if bound >= best_seconds:
+                break
+            seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
+            if seconds < best_seconds:
+                best, best_seconds = ((strategy, *whole, tokens),), seconds
+        return best
+
+    def _candidates(self) -> list[_Phases]:
+        """Pools worth simulating, over all sizes of arena."""
+        arenas: list[int] = []
+        for arena in sorted({self.rooms.arena(s) for s in self.pool}, reverse=True):
+            if not arenas or arena < arenas[-1] * 0.99:
+                arenas.append(arena)
+        found: list[tuple[float, _Phases]] = []
+        self.exact = True
+        for arena in arenas:
+            rooms = {s: self._room(s, arena) for s in self.pool if self.rooms.arena(s) <= arena}
+            rooms = {s: room for s, room in rooms.items() if room >= min(map(min, self.batches))}
+            if len(rooms) > 1 and max(rooms.values()) >= self.longest:
+                found += self._partitions(rooms)
+        if self.exact or not found:
+            return [phases for _, phases in found]
+        shortlist = [phases for _, phases in sorted(found)[:_SHORTLIST]]
+        winner = min(shortlist, key=self._seconds)
+        return [*shortlist, self._moved(winner)]
+
+    def _partitions(self, rooms: Mapping[Strategy, int]) -> list[tuple[float, _Phases]]:
+        """The best partitions with given rooms, with more than one phase."""
+        edges = choose_edges(self.batches, list(rooms.values()), self.longest, _MOST_EDGES)
+        strategies = list(rooms)
+        if len(rooms) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
+            costs = np.stack([self._simulated(edges, strategy, rooms[strategy]) for strategy in strategies])
+        else:
+            self.exact = False
+            table = LengthTable(self.batches, edges, self.weights)
+            costs = np.stack([self._estimated(table, strategy, rooms[strategy]) for strategy in strategies])
+        found = []
+        for partition in best_partitions(costs, self.max_phases):
+            if len(partition.ranges) > 1:
+                phases = tuple(
+                    self._packed(strategies[s], edges[i], edges[j], rooms[strategies[s]])
+                    for s, i, j in partition.ranges
+                )
+                found.append((partition.seconds, phases))
+        return found
+
+    def _estimated(self, table: LengthTable, strategy: Strategy, room: int) -> np.typing.NDArray[np.float64]:
+        """Seconds of every range with its best pack size, by estimate; [low edge, high edge]."""
+        switch_s = self.switch[strategy]
+        return np.min(
+            [table.phase_seconds(self.time, strategy, tokens, switch_s) for tokens in pack_choices(room, 1)], axis=0
+        )
+
+    def _simulated(self, edges: Sequence[int], strategy: Strategy, room: int) -> np.typing.NDArray[np.float64]:
+        """The same, packed and simulated."""
+        costs = np.full((len(edges), len(edges)), np.inf)
+        for j, high in enumerate(edges):
+            for i in range(j) if high <= room else ():
+                costs[i, j] = self.evaluator.phase(*self._packed(strategy, edges[i], high, room)).seconds
+        return costs
+
+    def _packed(self, strategy: Strategy, low: int, high: int, room: int) -> tuple[Strategy, int, int, int]:
+        """The phase with its best pack size."""
+        best, best_seconds = room, float("inf")
+        for tokens in pack_choices(room, high):
+            if self.evaluator.bound(strategy, low, high, tokens) < best_seconds:
+                seconds = self.evaluator.phase(strategy, low, high, tokens).seconds
+                if seconds < best_seconds:
+                    best, best_seconds = tokens, seconds
+        return strategy, low, high, best
+
+    def _moved(self, phases: _Phases) -> _Phases:
+        """The same strategies with edges moved to neighbouring candidates while that helps."""
+        best, best_seconds = phases, self._seconds(phases)
+        edges = choose_edges(self.batches, [phase[3] for phase in phases], self.longest, _MOST_EDGES)
+        improved = True
+        while improved:
+            improved = False
+            for index in range(len(best) - 1):
+                (first, low, edge, room), (second, _, high, other) = best[index : index + 2]
+                at = int(np.searchsorted(edges, edge))
+                for near in (at - 1, at + 1):
+                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= room:
+                        moved = edges[near]
+                        trial = (*best[:index], (first, low, moved, room), (second, moved, high, other))
+                        trial = (*trial, *best[index + 2 :])
+                        if (seconds := self._seconds(trial)) < best_seconds:
+                            best, best_seconds, improved = trial, seconds, True
+                            break
+        return best
+
+    def _choice(self, phases: _Phases, static: _Phases, static_seconds: float) -> Choice:
+        rows = []
+        for strategy, low, high, tokens in phases:
+            cost = self.evaluator.phase(strategy, low, high, tokens)
+            num = self.num_drawn
+            held = [[length for length in batch if low < length <= high] for batch in self.batches[:num]]
+            rows.append(
+                Row(
+                    Bucket(strategy, high, tokens, low),
+                    sum(map(len, held)) / num,
+                    sum(map(sum, held)) / num,
+                    cost.num_packs,
+                    cost.compute_s,
+                    cost.switch_s,
+                )
+            )
+        ((strategy, _, high, tokens),) = static
+        return Choice(
+            tuple(row.bucket for row in rows),
+            sum(row.compute_s + row.switch_s for row in rows),
+            sum(row.switch_s for row in rows),
+            Bucket(strategy, high, tokens),
+            static_seconds,
+            tuple(rows),
+            self.exact,
+        )

@@ -1,0 +1,172 @@
+"""Sizes of model states: what a rank holds of weights, gradients and the master store.
+
+Exact where the parameter vector is at hand (the layouts are asked), and by arithmetic on the model's shape where only a
+configuration is. The arithmetic counts a layer as evenly cut but for what every tp coordinate holds: two norms, and
+key/value heads that are fewer than tp.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.placement import master_layout, strategy_layout
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+_MASTER_BYTES = 4
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        HotspaConfigError: no size is known for the dtype.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise HotspaConfigError(f"no size is known for dtype {dtype!r}", fix=f"use one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What the fullest rank of a pipeline stage holds.
+
+    Args:
+        num_layers: Decoder layers of the stage.
+        weight_bytes: Weights of the strategy.
+        gradient_bytes: Their gradients, in the dtype of the master store.
+    """
+
+    num_layers: int
+    weight_bytes: int
+    gradient_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Weights and gradients together."""
+        return self.weight_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class MasterSizes:
+    """What the fullest rank holds of the master store.
+
+    Args:
+        weight_bytes: Master weights.
+        gradient_bytes: Gradients of the trained ones.
+        trained_elements: Elements that the optimizer updates.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    trained_elements: int
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of one model under any strategy.
+
+    Args:
+        shape: The model's shape.
+        compute_dtype: The dtype of a strategy's weights; a vector knows its own.
+        tied: Whether head and embedding are one weight; a vector knows by itself.
+        vector: The parameters, for exact sizes; None for arithmetic on the shape.
+    """
+
+    shape: ModelShape
+    compute_dtype: str = "bfloat16"
+    tied: bool = False
+    vector: ParameterVector | None = None
+
+    @property
+    def layer_costs(self) -> tuple[int, ...]:
+        """Relative cost of each layer, as layouts cut stages with it."""
+        if self.vector is not None:
+            return self.vector.layer_costs
+        return (self.shape.layer_parameters,) * self.shape.num_layers
+
+    @property
+    def head_cost(self) -> int:
+        """Relative cost of the head."""
+        return self.vector.head_cost if self.vector is not None else self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        if self.vector is not None:
+            return self.vector.numel
+        shape = self.shape
+        vocabulary = shape.vocab_size * shape.hidden_size
+        return shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
+
+    def layers_of_stages(self, pp: int) -> tuple[range, ...]:
+        """The layers of each stage: the same cut as layouts make.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
+        return cut_stages(self.layer_costs, self.head_cost, pp)
+
+    def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        """Sizes of each stage under a strategy.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
+        key = strategy.dp, strategy.tp, strategy.pp
+        if key not in self._stages:
+            self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, int], tuple[StageSizes, ...]]:
+        return {}
+
+    def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        assert self.vector is not None
+        # all replicas hold the same, so one is enough: a layout of tp * pp ranks
+        one = Strategy(1, strategy.tp, strategy.pp)
+        sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
+        segments = self.vector.segments
+        weights = np.array([dtype_bytes(s.dtype) for s in segments]) @ sizes
+        gradients = np.array([dtype_bytes(s.master_dtype) if s.trainable else 0 for s in segments]) @ sizes
+        fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
+        found = []
+        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+            rank = stage * strategy.tp + int(fullest[stage])
+            found.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
+        return tuple(found)
+
+    def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        shape, tp = self.shape, strategy.tp
+        norms = min(2 * shape.hidden_size, shape.layer_parameters)
+        layer = -(-(shape.layer_parameters - norms) // tp) + norms
+        if tp > shape.num_key_value_heads:  # a head is held by several coordinates
+            heads = shape.num_key_value_heads
+            key_value = 2 * shape.hidden_size * shape.attention_size * heads // shape.num_attention_heads
+            layer += key_value // heads - key_value // tp
+        vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
+        found = []
+        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+            first, last = stage == 0, stage == strategy.pp - 1
+            ends = int(first) + int(last) - int(first and last and self.tied)
+            numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
+            found.append(StageSizes(len(layers), numel * dtype_bytes(self.compute_dtype), numel * _MASTER_BYTES))
+        return tuple(found)
+
+    def master(self, world_size: int) -> MasterSizes:
+        """The largest share of the master store."""
+        if self.vector is None:
+            share = -(-self.num_parameters // world_size)
+            return MasterSizes(share * _MASTER_BYTES, share * _MASTER_BYTES, share)
+        sizes = np.stack([placement.sizes for placement in master_layout(self.vector, world_size).placements])
+        width = np.array([dtype_bytes(s.master_dtype) for s in self.vector.segments])
+        trained = np.array([s.trainable for s in self.vector.segments])
+        weights, elements = width @ sizes, trained.astype(np.int64) @ sizes
+        rank = int((weights + (width * trained) @ sizes).argmax())
+        return MasterSizes(int(weights[rank]), int(((width * trained) @ sizes)[rank]), int(elements[rank]))

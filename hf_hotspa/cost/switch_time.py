@@ -1,0 +1,100 @@
+"""Seconds of a switch: loading a strategy's weights from the master store, and returning its gradients.
+
+From the plans of a pool where there is one (`from_pool`), or estimated from sizes alone (`estimate`) for the many
+strategies that a search looks at. Both use the fluid port model (`switch/ports.py`), which is a lower bound: real
+transfers reach a part of it, given as `efficiency`, and every switch has a fixed cost.
+"""
+
+from collections.abc import Iterable, Sequence
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.pool import PlanPool
+from hf_hotspa.switch.ports import nic_bandwidth, overlapped_seconds
+
+EFFICIENCY = 0.6
+"""Share of the port model's speed where nothing was measured; published systems reach 0.25 to 0.6."""
+
+
+def from_pool(
+    pool: PlanPool,
+    cluster: Cluster,
+    weight_sizes: Sequence[int],
+    gradient_sizes: Sequence[int],
+    *,
+    efficiency: float = EFFICIENCY,
+    fixed_s: float = 0.0,
+) -> dict[Strategy, float]:
+    """Load and return seconds of each strategy of a pool, by their plans.
+
+    Args:
+        pool: The pool.
+        cluster: Its machines.
+        weight_sizes: Bytes of one weight of each segment on the wire.
+        gradient_sizes: Bytes of one gradient of each segment on the wire.
+        efficiency: Measured speed over that of the port model.
+        fixed_s: Seconds of a load and a return beside their bytes.
+
+    Raises:
+        HotspaConfigError: the efficiency is not between 0 and 1.
+    """
+    _check(efficiency)
+    found = {}
+    for strategy in pool.strategies:
+        moved = overlapped_seconds(pool.load(strategy).loads(cluster, weight_sizes), cluster)
+        moved += overlapped_seconds(pool.give_back(strategy).loads(cluster, gradient_sizes), cluster)
+        found[strategy] = moved / efficiency + fixed_s
+    return found
+
+
+def estimate(
+    strategies: Iterable[Strategy],
+    sizes: ModelSizes,
+    cluster: Cluster,
+    *,
+    weight_bytes: float = 2,
+    gradient_bytes: float = 4,
+    efficiency: float = EFFICIENCY,
+    fixed_s: float = 0.0,
+) -> dict[Strategy, float]:
+    """Load and return seconds of each strategy, from the size of the model alone.
+
+    A rank receives its 1 / (tp pp) of the model but for the share that it owns itself. Between nodes a relayed load
+    brings what a node lacks across its NICs once: the tp shards and stages that meet in the node, but for what its
+    devices own. Returning gradients is the same flow backwards, the sums of a node's replicas made before the NIC.
+    Within about a factor of two of the plans.
+
+    Args:
+        strategies: What to estimate.
+        sizes: The model.
+        cluster: The machines.
+        weight_bytes: Bytes of one weight on the wire.
+        gradient_bytes: Bytes of one gradient on the wire.
+        efficiency: Measured speed over that of the port model.
+        fixed_s: Seconds of a load and a return beside their bytes.
+
+    Raises:
+        HotspaConfigError: the efficiency is not between 0 and 1.
+    """
+    _check(efficiency)
+    per_parameter = weight_bytes + gradient_bytes
+    found = {}
+    for strategy in strategies:
+        moved = sizes.num_parameters * per_parameter
+        own = 1 / cluster.world_size
+        seconds = moved / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
+        if cluster.num_nodes > 1:
+            per_node = cluster.devices_per_node
+            shards = min(1.0, per_node / strategy.tp) / strategy.pp
+            stages = max(1.0, per_node / (strategy.dp * strategy.tp))
+            missed = moved * min(1.0, shards * stages) * (1 - per_node * own)
+            seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
+        found[strategy] = seconds / efficiency + fixed_s
+    return found
+
+
+def _check(efficiency: float) -> None:
+    if not 0 < efficiency <= 1:
+        raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")

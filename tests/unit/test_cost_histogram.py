@@ -1,0 +1,73 @@
+"""Length histograms: named distributions and JSON files."""
+
+import json
+import statistics
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from hf_hotspa.cost.histogram import DISTRIBUTIONS, KIND, load_histogram, save_histogram, synthetic_lengths
+from hf_hotspa.errors import HotspaConfigError
+
+
+@pytest.mark.parametrize("name", DISTRIBUTIONS)
+def test_distributions_are_seeded_and_bounded(name: str) -> None:
+    lengths = synthetic_lengths(name, 512, 8192, seed=3)
+    assert lengths == synthetic_lengths(name, 512, 8192, seed=3)
+    assert lengths != synthetic_lengths(name, 512, 8192, seed=4)
+    assert len(lengths) == 512
+    assert all(16 <= length <= 8192 for length in lengths)
+    assert synthetic_lengths(name, 3, 5) == [5, 5, 5]
+
+
+def test_medians() -> None:
+    assert statistics.median(synthetic_lengths("commoncrawl", 2000)) == pytest.approx(326, rel=0.02)
+    assert statistics.median(synthetic_lengths("github", 2000)) == pytest.approx(1441, rel=0.02)
+    assert sum(synthetic_lengths("commoncrawl", 512)) == pytest.approx(400e3, rel=0.1)
+    assert max(synthetic_lengths("github", 512)) == 32768
+
+
+def test_unknown_distribution() -> None:
+    with pytest.raises(HotspaConfigError, match="commoncrawl, github, uniform, chat"):
+        synthetic_lengths("zipf", 10)
+    with pytest.raises(HotspaConfigError, match="at least 1"):
+        synthetic_lengths("chat", 0)
+
+
+def test_there_and_back(tmp_path: Path) -> None:
+    path = tmp_path / "lengths.json"
+    lengths = synthetic_lengths("github", 300)
+    save_histogram(path, lengths, "a test")
+    assert Counter(load_histogram(path)) == Counter(lengths)
+    assert json.loads(path.read_text())["source"] == "a test"
+    few = load_histogram(path, most=50, seed=1)
+    assert len(few) == 50
+    assert max(few) == max(lengths)
+    assert set(few) <= set(lengths)
+
+
+@pytest.mark.parametrize(
+    ("contents", "says"),
+    [
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 2}', "not valid JSON"),
+        ("[1, 2]", "holds 'list'"),
+        ('{"kind": "' + KIND + '", "schema_version": 7}', "schema version 7"),
+        ('{"kind": "' + KIND + '", "schema_version": 1}', "no counts"),
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"x": 2}}', "'x' is no length"),
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"0": 2}}', "'0' is no length"),
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": -2}}', "count of length 5"),
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 1.5}}', "count of length 5"),
+        ('{"kind": "' + KIND + '", "schema_version": 1, "counts": {"5": 0}}', "all counts"),
+    ],
+)
+def test_corrupt_files(tmp_path: Path, contents: str, says: str) -> None:
+    path = tmp_path / "lengths.json"
+    path.write_text(contents)
+    with pytest.raises(HotspaConfigError, match=f"{says}.*lengths.json"):
+        load_histogram(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(HotspaConfigError, match="cannot be read"):
+        load_histogram(tmp_path / "nothing.json")

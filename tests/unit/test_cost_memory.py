@@ -1,0 +1,165 @@
+"""The memory model: sizes against layouts, what a rank holds, and how long packs may be."""
+
+import random
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, MemoryRooms, activation_bytes
+from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.layout.placement import master_layout, strategy_layout
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy, legal_strategies
+from tests.random_models import random_model
+
+GIB = 1 << 30
+
+
+def llama(layers: int, hidden: int, heads: int, ffn: int, kv_heads: int | None = None) -> ModelShape:
+    kv_heads = kv_heads or heads
+    attention = 2 * hidden * hidden * (heads + kv_heads) // heads
+    parameters = attention + 3 * hidden * ffn + 2 * hidden
+    return ModelShape("llama", layers, heads, kv_heads, hidden, hidden, 32000, parameters)
+
+
+LLAMA_7B = llama(32, 4096, 32, 11008)
+SIZES_7B = ModelSizes(LLAMA_7B)
+
+
+def test_sizes_of_a_vector_are_those_of_its_layouts() -> None:
+    rng = random.Random(5)
+    for _ in range(20):
+        model = random_model(rng)
+        sizes = ModelSizes(model.shape, vector=model.vector)
+        assert sizes.num_parameters == model.vector.numel
+        segments = model.vector.segments
+        for strategy in model.strategies(rng.randint(1, 8)):
+            layout = strategy_layout(model.vector, strategy)
+            held: dict[int, tuple[int, int]] = {}
+            for rank in range(strategy.world_size):
+                pairs = list(zip(layout.rank_sizes(rank), segments, strict=True))
+                weights = sum(n * dtype_bytes(s.dtype) for n, s in pairs)
+                gradients = sum(n * dtype_bytes(s.master_dtype) for n, s in pairs if s.trainable)
+                stage = strategy.coord(rank).pp
+                held[stage] = max(held.get(stage, (0, 0)), (weights, gradients), key=sum)
+            found = sizes.stages(strategy)
+            assert [(s.weight_bytes + s.gradient_bytes) for s in found] == [sum(held[p]) for p in range(strategy.pp)]
+            assert sum(s.num_layers for s in found) == model.shape.num_layers
+            master = sizes.master(strategy.world_size)
+            shares = [
+                sum(
+                    n * dtype_bytes(s.master_dtype) * (1 + s.trainable)
+                    for n, s in zip(
+                        master_layout(model.vector, strategy.world_size).rank_sizes(r), segments, strict=True
+                    )
+                )
+                for r in range(strategy.world_size)
+            ]
+            assert master.weight_bytes + master.gradient_bytes == max(shares)
+
+
+def test_sizes_of_a_shape() -> None:
+    assert SIZES_7B.num_parameters == pytest.approx(6.74e9, rel=0.002)  # LLaMA-2 7B
+    (whole,) = SIZES_7B.stages(Strategy(4, 1, 1))
+    assert whole.weight_bytes == 2 * SIZES_7B.num_parameters
+    assert whole.gradient_bytes == 4 * SIZES_7B.num_parameters
+    shards = SIZES_7B.stages(Strategy(1, 4, 2))
+    assert sum(s.weight_bytes for s in shards) == pytest.approx(2 * SIZES_7B.num_parameters / 4, rel=0.001)
+    tied = replace(SIZES_7B, tied=True)
+    assert SIZES_7B.num_parameters - tied.num_parameters == 32000 * 4096
+    grouped = ModelSizes(llama(4, 64, 8, 128, kv_heads=2))
+    (eighth,) = grouped.stages(Strategy(1, 8, 1))
+    assert eighth.weight_bytes > grouped.stages(Strategy(1, 1, 1))[0].weight_bytes / 8  # key/value heads are repeated
+    with pytest.raises(HotspaConfigError, match="no size is known for dtype 'int3'"):
+        dtype_bytes("int3")
+
+
+def test_activations_of_a_llama() -> None:
+    h, f = 4096, 11008
+    formula = activation_bytes(LLAMA_7B, 8, sequence_parallel=True)
+    assert formula == pytest.approx((18 * h + 6 * f) / 8, rel=0.001)
+    assert activation_bytes(LLAMA_7B, 8) == pytest.approx(10 * h + (8 * h + 6 * f) / 8, rel=0.001)
+    assert activation_bytes(LLAMA_7B, 8, element_bytes=4) == 2 * activation_bytes(LLAMA_7B, 8)
+    assert activation_bytes(LLAMA_7B, 8, recompute=True) == 2 * h
+    assert formula / h * 8 == pytest.approx(34, rel=0.01)
+
+
+def test_what_a_rank_holds() -> None:
+    model = MemoryModel(SIZES_7B, 8, MemoryOptions(switch_bytes=1000, communicator_bytes=200, reserved_bytes=30))
+    found = model.breakdown(Strategy(2, 2, 2), 4096)
+    numel = SIZES_7B.num_parameters
+    assert found.master_weights == found.master_gradients == pytest.approx(numel * 4 / 8)
+    assert found.optimizer == pytest.approx(numel * 8 / 8)
+    assert (found.switch, found.communicators, found.reserved) == (1000, 200, 30)
+    assert found.total == pytest.approx(sum(found.parts().values()))
+    assert (found.stage, found.in_flight) == (0, 2)
+    assert found.activations == pytest.approx(2 * 16 * 4096 * activation_bytes(LLAMA_7B, 2), rel=0.1)
+    assert found.logits == 0
+    one = model.breakdown(Strategy(2, 2, 2), 4096, num_packs=1)
+    assert one.activations < found.activations
+    alone = model.breakdown(Strategy(4, 2, 1), 4096)
+    assert alone.logits == 4096 * 16000 * 4 * 2
+    assert "activations" in str(alone)
+    larger = model.breakdown(Strategy(1, 8, 1), 4096, arena_bytes=model.arena_bytes(Strategy(8, 1, 1)))
+    assert larger.arena + larger.weights + larger.gradients == model.arena_bytes(Strategy(8, 1, 1))
+    measured = MemoryModel(SIZES_7B, 8, MemoryOptions(activation_bytes={2: 1000.0}))
+    assert measured.breakdown(Strategy(4, 2, 1), 10).activations == 32 * 10 * 1000
+    twice = MemoryModel(SIZES_7B, 8, MemoryOptions(weight_copies=2))
+    assert twice.breakdown(Strategy(4, 2, 1), 10).weights == 2 * measured.breakdown(Strategy(4, 2, 1), 10).weights
+
+
+def test_recomputation_holds_longer_packs() -> None:
+    plain, again = (MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=r)) for r in (False, True))
+    for strategy in (Strategy(1, 8, 1), Strategy(1, 2, 4)):
+        assert again.largest_pack(strategy, 70 * GIB) > 2 * plain.largest_pack(strategy, 70 * GIB)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_capacities_fit_and_grow_with_the_limit(data: st.DataObject) -> None:
+    strategy = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
+    options = MemoryOptions(recompute=data.draw(st.booleans()), sequence_parallel=data.draw(st.booleans()))
+    model = MemoryModel(SIZES_7B, 8, options)
+    arena = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))]))
+    limits = sorted(data.draw(st.lists(st.integers(1 * GIB, 200 * GIB), min_size=2, max_size=4)))
+    packs = [model.largest_pack(strategy, limit, arena_bytes=arena) for limit in limits]
+    assert packs == sorted(packs)
+    for limit, tokens in zip(limits, packs, strict=True):
+        if tokens:
+            assert model.bytes_needed(strategy, tokens, arena_bytes=arena) <= limit + 1
+        assert model.bytes_needed(strategy, tokens + 1, arena_bytes=arena) > limit - 1
+        assert model.largest_pack(strategy, limit, arena_bytes=arena + GIB) <= tokens
+    assert model.largest_pack(strategy, None) == UNLIMITED_TOKENS
+
+
+def test_an_impossible_limit_names_what_would_work() -> None:
+    model = MemoryModel(SIZES_7B, 8)
+    rooms = MemoryRooms(model, 24 * GIB)
+    strategies = legal_strategies(8, LLAMA_7B)
+    error = rooms.too_long(100_000, strategies)
+    assert isinstance(error, DeviceMemoryError)
+    needs = {s: model.bytes_needed(s, 100_000) for s in strategies}
+    cheapest = min(strategies, key=lambda s: needs[s])
+    assert str(cheapest) in str(error)
+    named = int(str(error.fix).split("a limit of ")[1].split("MiB")[0]) << 20
+    assert MemoryRooms(model, named).tokens(cheapest, 0) >= 100_000  # the limit it names works
+    assert all(MemoryRooms(model, named - (2 << 20)).tokens(s, 0) < 100_000 for s in strategies)  # and is the smallest
+    tokens = int(str(error.fix).split("at most ")[1].split(" ")[0])
+    assert max(rooms.tokens(s, 0) for s in strategies) == tokens > 0
+    assert "more devices" in str(MemoryRooms(model, GIB).too_long(10, strategies))
+
+
+def test_a_pool_that_does_not_fit() -> None:
+    model = MemoryModel(SIZES_7B, 8)
+    fits = {Strategy(1, 8, 1): 4096, Strategy(2, 4, 1): 2048}
+    model.check_pool(fits, 79 * GIB)
+    model.check_pool(fits, None)
+    with pytest.raises(
+        DeviceMemoryError, match="dp2tp4pp1 with packs of 900000 tokens.*packs of at most [0-9]+ tokens"
+    ):
+        model.check_pool({**fits, Strategy(2, 4, 1): 900_000}, 79 * GIB)
+    with pytest.raises(DeviceMemoryError, match="use a limit of [0-9]+MiB .*, or strategies with more tp or pp"):
+        model.check_pool(fits, GIB)

@@ -1,0 +1,196 @@
+"""The search for pools: against brute force where that is possible, and its promises everywhere."""
+
+import itertools
+import random
+
+import numpy as np
+import pytest
+
+from hf_hotspa.cost.coefficients import Cost, Hop
+from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
+from hf_hotspa.cost.hardware import load_hardware
+from hf_hotspa.cost.histogram import synthetic_lengths
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, MemoryRooms
+from hf_hotspa.cost.partition import best_partitions
+from hf_hotspa.cost.search import FixedRooms, search
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.switch_time import estimate
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, OverlongError
+from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_buckets
+from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
+
+FOUR = (Strategy(4, 1, 1), Strategy(2, 2, 1), Strategy(1, 4, 1), Strategy(2, 1, 2))
+
+
+def random_case(rng: random.Random):
+    """A time model, rooms and switch seconds in which each strategy may be the best for some lengths."""
+    layers = {
+        tp: Cost(rng.uniform(0, 3e-8) / tp, rng.uniform(1, 2) * 1e-6 / tp**0.8, rng.uniform(0, 3e-4))
+        for tp in (1, 2, 4)
+    }
+    time = TimeModel("random", (1,) * 4, rng.choice((0, 1)), layers, heads={1: Cost(b=1e-7)}, hop_intra=Hop(1e-5, 1e-9))
+    strategies = rng.sample(FOUR, rng.randint(1, 4))
+    rooms = {s: rng.randint(20, 400) * s.tp * s.pp for s in strategies}
+    switch = {s: rng.uniform(0, 1e-4) for s in strategies}
+    return time, strategies, rooms, switch
+
+
+def brute_force(lengths, strategies, time, rooms, switch, longest, max_phases):
+    """The least seconds over all contiguous partitions with different strategies, and all pack sizes."""
+    evaluator = Evaluator([lengths], time, switch, 0.001)
+    most = max(longest, sum(lengths))
+    edges = sorted({*lengths, longest})
+
+    def phase(strategy, low, high):
+        room = min(rooms[strategy], most)
+        if room < high:
+            return float("inf")
+        return min(evaluator.phase(strategy, low, high, tokens).seconds for tokens in pack_choices(room, high))
+
+    best = float("inf")
+    for count in range(1, max_phases + 1):
+        for inner in itertools.combinations(edges[:-1], count - 1):
+            cuts = (0, *inner, longest)
+            for chosen in itertools.permutations(strategies, count):
+                best = min(best, sum(phase(s, a, b) for s, a, b in zip(chosen, cuts, cuts[1:], strict=False)))
+    return best
+
+
+def test_search_against_brute_force() -> None:
+    rng, several = random.Random(7), 0
+    for _ in range(150):
+        time, strategies, rooms, switch = random_case(rng)
+        longest = max(rooms.values())
+        distinct = [rng.randint(1, longest) for _ in range(rng.randint(1, 6))]
+        lengths = [rng.choice(distinct) for _ in range(rng.randint(1, 30))]
+        choice = search(
+            lengths, strategies, time, FixedRooms(rooms), switch, quadratic_cost=0.001, max_phases=3, margin=0.0
+        )
+        found = brute_force(lengths, strategies, time, rooms, switch, max(lengths), 3)
+        assert choice.seconds == pytest.approx(found, rel=1e-9)
+        several += choice.switches
+    assert several > 15
+
+
+def test_partitions_against_brute_force() -> None:
+    rng = np.random.default_rng(1)
+    for _ in range(40):
+        strategies, edges, most = int(rng.integers(1, 5)), int(rng.integers(2, 6)), int(rng.integers(1, 5))
+        costs = rng.random((strategies, edges, edges))
+        costs[rng.random(costs.shape) < 0.2] = np.inf
+        costs[:, np.tril_indices(edges)[0], np.tril_indices(edges)[1]] = np.inf
+        best = np.inf
+        for count in range(1, min(most, strategies, edges - 1) + 1):
+            for inner in itertools.combinations(range(1, edges - 1), count - 1):
+                cuts = (0, *inner, edges - 1)
+                for chosen in itertools.permutations(range(strategies), count):
+                    best = min(best, sum(costs[s, a, b] for s, a, b in zip(chosen, cuts, cuts[1:], strict=False)))
+        found = best_partitions(costs, most)
+        assert (found[0].seconds if found else np.inf) == pytest.approx(best)
+        for partition in found:
+            assert partition.seconds == pytest.approx(sum(costs[r] for r in partition.ranges))
+            assert [r[1] for r in partition.ranges] == [0, *(r[2] for r in partition.ranges[:-1])]
+
+
+def test_estimates_are_near_what_is_simulated() -> None:
+    time = TimeModel.analytic(SIZES_7B, load_hardware("a100-80g"))
+    batches = [synthetic_lengths("github", 256, 16384, seed) for seed in range(2)]
+    edges = choose_edges(batches, [4096], 16384, 8)
+    assert edges[0] == 0
+    assert edges[-1] == 16384
+    table, errors = LengthTable(batches, edges), []
+    for strategy in (Strategy(8, 1, 1), Strategy(2, 4, 1), Strategy(1, 2, 4), Strategy(2, 2, 2)):
+        evaluator = Evaluator(batches, time, {strategy: 0.1}, LLAMA_7B.quadratic_cost)
+        estimates = table.phase_seconds(time, strategy, 16384, 0.1)
+        for i, j in itertools.combinations(range(len(edges)), 2):
+            exact = evaluator.phase(strategy, edges[i], edges[j], 16384).seconds
+            assert evaluator.bound(strategy, edges[i], edges[j], 16384) <= exact * (1 + 1e-9)
+            errors.append(estimates[i, j] / exact - 1)
+    assert np.isinf(table.phase_seconds(time, strategy, 4096, 0.1)[0, -1])
+    assert np.mean(np.abs(errors)) < 0.1
+    assert max(map(abs, errors)) < 0.5
+
+
+def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
+    sizes, hardware = ModelSizes(shape), load_hardware(preset)
+    strategies = legal_strategies(world_size, shape)
+    options = MemoryOptions(reserved_bytes=hardware.reserved_bytes, sequence_parallel=True)
+    rooms = MemoryRooms(MemoryModel(sizes, world_size, options), hardware.device.memory_bytes)
+    return (
+        strategies,
+        TimeModel.analytic(sizes, hardware),
+        rooms,
+        estimate(strategies, sizes, hardware.cluster(world_size)),
+    )
+
+
+@pytest.mark.parametrize("name", ["commoncrawl", "github", "chat", "uniform"])
+def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
+    strategies, time, rooms, switch = planner(8)
+    lengths = synthetic_lengths(name, 512, 16384)
+    choice = search(
+        lengths, strategies, time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
+    )
+    assert choice.seconds <= choice.static_seconds
+    assert choice.buckets[-1].longest == max(lengths)
+    assert parse_buckets(str(choice)) == choice.buckets
+    check_buckets(choice.buckets, 8, LLAMA_7B)
+    rooms.model.check_pool({b.strategy: b.pack_tokens for b in choice.buckets}, rooms.limit_bytes)
+    assert sum(row.num_sequences for row in choice.rows) == 256
+    assert sum(row.num_tokens for row in choice.rows) == pytest.approx(sum(lengths) / 2)
+    assert sum(row.compute_s + row.switch_s for row in choice.rows) == pytest.approx(choice.seconds)
+    assert choice == search(
+        lengths, strategies[::-1], time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
+    )
+
+
+def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap() -> None:
+    strategies, time, rooms, switch = planner(16, llama(40, 5120, 40, 13824))
+    lengths = synthetic_lengths("commoncrawl", 512)
+    free = search(lengths, strategies, time, rooms, dict.fromkeys(switch, 0.0), longest=32768)
+    dear = search(lengths, strategies, time, rooms, dict.fromkeys(switch, 1e3), longest=32768)
+    assert free.switches
+    assert free.static_seconds / free.seconds > 1.1
+    assert not dear.switches
+    assert dear.buckets == (dear.static,)
+    assert dear.seconds == pytest.approx(dear.static_seconds)
+
+
+def test_small_samples_fill_a_mini_batch_and_longer_rows_keep_their_place() -> None:
+    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(b=1e-6)})
+    rooms = FixedRooms({Strategy(2, 1, 1): 100, Strategy(1, 2, 1): 1000})
+    choice = search([10, 20], rooms.capacities, time, rooms, dict.fromkeys(rooms.capacities, 0.0), mini_batch_size=8)
+    assert choice.rows[0].num_sequences == 8
+    choice = search([10, 20], rooms.capacities, time, rooms, dict.fromkeys(rooms.capacities, 0.0), longest=500)
+    assert choice.buckets[-1].longest == 500
+    assert choice.static.strategy == Strategy(1, 2, 1)
+
+
+def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
+    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(1e-9, 1e-6), 4: Cost(1e-12, 1e-6)})
+    rooms = FixedRooms({Strategy(4, 1, 1): 100, Strategy(2, 2, 1): 9000, Strategy(1, 4, 1): 9000})
+    for longest in (1000, 9000):
+        switch = dict.fromkeys(rooms.capacities, 1e-6)
+        choice = search([10, 20] * 20, rooms.capacities, time, rooms, switch, longest=longest)
+        assert [b.strategy for b in choice.buckets] == [Strategy(4, 1, 1), Strategy(1, 4, 1)]
+        assert choice.rows[1].num_sequences == 0
+
+
+def test_bad_input() -> None:
+    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6)})
+    rooms, switch = FixedRooms({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
+    with pytest.raises(OverlongError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
+        search([10, 500], rooms.capacities, time, rooms, switch)
+    for lengths in ([], [0, 5]):
+        with pytest.raises(HotspaConfigError, match="lengths"):
+            search(lengths, rooms.capacities, time, rooms, switch)
+    with pytest.raises(HotspaConfigError, match="no strategy has coefficients"):
+        search([5], [Strategy(1, 2, 1)], time, rooms, switch)
+    with pytest.raises(HotspaConfigError, match="max_phases 0"):
+        search([5], rooms.capacities, time, rooms, switch, max_phases=0)
+    strategies, time, memory, switch = planner(8)
+    with pytest.raises(
+        DeviceMemoryError, match="a limit of [0-9]+MiB .* with .*, or sequences of at most [0-9]+ tokens"
+    ):
+        search([10_000_000], strategies, time, memory, switch)
