@@ -44,6 +44,7 @@ from worlds import run_world
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.switch.table import RELAY, SOURCE, TARGET
 from hf_hotspa.switch.transport import ProcessGroupTransport
 
 CHUNKS = {"whole": None, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
@@ -70,7 +71,9 @@ class Switch:
 
     def prepare(self) -> None:
         """Makes the executor and allocates what it needs."""
-        self.executor = SwitchExecutor(ProcessGroupTransport(), self.rank, self._staging_bytes)
+        self.executor = SwitchExecutor(
+            ProcessGroupTransport(), self.rank, self._staging_bytes, native=(SOURCE, TARGET, RELAY)
+        )
         self.executor.prepare(self.plan, self._wires)
 
     def __call__(self) -> None:

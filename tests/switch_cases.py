@@ -4,19 +4,22 @@ Every rank builds the same case from a seed: layouts, plan, the buffers of all r
 """
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from unittest.mock import patch
 
 import torch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
 from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.switch import rounds
 from hf_hotspa.switch.executor import Progress, SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.switch.rounds import WINDOW_ALIGNMENT
-from hf_hotspa.switch.table import SOURCE, TARGET
+from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import LoopbackHub
 from tests.random_models import random_master_layout, random_model
 
@@ -28,7 +31,8 @@ POISON = 0xA5
 class Case:
     """A switch of a whole world: `sources[rank][segment]`, and what `targets` hold before and after it.
 
-    `seconds` are the buffers of a second source, the weights of the strategy that ran before.
+    `seconds` are the buffers of a second source, the weights of the strategy that ran before; `native` the stores in
+    the dtype of the wire, of which stretches of `direct_bytes` go from buffer to buffer.
     """
 
     vector: ParameterVector
@@ -41,6 +45,8 @@ class Case:
     wires: list[torch.dtype | None]
     staging_bytes: int
     seconds: list[Buffers] | None = None
+    native: frozenset[int] = frozenset()
+    direct_bytes: int = 1 << 17
 
     @property
     def world_size(self) -> int:
@@ -140,7 +146,16 @@ def load_case(seed: int, kind: str, world_size: int | None = None) -> Case:
     staging = random_staging(rng, world_size, vector.numel)
     seconds = scatter(vector, current, cast) if current else None
     sources = scatter(vector, source, full)
-    return Case(vector, source, target, plan, sources, before, after, list(dtypes), staging, seconds)
+    native = frozenset({SECOND, RELAY, TARGET} | (set() if kind in ("master", "pair") else {SOURCE}))
+    direct = rng.choice((16, 64, 1 << 17))
+    return Case(vector, source, target, plan, sources, before, after, list(dtypes), staging, seconds, native, direct)
+
+
+@contextmanager
+def direct_messages(case: Case) -> Iterator[None]:
+    """Rounds are cut with the case's idea of a long stretch while this lasts."""
+    with patch.multiple(rounds, DIRECT_BYTES=case.direct_bytes, DIRECT_LIMIT=max(case.direct_bytes, 64)):
+        yield
 
 
 def random_cluster(rng: random.Random, world_size: int) -> Cluster:
@@ -248,7 +263,15 @@ def drive(
     hub, world_size, epoch = LoopbackHub(case.world_size), case.world_size, rng.randint(0, 1 << 20)
     runs = {}
     for rank in range(world_size):
-        executor = SwitchExecutor(hub.transport(rank), rank, staging_bytes or case.staging_bytes)
+        executor = SwitchExecutor(
+            hub.transport(rank),
+            rank,
+            staging_bytes or case.staging_bytes,
+            native=case.native,
+            by_layer=epoch % 2 == 0,
+        )
+        with direct_messages(case):
+            executor.prepare(case.plan, case.wires)
         second = case.seconds[rank] if case.seconds else None
         runs[rank] = executor.steps(
             case.plan,

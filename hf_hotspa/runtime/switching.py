@@ -17,6 +17,7 @@ from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.executor import SwitchExecutor
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.pool import PlanPool
+from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
 from hf_hotspa.switch.worker import SwitchWorker
 
@@ -74,7 +75,12 @@ class Switching:
         alone = groups.switch is None
         transport = LoopbackHub(1).transport(0) if alone else ProcessGroupTransport(groups.switch)
         forward = None if alone else ProcessGroupTransport(groups.forward)
-        self.executor = SwitchExecutor(transport, rank, options.staging_bytes, device, forward)
+        masters = [getattr(torch, s.master_dtype) for s in vector.segments]
+        native = {SECOND, RELAY, TARGET} | ({SOURCE} if masters == self.weight_dtypes else set())
+        overlap = options.overlap(device)
+        self.executor = SwitchExecutor(
+            transport, rank, options.staging_bytes, device, forward, native, by_layer=bool(overlap)
+        )
         copies = 2 if self.pool.second_source else 1
         self.arenas = Arenas(device, copies)
         self.forecast: MemoryForecast = forecast(
@@ -86,7 +92,6 @@ class Switching:
         )
         self._limit = options.memory_limit or device_limit(device)
         self._rank = rank
-        overlap = options.overlap(device)
         self.worker = SwitchWorker(self.executor, device, on_failure) if overlap else None
         self._epoch = 0
 

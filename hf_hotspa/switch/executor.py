@@ -2,8 +2,8 @@
 
 What it promises:
 
-* One fused message per (peer, wire dtype, round). A message that is one contiguous slice is sent from and (for a copy
-  of equal dtype) received into the buffers themselves; others are packed once and staged.
+* Few messages: long stretches that need no conversion go from buffer to buffer; everything else is fused in one
+  message per (peer, wire dtype, round), packed once and staged (unless it is a single slice, and of the wire's dtype).
 * Two rounds are in flight at a time: one is packed, copied and unpacked while the other is on the wire.
 * Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, and what the relay buffers of
   three groups of segments take; allocated once by `prepare`, which can be asked before how much it will be.
@@ -16,7 +16,7 @@ What it promises:
 
 import time
 from collections import deque
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,7 +32,7 @@ from hf_hotspa.switch.transport import TransferHandle, Transport
 Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
 
-_ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 14, 1 << 13, 1 << 4  # 31 bits: what gloo takes as a tag
+_ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: what gloo takes as a tag
 
 _IN_FLIGHT = 2
 """Rounds in flight at a time."""
@@ -113,6 +113,10 @@ class SwitchExecutor:
         device: Where the buffers are.
         forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses
             fewer channels); the same way as the others when None.
+        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that hold what loads send in the dtype of the wire on
+            every rank, if the target does, too: long stretches of these go from buffer to buffer. The same on all ranks.
+        by_layer: Whether groups of segments are kept small, for a computation that goes on beside; else as large as
+            memory allows, for fewest messages. The same on all ranks.
     """
 
     def __init__(
@@ -122,13 +126,11 @@ class SwitchExecutor:
         staging_bytes: int = 64 << 20,
         device: torch.device | str = "cpu",
         forward: Transport | None = None,
+        native: Collection[int] = (),
+        by_layer: bool = False,
     ) -> None:
-        self.transport, self.forward, self.rank, self.staging_bytes = (
-            transport,
-            forward or transport,
-            rank,
-            staging_bytes,
-        )
+        self.transport, self.forward, self.rank = transport, forward or transport, rank
+        self.staging_bytes, self._native, self._by_layer = staging_bytes, frozenset(native), by_layer
         self.device = torch.device(device)
         # a slot of each for every round in flight, and a relay slot for every group that uses one
         self._send_staging = [self._empty(0)] * _IN_FLIGHT
@@ -262,9 +264,9 @@ class SwitchExecutor:
         base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
         transport = self.forward if plan.links[current.hop] == INTRA else self.transport
         for message, tensor in zip(current.receives, incoming, strict=True):
-            transport.recv(tensor, message.peer, base + schedule.channels[message.wire])
+            transport.recv(tensor, message.peer, base + message.channel)
         for message, tensor in zip(current.sends, outgoing, strict=True):
-            transport.send(tensor, message.peer, base + schedule.channels[message.wire])
+            transport.send(tensor, message.peer, base + message.channel)
         handle = transport.start()
         clock = _lap(stats, "wire_seconds", clock)
         if not plan.accumulate and current.local:
@@ -303,7 +305,9 @@ class SwitchExecutor:
         if key not in self._schedules:
             wires = [wire_of(dtype) if dtype else None for dtype in wire_dtypes]
             round_bytes = self.staging_bytes // _IN_FLIGHT
-            self._schedules[key] = cut_rounds(plan, self.rank, wires, round_bytes, round_bytes)
+            # relay buffers are as large as a group
+            group_bytes = round_bytes if self._by_layer or len(plan.links) > 1 else None
+            self._schedules[key] = cut_rounds(plan, self.rank, wires, round_bytes, group_bytes, self._native)
         return self._schedules[key]
 
     def _slots(

@@ -29,7 +29,7 @@ def pack(current: Round, buffers: Views, staging: torch.Tensor) -> list[torch.Te
     outgoing = []
     for message in current.sends:
         views, dtype = _views(message.slices, buffers), _dtype(message.wire)
-        if len(views) == 1 and views[0].dtype == dtype:
+        if message.staging_offset < 0 or (len(views) == 1 and views[0].dtype == dtype):
             outgoing.append(views[0])
             continue
         if message.staging_offset not in packed:

@@ -6,7 +6,8 @@ bytes with each of at most `PEERS_PER_ROUND` peers each way, in one message per 
 of the plan, and every rank has the same rounds in the same order (some empty), so that both ends of every message agree
 without talking:
 
-* A load cuts the stream of each route (source, destination) of a group and hop every `window` bytes.
+* A load sends a long stretch that needs no conversion as a message of its own, from buffer to buffer; what is short
+  or converted is joined in the stream of its route (source, destination), which is cut every `window` bytes.
 * A gradient return cuts the destination rank's buffers (its segments laid end to end) every `window` bytes: all
   contributions to an element meet in one window, and are summed there in one order, whatever the window.
 * The hops of a group follow one another; the first hop of the next group comes between them, so that links of both
@@ -15,11 +16,12 @@ without talking:
 No torch; offsets into buffers are in elements, offsets into staging in bytes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
@@ -31,6 +33,15 @@ WINDOW_ALIGNMENT = 16
 
 PEERS_PER_ROUND = 32
 """Peers that a rank sends to, and receives from, in one round at most: few operations in one batch."""
+
+MOST_OPERATIONS = 64
+"""Operations that a rank posts in one round at most, where a route has several messages."""
+
+DIRECT_BYTES = 1 << 17
+"""A stretch of at least this many bytes is worth a message of its own: packing costs more than one more operation."""
+
+DIRECT_LIMIT = 1 << 24
+"""The most bytes of one such message."""
 
 RELAY_SLOTS = 3
 """Groups that may have something in relay buffers at one time: one that lands, one that is forwarded, one between."""
@@ -69,7 +80,8 @@ class Message:
         slices: Where it lies in this rank's buffers, in the order on the wire.
         length: Elements.
         staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
-            share a place.
+            share a place. -1 for a message that goes from buffer to buffer.
+        channel: Keeps the messages of a pair and round apart; the same at both ends.
     """
 
     peer: int
@@ -77,6 +89,7 @@ class Message:
     slices: tuple[Slice, ...]
     length: int
     staging_offset: int
+    channel: int = 0
 
     @property
     def num_bytes(self) -> int:
@@ -124,13 +137,11 @@ class Schedule:
     Args:
         rounds: In order.
         groups: The segments of each group.
-        channels: A small number for each wire, the same on every rank: keeps messages of a pair and round apart.
         extents: Elements that the buffer of each `(store, segment)` must have at least.
     """
 
     rounds: tuple[Round, ...]
     groups: tuple[tuple[int, ...], ...]
-    channels: dict[Wire, int]
     extents: dict[tuple[int, int], int]
 
     def relay_extents(self, group: int) -> dict[int, int]:
@@ -139,7 +150,12 @@ class Schedule:
 
 
 def cut_rounds(
-    plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], round_bytes: int, group_bytes: int | None = None
+    plan: SwitchPlan,
+    rank: int,
+    wires: Sequence[Wire | None],
+    round_bytes: int,
+    group_bytes: int | None = None,
+    native: Collection[int] = (),
 ) -> Schedule:
     """Cuts one rank's part of a plan in rounds.
 
@@ -147,21 +163,30 @@ def cut_rounds(
         plan: The plan.
         rank: The rank.
         wires: How each segment travels; None only for segments that the plan does not move.
-        round_bytes: The most bytes that a rank sends, and that it receives, in one round. What travels between two
+        round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. What travels between two
             ranks in a round, the window, is this divided by the peers of the rank that has most of them.
         group_bytes: Segments are fused until the busiest rank sends or receives more than this in a group; everything
             is one group when None.
+        native: The source stores of a load whose elements have the wire's dtype on every rank, as the target's have.
 
     Raises:
         PlanError: no wire dtype is given for a segment that the plan moves.
         HotspaConfigError: a round is too small for its peers.
     """
-    return _Cutter(plan, rank, wires, round_bytes).cut(group_bytes)
+    return _Cutter(plan, rank, wires, round_bytes, native).cut(group_bytes)
 
 
 class _Cutter:
-    def __init__(self, plan: SwitchPlan, rank: int, wires: Sequence[Wire | None], round_bytes: int) -> None:
+    def __init__(
+        self,
+        plan: SwitchPlan,
+        rank: int,
+        wires: Sequence[Wire | None],
+        round_bytes: int,
+        native: Collection[int],
+    ) -> None:
         self._plan, self._rank, self._round_bytes = plan, rank, round_bytes
+        self._native = () if plan.accumulate else tuple(sorted(native))
         self._wires: dict[int, Wire] = {}
         for segment, kind in enumerate(plan.kind_of):
             if kind >= 0:
@@ -169,11 +194,12 @@ class _Cutter:
                 if wire is None:
                     raise PlanError(f"plan {plan.name!r} moves segment {segment}, and no wire dtype is given for it")
                 self._wires[segment] = wire
-        # a round has at most two messages for each peer and wire dtype: one out, one in
+        self._channels = {wire: channel for channel, wire in enumerate(sorted(set(self._wires.values())))}
+        # a round has at most two joined messages for each peer and wire dtype: one out, one in
         self._peers = max(1, PEERS_PER_ROUND // max(1, len(set(self._wires.values()))))
         self._present = [[self._blocks_in(table) for table in kind.hops] for kind in plan.kinds]
         self._own = [[table[(table[:, SRC] == rank) | (table[:, DST] == rank)] for table in k.hops] for k in plan.kinds]
-        self._counted: dict[tuple[object, ...], tuple[int, int]] = {}
+        self._counted: dict[tuple[object, ...], _Windows] = {}
 
     def _blocks_in(self, table: Numbers) -> set[int]:
         """The blocks of distances between ranks over which anything moves; a hop inside nodes has few."""
@@ -187,16 +213,15 @@ class _Cutter:
         rounds: list[Round] = []
         last: dict[tuple[int, int], int] = {}  # the last round of (group, hop)
         windows = {(g, h): self._windows(groups[g], h) for g in range(len(groups)) for h in range(num_hops)}
-        hops_of = {g: [h for h in range(num_hops) if windows[g, h][1]] for g in range(len(groups))}
+        hops_of = {g: [h for h in range(num_hops) if windows[g, h].count] for g in range(len(groups))}
         for _, hop, group in turns:
-            window, num_windows = windows[group, hop]
-            if not num_windows:
+            if not windows[group, hop].count:
                 continue
             # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
             before = [last[group, h] for h in hops_of[group] if h < hop]
             before += [last[group - RELAY_SLOTS, h] for h in hops_of.get(group - RELAY_SLOTS, []) if num_hops > 1]
             blocks = set().union(*(self._present[self._plan.kind_of[s]][hop] for s in groups[group]))
-            drafts = self._drafts(groups[group], hop, window, num_windows, sorted(blocks))
+            drafts = self._drafts(groups[group], hop, windows[group, hop], sorted(blocks))
             for index, draft in enumerate(drafts):
                 opens = hop == hops_of[group][0] and index == 0
                 closes = hop == hops_of[group][-1] and index == len(drafts) - 1
@@ -205,7 +230,6 @@ class _Cutter:
         return Schedule(
             tuple(rounds),
             tuple(groups),
-            {wire: channel for channel, wire in enumerate(sorted(set(self._wires.values())))},
             self._extents(),
         )
 
@@ -232,18 +256,17 @@ class _Cutter:
                     most = max(most, int(np.bincount(moves[:, end], weights=moves[:, LENGTH]).max()))
         return most
 
-    def _windows(self, group: tuple[int, ...], hop: int) -> tuple[int, int]:
-        """The window of a group and hop in bytes, and how many there are: as many as the fullest route (load) or
-        destination (return) has; 0 when nothing moves."""
+    def _windows(self, group: tuple[int, ...], hop: int) -> "_Windows":
+        """The windows of a group and hop: as many as the fullest route (load) or destination (return) has."""
         key = (hop, *((self._plan.kind_of[s], self._wires[s]) for s in group))
         if key not in self._counted:
             self._counted[key] = self._count_windows(group, hop)
         return self._counted[key]
 
-    def _count_windows(self, group: tuple[int, ...], hop: int) -> tuple[int, int]:
+    def _count_windows(self, group: tuple[int, ...], hop: int) -> "_Windows":
         tables = [self._plan.kinds[self._plan.kind_of[segment]].hops[hop] for segment in group]
         if not any(len(table) for table in tables):
-            return 0, 0
+            return _Windows(0, 0, 0)
         peers = self._most_peers(tables)
         window = self._round_bytes // max(1, peers) // WINDOW_ALIGNMENT * WINDOW_ALIGNMENT
         if window == 0:
@@ -253,20 +276,30 @@ class _Cutter:
             )
         if self._plan.accumulate:
             ends = self._bases(group, hop)[1]
-            return window, max(1, -(-int(ends.max()) // window))
-        routes, sizes = [], []
+            return _Windows(max(1, -(-int(ends.max()) // window)), window, 0)
+        joined: dict[str, list[Numbers]] = {"routes": [], "sizes": []}
+        direct: dict[str, list[Numbers]] = {"routes": [], "sizes": []}
         for segment, table in zip(group, tables, strict=True):
+            itemsize = self._wires[segment].itemsize
             moves = table[table[:, SRC] != table[:, DST]]
-            if len(moves):
-                route, inverse = np.unique(moves[:, SRC] * self._plan.world_size + moves[:, DST], return_inverse=True)
-                length = np.bincount(inverse, weights=moves[:, LENGTH]).astype(np.int64)
-                routes.append(route)
-                sizes.append(_align(length * self._wires[segment].itemsize))
-        if not routes:
-            return window, 1
-        _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
-        fullest = np.bincount(inverse, weights=np.concatenate(sizes)).max()
-        return window, -(-int(fullest) // window)
+            long = self._is_direct(moves[:, SRC_STORE], moves[:, LENGTH] * itemsize)
+            routes = moves[:, SRC] * self._plan.world_size + moves[:, DST]
+            if not long.all():
+                route, inverse = np.unique(routes[~long], return_inverse=True)
+                length = np.bincount(inverse, weights=moves[~long, LENGTH]).astype(np.int64)
+                joined["routes"].append(route)
+                joined["sizes"].append(_align(length * itemsize))
+            if long.any():
+                direct["routes"].append(routes[long])
+                direct["sizes"].append(-(-moves[long, LENGTH] * itemsize // DIRECT_LIMIT))
+        # of a route, so many messages from buffer to buffer a round that no rank posts too many operations
+        per_round = max(1, MOST_OPERATIONS // (2 * max(1, peers)) - len(self._channels))
+        count = max(-(-_fullest(**joined) // window), -(-_fullest(**direct) // per_round), 1)
+        return _Windows(count, window, per_round)
+
+    def _is_direct(self, store: Numbers, num_bytes: Numbers) -> NDArray[np.bool_]:
+        """Which transfers travel as messages of their own."""
+        return np.isin(store, self._native) & (num_bytes >= DIRECT_BYTES)
 
     def _most_peers(self, tables: Sequence[Numbers]) -> int:
         """Peers that some rank sends to, or receives from, in one round, at most. The same on every rank."""
@@ -292,14 +325,14 @@ class _Cutter:
                 end = end + _align(extent * self._wires[segment].itemsize)
         return bases, end
 
-    def _drafts(
-        self, group: tuple[int, ...], hop: int, window: int, num_windows: int, blocks: Sequence[int]
-    ) -> list["_Draft"]:
+    def _drafts(self, group: tuple[int, ...], hop: int, windows: "_Windows", blocks: Sequence[int]) -> list["_Draft"]:
         """The rounds of a group and hop: window after window, in each one block of distances after the other."""
-        drafts = [_Draft({}, {}, []) for _ in range(num_windows * len(blocks))]
+        drafts = [_Draft({}, {}, [], {}) for _ in range(windows.count * len(blocks))]
         position_of = {block: index for index, block in enumerate(blocks)}
         bases = self._bases(group, hop)[0] if self._plan.accumulate else {}
         filled: dict[tuple[int, int], int] = {}
+        sent: dict[tuple[int, int], int] = {}  # messages from buffer to buffer, by route
+        window = windows.num_bytes
         for segment in group:
             wire = self._wires[segment]
             filled = {route: -(-end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT for route, end in filled.items()}
@@ -313,10 +346,20 @@ class _Cutter:
                 elif src == dst:
                     drafts[0].local.append(Local(source, target))  # needs no window
                     continue
-                else:
+                block = ((dst - src) % self._plan.world_size - 1) // self._peers if src != dst else 0
+                if not self._plan.accumulate and src_store in self._native and size >= DIRECT_BYTES:
+                    step = DIRECT_LIMIT // wire.itemsize
+                    for first in range(0, length, step):
+                        index = sent.get((src, dst), 0)
+                        sent[src, dst] = index + 1
+                        draft = drafts[index // windows.direct * len(blocks) + position_of[block]]
+                        last = min(first + step, length)
+                        parts = _part(source, first, last), _part(target, first, last)
+                        draft.add_direct(self._rank, src, dst, wire, *parts, index % windows.direct)
+                    continue
+                if not self._plan.accumulate:
                     position = filled.get((src, dst), 0)
                     filled[src, dst] = position + size
-                block = ((dst - src) % self._plan.world_size - 1) // self._peers if src != dst else 0
                 for index in range(position // window, -(-(position + size) // window)):
                     first = (max(position, index * window) - position) // wire.itemsize
                     last = (min(position + size, (index + 1) * window) - position) // wire.itemsize
@@ -326,9 +369,17 @@ class _Cutter:
 
     def _round(self, draft: "_Draft", group: int, hop: int, needs: int, opens: bool, closes: bool) -> Round:
         world_size, rank = self._plan.world_size, self._rank
-        sends, send_bytes = _messages(draft.sends, lambda peer: (peer - rank) % world_size)
-        receives, receive_bytes = _messages(draft.receives, lambda peer: (rank - peer) % world_size, shared=False)
-        return Round(group, hop, sends, receives, tuple(draft.local), send_bytes, receive_bytes, needs, opens, closes)
+        channels = self._channels
+        sends, send_bytes = _messages(draft.sends, channels)
+        receives, receive_bytes = _messages(draft.receives, channels, shared=False)
+        for (peer, channel, is_send), (wire, piece) in draft.direct.items():
+            message = Message(peer, wire, (piece,), piece.length, -1, len(channels) + channel)
+            (sends if is_send else receives).append(message)
+        sends.sort(key=lambda message: ((message.peer - rank) % world_size, message.channel))
+        receives.sort(key=lambda message: ((rank - message.peer) % world_size, message.channel))
+        local = tuple(draft.local)
+        messages = tuple(sends), tuple(receives)
+        return Round(group, hop, *messages, local, send_bytes, receive_bytes, needs, opens, closes)
 
     def _extents(self) -> dict[tuple[int, int], int]:
         """What this rank's buffers must hold at least; a relay buffer all of its segment."""
@@ -347,6 +398,23 @@ class _Cutter:
         return extents
 
 
+class _Windows(NamedTuple):
+    """How a group and hop is cut: so many windows of so many bytes, and messages from buffer to buffer a round of a
+    route."""
+
+    count: int
+    num_bytes: int
+    direct: int
+
+
+def _fullest(routes: Sequence[Numbers], sizes: Sequence[Numbers]) -> int:
+    """The largest total of a route; 0 when there is none."""
+    if not routes:
+        return 0
+    _, inverse = np.unique(np.concatenate(routes), return_inverse=True)
+    return int(np.bincount(inverse, weights=np.concatenate(sizes)).max())
+
+
 def _align(sizes: Numbers) -> Numbers:
     return -(-sizes // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
 
@@ -363,6 +431,14 @@ class _Draft:
     sends: dict[tuple[int, Wire], list[Slice]]
     receives: dict[tuple[int, Wire], list[Slice]]
     local: list[Local]
+    direct: dict[tuple[int, int, bool], tuple[Wire, Slice]]
+
+    def add_direct(self, rank: int, src: int, dst: int, wire: Wire, source: Slice, target: Slice, channel: int) -> None:
+        """A message from buffer to buffer; `channel` counts those of the route in this round."""
+        if src == rank:
+            self.direct[dst, channel, True] = (wire, source)
+        else:
+            self.direct[src, channel, False] = (wire, target)
 
     def add(self, rank: int, src: int, dst: int, wire: Wire, source: Slice, target: Slice) -> None:
         if src == dst:
@@ -383,20 +459,19 @@ def _append(slices: list[Slice], new: Slice) -> None:
 
 
 def _messages(
-    drafts: dict[tuple[int, Wire], list[Slice]], distance: Callable[[int], int], shared: bool = True
-) -> tuple[tuple[Message, ...], int]:
-    """The messages of one direction in posting order, and the staging bytes they need.
+    drafts: dict[tuple[int, Wire], list[Slice]], channels: Mapping[Wire, int], shared: bool = True
+) -> tuple[list[Message], int]:
+    """The joined messages of one direction, and the staging bytes they need.
 
     Wide elements are staged first, so that every message is aligned without gaps.
     """
     places: dict[tuple[object, ...], int] = {}
     messages, end = [], 0
-    for (peer, wire), slices in sorted(drafts.items(), key=lambda item: (-item[0][1].itemsize, distance(item[0][0]))):
+    for (peer, wire), slices in sorted(drafts.items(), key=lambda item: -item[0][1].itemsize):
         length = sum(piece.length for piece in slices)
         key = (wire, *slices, None if shared else peer)
         if key not in places:
             places[key] = end
             end += length * wire.itemsize
-        messages.append(Message(peer, wire, tuple(slices), length, places[key]))
-    messages.sort(key=lambda message: (distance(message.peer), message.wire))
-    return tuple(messages), end
+        messages.append(Message(peer, wire, tuple(slices), length, places[key], channels[wire]))
+    return messages, end

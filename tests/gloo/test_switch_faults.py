@@ -112,7 +112,7 @@ def broken_switch(rank: int, world_size: int, kind: str) -> dict[str, object]:
     share, wires = NUMEL // world_size, [torch.float32] * NUM_SEGMENTS
     # half of it, for one round in flight, holds what one segment brings in, and not that of two: a segment is a round
     staging_bytes = 3 * (world_size - 1) * share * 4
-    executor = SwitchExecutor(TransportWithFault(group, fault_at, kind), rank, staging_bytes)
+    executor = SwitchExecutor(TransportWithFault(group, fault_at, kind), rank, staging_bytes, by_layer=True)
     full = [torch.arange(NUMEL, dtype=torch.float32) + segment for segment in range(NUM_SEGMENTS)]
     source = [values[rank * share : (rank + 1) * share].clone() for values in full]
     target = [poisoned(NUMEL, torch.float32) for _ in full]

@@ -18,7 +18,7 @@ from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load
 from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport, Transport
 from tests.harness import run_ranks
-from tests.switch_cases import bits, check_rank, make_case, poisoned, random_bits
+from tests.switch_cases import bits, check_rank, direct_messages, make_case, poisoned, random_bits
 
 pytestmark = pytest.mark.gloo
 
@@ -174,13 +174,15 @@ def test_a_lost_peer_is_named() -> None:
 
 def random_switches(rank: int, world_size: int, seeds: range) -> int:
     """All kinds in turn, one executor for all of them, as in training."""
-    executors: dict[int, SwitchExecutor] = {}
+    executors: dict[tuple[int, frozenset[int]], SwitchExecutor] = {}
     transport, agreement = ProcessGroupTransport(), Agreement(dist.group.WORLD, rank)
     for epoch, seed in enumerate(seeds):
         case = make_case(seed, world_size)
         agreement.check({"plan": case.plan.digest(), "staging": str(case.staging_bytes)}, None, f"switch {epoch}")
-        executor = executors.setdefault(case.staging_bytes, SwitchExecutor(transport, rank, case.staging_bytes))
-        executor.prepare(case.plan, case.wires)
+        key = case.staging_bytes, case.native
+        executor = executors.setdefault(key, SwitchExecutor(transport, rank, case.staging_bytes, native=case.native))
+        with direct_messages(case):
+            executor.prepare(case.plan, case.wires)
         second = case.seconds[rank] if case.seconds else None
         executor.run(case.plan, case.sources[rank], case.targets[rank], case.wires, epoch, second=second)
         check_rank(case, rank, case.targets[rank])

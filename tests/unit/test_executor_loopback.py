@@ -224,7 +224,7 @@ def test_memory_is_bounded_predicted_and_allocated_once() -> None:
     for seed in range(200):
         case = make_case(seed)
         for rank in range(case.world_size):
-            executor = SwitchExecutor(LoopbackHub(1).transport(0), rank, case.staging_bytes)
+            executor = SwitchExecutor(LoopbackHub(1).transport(0), rank, case.staging_bytes, native=case.native)
             predicted = executor.extra_bytes([(case.plan, case.wires)])
             assert executor.reserved_bytes == 0
             executor.prepare(case.plan, case.wires)
