@@ -45,7 +45,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.ports import PortLoads
-from hf_hotspa.switch.rounds import Schedule
+from hf_hotspa.switch.schedule import Schedule
 from hf_hotspa.switch.transport import ProcessGroupTransport, Transport
 
 PLANNERS = ("algorithm1", "relay")

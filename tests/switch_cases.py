@@ -18,7 +18,7 @@ from hf_hotspa.switch import rounds
 from hf_hotspa.switch.executor import Progress, SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
-from hf_hotspa.switch.rounds import WINDOW_ALIGNMENT
+from hf_hotspa.switch.schedule import WINDOW_ALIGNMENT
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import LoopbackHub
 from tests.random_models import random_master_layout, random_model

@@ -25,7 +25,8 @@ import torch
 from hf_hotspa.errors import PlanError, TransferError
 from hf_hotspa.switch.packing import Views, add, copy_local, landings, local_bytes, pack, unpack, wire_of
 from hf_hotspa.switch.plan import INTRA, SwitchPlan
-from hf_hotspa.switch.rounds import RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule, cut_rounds
+from hf_hotspa.switch.rounds import cut_rounds
+from hf_hotspa.switch.schedule import RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import TransferHandle, Transport
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hf_hotspa.switch.rounds import Message, Round, Slice, Wire
+from hf_hotspa.switch.schedule import Message, Round, Slice, Wire
 
 Views = dict[tuple[int, int], torch.Tensor]
 """The buffers that a plan touches, by (store, segment)."""

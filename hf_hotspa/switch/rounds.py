@@ -26,10 +26,17 @@ from numpy.typing import NDArray
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Numbers
 from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.table import DST, DST_OFFSET, DST_STORE, LENGTH, RELAY, SRC, SRC_OFFSET, SRC_STORE
-
-WINDOW_ALIGNMENT = 16
-"""Windows and segments start on multiples of this many bytes, so that no element lies across two windows."""
+from hf_hotspa.switch.schedule import (
+    RELAY_SLOTS,
+    WINDOW_ALIGNMENT,
+    Local,
+    Message,
+    Round,
+    Schedule,
+    Slice,
+    Wire,
+)
+from hf_hotspa.switch.table import DST, DST_OFFSET, DST_STORE, LENGTH, SRC, SRC_OFFSET, SRC_STORE
 
 PEERS_PER_ROUND = 32
 """Peers that a rank sends to, and receives from, in one round at most: few operations in one batch."""
@@ -42,111 +49,6 @@ DIRECT_BYTES = 1 << 17
 
 DIRECT_LIMIT = 1 << 24
 """The most bytes of one such message."""
-
-RELAY_SLOTS = 3
-"""Groups that may have something in relay buffers at one time: one that lands, one that is forwarded, one between."""
-
-
-class Wire(NamedTuple):
-    """How the elements of a segment travel: the name of their dtype and its bytes."""
-
-    dtype: str
-    itemsize: int
-
-
-class Slice(NamedTuple):
-    """`length` elements at `offset` of a rank's buffer of `segment` in `store`."""
-
-    store: int
-    segment: int
-    offset: int
-    length: int
-
-
-class Local(NamedTuple):
-    """What moves inside a rank."""
-
-    source: Slice
-    target: Slice
-
-
-@dataclass(frozen=True, slots=True)
-class Message:
-    """What goes to or comes from one peer in one round, in one dtype.
-
-    Args:
-        peer: The other rank.
-        wire: The dtype on the wire.
-        slices: Where it lies in this rank's buffers, in the order on the wire.
-        length: Elements.
-        staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
-            share a place. -1 for a message that goes from buffer to buffer.
-        channel: Keeps the messages of a pair and round apart; the same at both ends.
-    """
-
-    peer: int
-    wire: Wire
-    slices: tuple[Slice, ...]
-    length: int
-    staging_offset: int
-    channel: int = 0
-
-    @property
-    def num_bytes(self) -> int:
-        return self.length * self.wire.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """What one rank does in one round.
-
-    Args:
-        group: Index of the group of segments that it belongs to.
-        hop: The hop.
-        sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
-        receives: In posting order: from rank - 1, rank - 2, ...
-        local: Transfers inside the rank. A load has all of a group and hop in its first round.
-        send_bytes: Staging that the sends need, if none can be sent in place.
-        receive_bytes: Staging that the receives need, if none can be received in place.
-        needs: The round that must be complete before this one may read or overwrite buffers; -1 for none.
-        opens: Nothing of the group was moved before.
-        closes: The group is complete after this round.
-    """
-
-    group: int
-    hop: int
-    sends: tuple[Message, ...]
-    receives: tuple[Message, ...]
-    local: tuple[Local, ...]
-    send_bytes: int
-    receive_bytes: int
-    needs: int
-    opens: bool
-    closes: bool
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether this rank has nothing to do in it, and nobody to tell."""
-        return not (self.sends or self.receives or self.local or self.opens or self.closes)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """All rounds of one rank. The number of rounds is the same on every rank; a rank may have nothing in a round.
-
-    Args:
-        rounds: In order.
-        groups: The segments of each group.
-        extents: Elements that the buffer of each `(store, segment)` must have at least.
-    """
-
-    rounds: tuple[Round, ...]
-    groups: tuple[tuple[int, ...], ...]
-    extents: dict[tuple[int, int], int]
-
-    def relay_extents(self, group: int) -> dict[int, int]:
-        """Elements of the relay buffer of each segment of a group."""
-        return {s: self.extents[RELAY, s] for s in self.groups[group] if (RELAY, s) in self.extents}
 
 
 def cut_rounds(
@@ -213,9 +115,9 @@ class _Cutter:
         rounds: list[Round] = []
         last: dict[tuple[int, int], int] = {}  # the last round of (group, hop)
         windows = {(g, h): self._windows(groups[g], h) for g in range(len(groups)) for h in range(num_hops)}
-        hops_of = {g: [h for h in range(num_hops) if windows[g, h].count] for g in range(len(groups))}
+        hops_of = {g: [h for h in range(num_hops) if windows[g, h].number] for g in range(len(groups))}
         for _, hop, group in turns:
-            if not windows[group, hop].count:
+            if not windows[group, hop].number:
                 continue
             # what this hop forwards must have arrived, and the relay buffers of an earlier group are used again
             before = [last[group, h] for h in hops_of[group] if h < hop]
@@ -327,7 +229,7 @@ class _Cutter:
 
     def _drafts(self, group: tuple[int, ...], hop: int, windows: "_Windows", blocks: Sequence[int]) -> list["_Draft"]:
         """The rounds of a group and hop: window after window, in each one block of distances after the other."""
-        drafts = [_Draft({}, {}, [], {}) for _ in range(windows.count * len(blocks))]
+        drafts = [_Draft({}, {}, [], {}) for _ in range(windows.number * len(blocks))]
         position_of = {block: index for index, block in enumerate(blocks)}
         bases = self._bases(group, hop)[0] if self._plan.accumulate else {}
         filled: dict[tuple[int, int], int] = {}
@@ -402,7 +304,7 @@ class _Windows(NamedTuple):
     """How a group and hop is cut: so many windows of so many bytes, and messages from buffer to buffer a round of a
     route."""
 
-    count: int
+    number: int
     num_bytes: int
     direct: int
 

@@ -26,6 +26,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/switch/relay.py",
         "hf_hotspa/switch/pool.py",
         "hf_hotspa/switch/planner.py",
+        "hf_hotspa/switch/schedule.py",
         "hf_hotspa/switch/rounds.py",
         "hf_hotspa/switch/ports.py",
         "hf_hotspa/switch/explain.py",

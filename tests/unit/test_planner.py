@@ -17,7 +17,8 @@ from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.direct import SendLoads, choose_source
 from hf_hotspa.switch.plan import INTER, INTRA, SwitchPlan, Traffic
 from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.rounds import Message, Slice, Wire, cut_rounds
+from hf_hotspa.switch.rounds import cut_rounds
+from hf_hotspa.switch.schedule import Message, Slice, Wire
 from hf_hotspa.switch.table import COLUMNS, RELAY, SECOND, SOURCE, TARGET, Transfer, canonical
 from tests.random_models import plain, random_master_layout, random_model
 

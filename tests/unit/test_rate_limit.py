@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.rate_limit import IN, OUT, DevicePorts, NodePorts, RateLimitedTransport
+from benchmarks.rate_limit import IN, OUT, DevicePorts, NodePorts, RateLimitedTransport  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError, TransferError
 from hf_hotspa.switch.transport import LoopbackHub

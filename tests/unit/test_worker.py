@@ -23,7 +23,7 @@ class Scripted:
     def __init__(self, **switches):
         self.switches, self.ran = switches, []
 
-    def run(self, plan, source, target, wire_dtypes, epoch, progress=None):
+    def run(self, plan, source, target, wire_dtypes, epoch, progress=None, second=None):
         self.ran.append((plan.name, epoch, threading.current_thread().name))
         self.switches[plan.name](progress)
         return SwitchStats(sent_bytes=epoch)
