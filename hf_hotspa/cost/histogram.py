@@ -18,6 +18,7 @@ KIND = "hf_hotspa length histogram"
 SCHEMA_VERSION = 1
 SHORTEST = 16
 """Tokens of the shortest synthetic sequence."""
+_MOST_DIGITS = 12
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
@@ -88,10 +89,10 @@ def load_histogram(path: str | os.PathLike[str], most: int | None = None, seed: 
         raise HotspaConfigError("the histogram has no counts", where=where, fix=remedy)
     lengths, sizes = [], []
     for key, count in counts.items():
-        if not str(key).isdecimal() or int(key) < 1:
+        if not str(key).isdecimal() or len(str(key)) > _MOST_DIGITS or int(key) < 1:
             raise HotspaConfigError(f"{key!r} is no length in tokens", where=where, fix=remedy)
         found = number(count, f"the count of length {key}", where, remedy)
-        if found != int(found):
+        if found != int(found) or found >= 10**_MOST_DIGITS:
             raise HotspaConfigError(f"the count of length {key} is {count!r}", where=where, fix=remedy)
         lengths.append(int(key))
         sizes.append(int(found))

@@ -43,7 +43,7 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
         data = json.loads(Path(path).read_text())
     except OSError as error:
         raise HotspaConfigError(f"{kind} cannot be read: {error.strerror or error}", where=where, fix=remedy) from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise HotspaConfigError(f"{kind} is not valid JSON: {error}", where=where, fix=remedy) from None
     if not isinstance(data, dict) or data.get("kind") != kind:
         found = data.get("kind") if isinstance(data, dict) else type(data).__name__

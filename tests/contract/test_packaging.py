@@ -104,7 +104,11 @@ def test_the_wheel_holds_every_module_once(wheel: Path) -> None:
         for file in source_files(*PACKAGE_FOLDERS)
     }
     assert {name for name in names if name.endswith(".py")} == expected
-    assert "hf_hotspa/py.typed" in names
+    data = ["hf_hotspa/py.typed", "hf_hotspa/cost/families.json"]
+    data += [f"hf_hotspa/data/models/llama2-{size}.json" for size in ("7b", "13b", "32b")]
+    assert set(data) <= set(names)
+    [entry_points] = [name for name in names if name.endswith("entry_points.txt")]
+    assert "hf-hotspa = hf_hotspa.cli:main" in zipfile.ZipFile(wheel).read(entry_points).decode()
     assert {name.partition("/")[0] for name in names} == {
         "hf_hotspa",
         f"hf_hotspa-{wheel.name.split('-')[1]}.dist-info",

@@ -1,0 +1,118 @@
+"""The command `hf-hotspa`: what to rent and how to cut a model, before anything is rented.
+
+`plan` chooses strategies, buckets and packs for a model, machines and lengths; `estimate` says what one strategy keeps
+in memory. Both read a config.json and data sheets, import neither torch nor transformers, and answer in seconds. What
+is wrong with the input is said in one message on stderr, with exit code 2.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Sequence
+
+from hf_hotspa.cost.hardware import PRESETS
+from hf_hotspa.cost.histogram import DISTRIBUTIONS
+from hf_hotspa.cost.model_config import preset_names
+from hf_hotspa.cost.planning import LONGEST, Estimate, Plan, Setup, make_estimate, make_plan
+from hf_hotspa.cost.tables import check_plot, estimate_text, plan_text, save_plot
+from hf_hotspa.errors import HotspaError
+
+USAGE_ERROR = 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="hf-hotspa", description="Plans hot-switched training without any device.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument(
+        "--model", required=True, help=f"a config.json, its folder, or one of: {', '.join(preset_names())}"
+    )
+    common.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
+    common.add_argument(
+        "--memory-limit", metavar="SIZE", help="of a device, such as 70GiB; all of its memory by default"
+    )
+    common.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
+    common.add_argument(
+        "--sequence-parallel", action="store_true", help="norms and residuals divided over tp (not in the trainer yet)"
+    )
+    common.add_argument(
+        "--recompute", action="store_true", help="layers keep their input only (not in the trainer yet)"
+    )
+    common.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    machines = f"{', '.join(PRESETS)}, or a YAML file"
+
+    plan = commands.add_parser("plan", parents=[common], help="choose strategies, buckets and packs")
+    plan.add_argument("--hardware", required=True, help=machines)
+    plan.add_argument("--lengths", required=True, help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram")
+    plan.add_argument(
+        "--longest",
+        type=int,
+        metavar="TOKENS",
+        help=f"the longest sequence that must fit; by default that of the histogram, or {LONGEST} (the model's "
+        "positions, if fewer) for named lengths",
+    )
+    plan.add_argument(
+        "--mini-batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
+    )
+    plan.add_argument("--max-buckets", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)")
+    plan.add_argument("--plot", metavar="FILE.png", help="the histogram with the edges of buckets; needs matplotlib")
+
+    memory = commands.add_parser("estimate", parents=[common], help="memory of one strategy")
+    memory.add_argument("--hardware", help=f"{machines}; gives the limit")
+    memory.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
+    memory.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
+    return parser
+
+
+def _setup(args: argparse.Namespace) -> Setup:
+    return Setup.read(
+        args.model,
+        args.nodes,
+        args.hardware,
+        args.memory_limit,
+        dtype=args.dtype,
+        recompute=args.recompute,
+        sequence_parallel=args.sequence_parallel,
+    )
+
+
+def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
+    if args.plot:
+        check_plot()
+    plan = make_plan(_setup(args), args.lengths, args.longest, args.mini_batch, args.max_buckets)
+    if args.plot:
+        save_plot(plan, args.plot)
+    return plan, "" if args.json else plan_text(plan)
+
+
+def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
+    found = make_estimate(_setup(args), args.strategy, args.pack_tokens)
+    return found, "" if args.json else estimate_text(found)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: Its arguments; those of the process when None.
+
+    Returns:
+        The exit code: 0, or 2 when the input is wrong or does not fit.
+    """
+    args = _parser().parse_args(argv)
+    try:
+        found, text = _plan(args) if args.command == "plan" else _estimate(args)
+        print(json.dumps(found.to_dict(), indent=1) if args.json else text, flush=True)
+        if isinstance(found, Estimate) and not found.fits:
+            found.setup.memory.check_pool({found.strategy: found.memory.pack_tokens}, found.setup.limit_bytes)
+    except BrokenPipeError:  # the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (HotspaError, OSError) as error:
+        print(f"hf-hotspa: {error}", file=sys.stderr)
+        return USAGE_ERROR
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,198 @@
+"""From a Hugging Face `config.json` to a `ModelShape`, without transformers and without torch.
+
+Owns the reading of configs and the bundled presets: LLaMA-2 in the sizes of HotSPa's published experiments, with
+positions for their 32768 tokens. What a config does not say of its family (plans, other names of fields, defaults)
+comes from `families.json`, which is generated from transformers' config classes. Parameters of a layer are counted by
+arithmetic: attention and MLP matrices, two norms, all experts; biases and extra norms are left out, which is within 1 %
+for models of a billion parameters and more. What cannot be counted is refused.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.cost.json_file import read_json
+from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.model_shape import ModelShape
+
+FAMILIES_FILE = Path(__file__).with_name("families.json")
+FAMILIES_KIND = "hf_hotspa model families"
+FAMILIES_VERSION = 1
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+)
+"""What is read of a config, in the names that most families use."""
+
+_PRESETS = Path(__file__).parent.parent / "data" / "models"
+_GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
+_SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
+_MOST_LAYERS = 10_000
+_MOST = 1 << 32
+_HOW = "give a config.json of a causal language model, as Hugging Face writes it"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model as far as its config tells.
+
+    Args:
+        name: For tables.
+        shape: Counts and sizes.
+        tied: Whether head and embedding are one weight.
+    """
+
+    name: str
+    shape: ModelShape
+    tied: bool = False
+
+
+def preset_names() -> tuple[str, ...]:
+    """The bundled models."""
+    return tuple(sorted((path.stem for path in _PRESETS.glob("*.json")), key=lambda name: (len(name), name)))
+
+
+def load_model(text: str | os.PathLike[str]) -> ModelConfig:
+    """The model that a preset's name, a config file, or a folder with a `config.json` describes.
+
+    Raises:
+        HotspaConfigError: there is no such preset or file, or it holds no JSON object.
+        ModelError: the config is not that of a causal language model that can be counted.
+    """
+    names = preset_names()
+    if str(text) in names:
+        return model_from(_read(_PRESETS / f"{text}.json"), str(text), str(text))
+    path = Path(text)
+    if path.is_dir():
+        path /= "config.json"
+    if not path.is_file():
+        raise HotspaConfigError(
+            f"there is no model preset and no config file {str(text)!r}",
+            fix=f"use one of {', '.join(names)}, or the path of a config.json or its folder",
+        )
+    return model_from(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem, str(path))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise HotspaConfigError(
+            f"the model config cannot be read: {error.strerror or error}", where=str(path), fix=_HOW
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise HotspaConfigError(f"the model config is not valid JSON: {error}", where=str(path), fix=_HOW) from None
+    if not isinstance(data, dict):
+        raise HotspaConfigError(f"the model config holds {type(data).__name__}", where=str(path), fix=_HOW)
+    return data
+
+
+def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
+    """The model that the contents of a config describe; a multimodal config counts by its text model.
+
+    Raises:
+        ModelError: the family is unknown, a field is missing or impossible, or the layers cannot be counted.
+    """
+    text = data.get("text_config")
+    config = _Config({**data, **text} if isinstance(text, dict) else data, where)
+    kv_heads = config.get("num_key_value_heads") or config.need("num_attention_heads")
+    heads, hidden = config.need("num_attention_heads"), config.need("hidden_size")
+    layers = config.need("num_hidden_layers")
+    head_dim = config.get("head_dim") or hidden // heads
+    if layers > _MOST_LAYERS or kv_heads > heads or heads % kv_heads or not head_dim:
+        raise ModelError(
+            f"{layers} layers of {heads} heads with {kv_heads} key/value heads and hidden size {hidden} are impossible",
+            where=where,
+            fix=_HOW,
+        )
+    if config.get("kv_lora_rank"):
+        raise ModelError(
+            f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
+            where=where,
+            fix="use a model with queries, keys and values of their own",
+        )
+    family = config.table
+    scaled = data.get("embedding_multiplier", 1.0) != 1.0 or data.get("mup_enabled", False)
+    shape = ModelShape(
+        family=config.family,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=hidden,
+        attention_size=heads * head_dim,
+        vocab_size=config.need("vocab_size"),
+        layer_parameters=2 * hidden * head_dim * (heads + kv_heads) + config.mlp_parameters(hidden) + 2 * hidden,
+        max_position_embeddings=config.get("max_position_embeddings"),
+        has_tp_plan=family["tp"],
+        has_pp_plan=family["pp"],
+        tp_obstacle=family.get("tp_obstacle"),
+        pp_obstacle=f"{config.family} scales the input of every pipeline stage like an embedding" if scaled else None,
+    )
+    tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
+    return ModelConfig(name, shape, bool(tied))
+
+
+class _Config:
+    """Fields of a config by their usual names, checked."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+        self.family = str(data.get("model_type"))
+        families = read_json(FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, "install the package again")["families"]
+        if self.family not in families:
+            near = difflib.get_close_matches(self.family, families, 3)
+            raise ModelError(
+                f"the model_type {data.get('model_type')!r} is no causal language model of transformers",
+                where=where,
+                fix=f"did you mean {' or '.join(near)}?" if near else _HOW,
+            )
+        self.table: dict[str, Any] = families[self.family]
+
+    def get(self, name: str) -> int | None:
+        """A positive integer; the family's default where the config is silent, else None."""
+        own = self.table.get("aliases", {}).get(name, name)
+        value = self.data.get(own, self.data.get(name, self.table.get("defaults", {}).get(name)))
+        if value is None:
+            return None
+        if type(value) is not int or not 0 < value < _MOST:
+            raise ModelError(f"{own} is {value!r} instead of a positive integer", where=self.where, fix=_HOW)
+        return value
+
+    def need(self, name: str) -> int:
+        """The same, where nothing works without it."""
+        value = self.get(name)
+        if value is None:
+            own = self.table.get("aliases", {}).get(name, name)
+            raise ModelError(f"the config of {self.family} has no {own}", where=self.where, fix=_HOW)
+        return value
+
+    def mlp_parameters(self, hidden: int) -> int:
+        """Parameters of the MLP of one layer, all experts and the router."""
+        data = self.data
+        gated = self.table.get("gated")
+        if gated is None:
+            activation = str(data.get("hidden_act") or data.get("activation_function") or "")
+            gated = activation.startswith(_GATED)
+        matrices = 3 if gated else 2
+        width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
+        if type(width) is not int or not 0 < width < _MOST:
+            raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((found for name in names if data.get(name) and (found := self.get(name))), 0)
+        if experts <= 1:
+            return matrices * hidden * width
+        each = self.get("moe_intermediate_size") or width
+        shared = [self.get(name) if data.get(name) else 0 for name in _SHARED]
+        shared_width = (shared[0] or 0) * each + (shared[1] or 0)
+        return matrices * hidden * (experts * each + shared_width) + experts * hidden

@@ -1,0 +1,353 @@
+"""A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
+
+Owns the assembly of the cost model for a machine that is not at hand (`Setup`) and the answers of `hf-hotspa plan`
+(`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
+strategies better than they foretell seconds. Recomputation runs every layer forward once more: its layers take 4/3 of
+their time.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.cost.coefficients import Cost
+from hf_hotspa.cost.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
+from hf_hotspa.cost.histogram import DISTRIBUTIONS, load_histogram, synthetic_lengths
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, MemoryRooms
+from hf_hotspa.cost.model_config import ModelConfig, load_model
+from hf_hotspa.cost.search import Choice, search
+from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.cost.switch_time import estimate
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, legal_strategies
+
+PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
+SCHEMA_VERSION = 1
+LONGEST = 32768
+"""The longest sequence of synthetic lengths, where a model has positions for it."""
+_SEQUENCES = 2048
+_MINI_BATCHES = 64
+"""Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
+_MOST_DEVICES = 1 << 15
+_MOST_SEQUENCES = 1 << 14
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on a number of machines.
+
+    Args:
+        model: The model.
+        nodes: Machines.
+        hardware: What they are, with the given devices a node; None where only memory is asked for.
+        devices_per_node: Devices of a node.
+        limit_bytes: Memory of a device, what the device keeps for itself included; None for no limit.
+        dtype: The dtype of computation.
+        recompute: Whether layers keep their input only.
+        sequence_parallel: Whether norms and residuals are divided over tp.
+    """
+
+    model: ModelConfig
+    nodes: int
+    devices_per_node: int
+    hardware: Hardware | None = None
+    limit_bytes: int | None = None
+    dtype: str = "bfloat16"
+    recompute: bool = False
+    sequence_parallel: bool = False
+
+    @classmethod
+    def read(
+        cls,
+        model: str,
+        nodes: str,
+        hardware: str | None = None,
+        memory_limit: str | None = None,
+        **options: Any,
+    ) -> "Setup":
+        """From the words of a command line.
+
+        Raises:
+            HotspaConfigError: one of them names nothing, or cannot be.
+        """
+        shape = load_model(model)
+        count, devices = parse_nodes(nodes)
+        if count * devices > _MOST_DEVICES:
+            raise HotspaConfigError(
+                f"{nodes} are {count * devices} devices", fix=f"plan for at most {_MOST_DEVICES} devices"
+            )
+        machine = load_hardware(hardware) if hardware is not None else None
+        limit = machine.device.memory_bytes if machine is not None else None
+        if memory_limit is not None:
+            given = parse_bytes(memory_limit, "the memory limit")
+            if limit is not None and machine is not None and given > limit:
+                raise HotspaConfigError(
+                    f"a memory limit of {given / 2**30:,.2f} GiB is more than the {limit / 2**30:,.2f} GiB of a device "
+                    f"of {machine.name}",
+                    fix=f"use at most {limit >> 20}MiB, or hardware with more memory",
+                )
+            limit = given
+        if machine is not None:
+            machine = replace(machine, devices_per_node=devices)
+            if limit is not None and limit <= machine.reserved_bytes:
+                least = (machine.reserved_bytes >> 20) + 1
+                raise HotspaConfigError(
+                    f"a memory limit of {limit / 2**30:,.2f} GiB leaves nothing for a model",
+                    why=f"a device of {machine.name} keeps {machine.reserved_bytes / 2**30:,.2f} GiB for itself",
+                    fix=f"use more than {least}MiB",
+                )
+        setup = cls(shape, count, devices, machine, limit, **options)
+        dtype_bytes(setup.dtype)
+        return setup
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes of model states."""
+        return ModelSizes(self.model.shape, self.dtype, self.model.tied)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory model."""
+        options = MemoryOptions(
+            compute_dtype=self.dtype,
+            recompute=self.recompute,
+            sequence_parallel=self.sequence_parallel,
+            reserved_bytes=self.hardware.reserved_bytes if self.hardware is not None else 0,
+        )
+        return MemoryModel(self.sizes, self.world_size, options)
+
+    def time(self, strategies: Sequence[Strategy]) -> TimeModel:
+        """The time model from data sheets.
+
+        Raises:
+            HotspaConfigError: the hardware has no speed for the dtype.
+        """
+        assert self.hardware is not None
+        model = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
+        if not self.recompute:
+            return model
+        layers: dict[int, Cost] = {tp: cost * (4 / 3) for tp, cost in model.layers.items()}
+        return replace(model, layers=layers, forward_share=1 / 4)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        shape = self.model.shape
+        return {
+            "model": {
+                "name": self.model.name,
+                "family": shape.family,
+                "parameters": self.sizes.num_parameters,
+                "layers": shape.num_layers,
+                "hidden_size": shape.hidden_size,
+                "max_position_embeddings": shape.max_position_embeddings,
+            },
+            "hardware": self.hardware.name if self.hardware is not None else None,
+            "nodes": self.nodes,
+            "devices_per_node": self.devices_per_node,
+            "limit_bytes": self.limit_bytes,
+            "dtype": self.dtype,
+            "recompute": self.recompute,
+            "sequence_parallel": self.sequence_parallel,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `hf-hotspa plan`.
+
+    Args:
+        setup: Model and machines.
+        lengths: The lengths looked at.
+        source: Where they are from.
+        longest: The longest sequence that fits.
+        mini_batch_size: Sequences of a mini-batch.
+        choice: What the search chose.
+        memory: What each bucket's strategy holds inside the pool.
+    """
+
+    setup: Setup
+    lengths: tuple[int, ...]
+    source: str
+    longest: int
+    mini_batch_size: int
+    choice: Choice
+    memory: tuple[MemoryBreakdown, ...]
+
+    def notes(self) -> list[str]:
+        """What the reader must know before using the plan."""
+        positions = self.setup.model.shape.max_position_embeddings
+        found = []
+        if positions is not None and self.longest > positions:
+            found.append(
+                f"The model has {positions} positions: the trainer refuses longer buckets until "
+                "max_position_embeddings is raised."
+            )
+        return found + _unsupported(self.setup)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        choice = self.choice
+        buckets = [
+            {
+                "strategy": str(row.bucket.strategy),
+                "low": row.bucket.low,
+                "longest": row.bucket.longest,
+                "pack_tokens": row.bucket.pack_tokens,
+                "sequences": row.num_sequences,
+                "tokens": row.num_tokens,
+                "packs": row.num_packs,
+                "compute_seconds": row.compute_s,
+                "switch_seconds": row.switch_s,
+                "memory": memory_dict(memory),
+            }
+            for row, memory in zip(choice.rows, self.memory, strict=True)
+        ]
+        return {
+            "kind": PLAN_KIND,
+            "schema_version": SCHEMA_VERSION,
+            **self.setup.to_dict(),
+            "lengths": {"source": self.source, "count": len(self.lengths), "longest": self.longest},
+            "mini_batch_size": self.mini_batch_size,
+            "hotspa_strategies": str(choice),
+            "switches": choice.switches,
+            "seconds": choice.seconds,
+            "switch_seconds": choice.switch_seconds,
+            "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
+            "buckets": buckets,
+            "notes": self.notes(),
+        }
+
+
+def _unsupported(setup: Setup) -> list[str]:
+    named = (("recomputation", setup.recompute), ("sequence parallelism", setup.sequence_parallel))
+    if asked := [name for name, used in named if used]:
+        return [f"Assumes {' and '.join(asked)}, which the trainer does not offer yet."]
+    return []
+
+
+def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
+    """A breakdown as plain data, in bytes."""
+    return {"total": memory.total, **memory.parts(), "stage": memory.stage, "in_flight": memory.in_flight}
+
+
+def read_lengths(text: str, mini_batch_size: int, longest: int | None, positions: int | None) -> tuple[list[int], int]:
+    """Lengths from a named distribution or a file, and the longest sequence that must fit.
+
+    Raises:
+        HotspaConfigError: no such distribution or file, or an impossible size.
+        OverlongError: the file holds longer sequences than `longest`.
+    """
+    if not 1 <= mini_batch_size <= _MOST_SEQUENCES:
+        raise HotspaConfigError(
+            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {_MOST_SEQUENCES}"
+        )
+    if longest is not None and not 1 <= longest < UNLIMITED_TOKENS:
+        raise HotspaConfigError(f"a longest sequence of {longest} tokens is impossible", fix="use at least 1")
+    count = max(mini_batch_size, min(_SEQUENCES, _MINI_BATCHES * mini_batch_size))
+    if text in DISTRIBUTIONS or not (Path(text).exists() or text.endswith(".json")):
+        top = longest or min(LONGEST, positions or LONGEST)
+        return synthetic_lengths(text, count, top), top
+    lengths = load_histogram(text, count)
+    if longest is not None and max(lengths) > longest:
+        above = sum(length > longest for length in lengths)
+        raise OverlongError(
+            f"{above} of {len(lengths)} lengths are above --longest {longest}; the longest is {max(lengths)}",
+            where=text,
+            fix=f"use --longest {max(lengths)}, or shorten them in the histogram as hotspa_overlong will",
+        )
+    return lengths, longest or max(lengths)
+
+
+def make_plan(
+    setup: Setup, lengths: str, longest: int | None = None, mini_batch_size: int = 512, max_phases: int = 3
+) -> Plan:
+    """Chooses buckets for a setup with hardware.
+
+    Raises:
+        HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
+    """
+    assert setup.hardware is not None
+    shape = setup.model.shape
+    found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings)
+    strategies = legal_strategies(setup.world_size, shape)
+    choice = search(
+        found,
+        strategies,
+        setup.time(strategies),
+        MemoryRooms(setup.memory, setup.limit_bytes),
+        estimate(
+            strategies, setup.sizes, setup.hardware.cluster(setup.world_size), weight_bytes=dtype_bytes(setup.dtype)
+        ),
+        mini_batch_size=mini_batch_size,
+        longest=top,
+        quadratic_cost=shape.quadratic_cost,
+        max_phases=max_phases,
+    )
+    arena = max(setup.memory.arena_bytes(bucket.strategy) for bucket in choice.buckets)
+    memory = [setup.memory.breakdown(b.strategy, b.pack_tokens, arena_bytes=arena) for b in choice.buckets]
+    return Plan(setup, tuple(found), lengths, top, mini_batch_size, choice, tuple(memory))
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The answer of `hf-hotspa estimate`.
+
+    Args:
+        setup: Model and machines.
+        strategy: The strategy.
+        memory: What its fullest rank holds.
+        largest_pack: The most tokens that a pack may have; None without a limit.
+    """
+
+    setup: Setup
+    strategy: Strategy
+    memory: MemoryBreakdown
+    largest_pack: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays below the limit."""
+        return self.setup.limit_bytes is None or self.memory.total <= self.setup.limit_bytes
+
+    def notes(self) -> list[str]:
+        """What the reader must know before using the numbers."""
+        return _unsupported(self.setup)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "kind": ESTIMATE_KIND,
+            "schema_version": SCHEMA_VERSION,
+            **self.setup.to_dict(),
+            "strategy": str(self.strategy),
+            "pack_tokens": self.memory.pack_tokens,
+            "largest_pack_tokens": self.largest_pack,
+            "fits": self.fits,
+            "memory": memory_dict(self.memory),
+            "notes": self.notes(),
+        }
+
+
+def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
+    """Memory of one strategy, alone in its pool.
+
+    Raises:
+        HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
+    """
+    if not 1 <= pack_tokens < UNLIMITED_TOKENS:
+        raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
+    found = Strategy.parse(strategy)
+    shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
+    check_buckets((Bucket(found, pack_tokens, pack_tokens),), setup.world_size, shape)
+    largest = setup.memory.largest_pack(found, setup.limit_bytes)
+    return Estimate(
+        setup, found, setup.memory.breakdown(found, pack_tokens), None if setup.limit_bytes is None else largest
+    )

@@ -1,0 +1,303 @@
+"""`hf-hotspa plan` and `estimate`: answers, machine-readable answers, what they import, and what they refuse."""
+
+import json
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_hotspa.cli import main
+from hf_hotspa.cost.histogram import save_histogram
+from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model, model_from, preset_names
+from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.strategy import parse_buckets
+from tests.contract.layers import ROOT
+from tests.families import FAMILIES, tiny_config, tiny_model
+from tests.family_table import family_table, render
+
+PLAN_7B = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "commoncrawl"]
+HEAVY = ("torch", "transformers", "accelerate", "datasets")
+
+
+def replaced(**changes: str) -> list[str]:
+    """The 7B plan with other values."""
+    args = list(PLAN_7B)
+    for name, value in changes.items():
+        flag = "--" + name.replace("_", "-")
+        if flag in args:
+            args[args.index(flag) + 1] = value
+        else:
+            args += [flag, value]
+    return args
+
+
+def answer(capsys: pytest.CaptureFixture[str], args: list[str]) -> dict[str, Any]:
+    assert main([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def refusal(capsys: pytest.CaptureFixture[str], args: list[str]) -> str:
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("hf-hotspa: HSP-")
+    assert captured.err.count("\n") == 1
+    return captured.err
+
+
+# ---------------------------------------------------------------------------------------------------------- the models
+
+
+def test_the_family_table_is_what_the_generator_gives() -> None:
+    assert FAMILIES_FILE.read_text() == render(family_table()), "run: python -m tests.family_table"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_gives_the_shape_of_the_model(family: str, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    found, exact = load_model(tmp_path).shape, describe_model(tiny_model(family)).shape
+    # biases and extra norms, which are much of a layer only in tiny models
+    assert found.layer_parameters == pytest.approx(exact.layer_parameters, rel=0.05)
+    assert vars(found) | {"layer_parameters": 0} == vars(exact) | {"layer_parameters": 0}
+    assert load_model(tmp_path).tied == tiny_config(family).tie_word_embeddings
+
+
+def test_presets_have_the_published_sizes() -> None:
+    assert preset_names() == ("llama2-7b", "llama2-13b", "llama2-32b")
+    published = {"llama2-7b": 6.74e9, "llama2-13b": 13.02e9, "llama2-32b": 32.5e9}
+    for name, count in published.items():
+        shape = load_model(name).shape
+        total = shape.num_layers * shape.layer_parameters + 2 * shape.vocab_size * shape.hidden_size
+        assert total == pytest.approx(count, rel=0.002)
+
+
+def test_other_families_are_counted() -> None:
+    gpt2 = {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+    model = model_from(gpt2, "gpt2", "here")
+    assert model.tied
+    assert not model.shape.has_tp_plan
+    assert model.shape.layer_parameters == pytest.approx(7_087_872, rel=0.01)
+    mixtral = {
+        "model_type": "mixtral", "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "vocab_size": 32000,
+    }  # fmt: skip
+    shape = model_from(mixtral, "mixtral", "here").shape
+    assert 32 * shape.layer_parameters == pytest.approx(46.4e9, rel=0.01)
+    assert shape.tp_obstacle
+    text = {**gpt2, "model_type": "gemma3", "text_config": {**mixtral, "model_type": "gemma3_text", "head_dim": 128}}
+    assert model_from(text, "text", "here").shape.family == "gemma3_text"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "llamma"}, "did you mean llama"),
+        ({"model_type": None}, "model_type None"),
+        ({"hidden_size": None}, "has no hidden_size"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"num_attention_heads": True}, "instead of a positive integer"),
+        ({"num_hidden_layers": 10**9}, "impossible"),
+        ({"num_key_value_heads": 3}, "impossible"),
+        ({"intermediate_size": "wide"}, "instead of a positive integer"),
+        ({"kv_lora_rank": 512}, "cannot be counted"),
+    ],
+)
+def test_impossible_configs(changes: dict[str, Any], message: str) -> None:
+    good = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 9}
+    assert model_from(good, "good", "here").shape.num_key_value_heads == 4
+    with pytest.raises(ModelError, match=message):
+        model_from({**good, **changes}, "bad", "here")
+
+
+# ------------------------------------------------------------------------------------------------------------- answers
+
+
+@pytest.mark.parametrize(("model", "nodes"), [("llama2-7b", "1x8"), ("llama2-13b", "2x8"), ("llama2-32b", "4x8")])
+@pytest.mark.parametrize("lengths", ["commoncrawl", "github"])
+def test_plans(capsys: pytest.CaptureFixture[str], model: str, nodes: str, lengths: str) -> None:
+    found = answer(capsys, [*replaced(model=model, nodes=nodes, lengths=lengths), "--sequence-parallel"])
+    buckets = parse_buckets(found["hotspa_strategies"])
+    world_size = found["nodes"] * found["devices_per_node"]
+    assert all(bucket.strategy.world_size == world_size for bucket in buckets)
+    assert buckets[-1].longest == 32768
+    assert found["seconds"] <= found["static"]["seconds"]
+    assert found["switches"] == (len(buckets) > 1)
+    assert found["seconds"] == pytest.approx(
+        sum(b["compute_seconds"] + b["switch_seconds"] for b in found["buckets"]), rel=1e-9
+    )
+    for bucket in found["buckets"]:
+        parts = {k: v for k, v in bucket["memory"].items() if k not in ("total", "stage", "in_flight")}
+        assert sum(parts.values()) == pytest.approx(bucket["memory"]["total"])
+        assert bucket["memory"]["total"] <= found["limit_bytes"]
+    assert "does not offer" in found["notes"][0]
+
+
+def test_the_text_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*PLAN_7B, "--sequence-parallel"]) == 0
+    text = capsys.readouterr().out
+    [strategies] = re.findall(r'^hotspa_strategies="(.+)"$', text, re.MULTILINE)
+    assert len(parse_buckets(strategies)) > 1
+    for bucket in parse_buckets(strategies):
+        assert f"{bucket.strategy} up to {bucket.longest}" in text
+    assert "x the best static strategy" in text
+    shares = [float(share) for share in re.findall(r"^ *\d+ - +\d+ +([\d.]+)% ", text, re.MULTILINE)]
+    assert sum(shares) == pytest.approx(100, abs=1)
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_recomputation_costs_time_and_saves_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    short = replaced(longest="4096", max_buckets="1", memory_limit="79GiB")
+    plain, recomputed = answer(capsys, short), answer(capsys, [*short, "--recompute"])
+    assert recomputed["buckets"][0]["memory"]["activations"] < plain["buckets"][0]["memory"]["activations"]
+    assert recomputed["seconds"] > 0.9 * plain["seconds"]
+    assert "does not offer" in recomputed["notes"][0]
+    assert not plain["notes"]
+
+
+def test_lengths_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "lengths.json"
+    save_histogram(file, [100] * 900 + [5000] * 10)
+    found = answer(capsys, replaced(lengths=str(file)))
+    assert found["lengths"] == {"source": str(file), "count": 910, "longest": 5000}
+    assert answer(capsys, replaced(lengths=str(file), longest="8000"))["lengths"]["longest"] == 8000
+    assert "10 of 910 lengths are above" in refusal(capsys, replaced(lengths=str(file), longest="4096"))
+    assert main(replaced(lengths=str(file))) == 0
+
+
+def test_positions(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    tiny_config("llama_uneven").save_pretrained(tmp_path)
+    args = replaced(model=str(tmp_path), nodes="1x2")
+    found = answer(capsys, args)
+    assert found["lengths"]["longest"] == 256
+    assert found["notes"] == []
+    assert "256 positions" in answer(capsys, [*args, "--longest", "300"])["notes"][0]
+
+
+def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["estimate", "--model", "llama2-32b", "--nodes", "4x8", "--strategy", "dp4tp2pp4", "--pack-tokens"]
+    free = answer(capsys, [*args, "4096"])
+    assert free["largest_pack_tokens"] is None
+    limited = answer(capsys, [*args, "4096", "--memory-limit", "75GiB"])
+    most = limited["largest_pack_tokens"]
+    assert limited["memory"] == free["memory"]
+    at_most = answer(capsys, [*args, str(most), "--memory-limit", "75GiB"])
+    assert at_most["fits"]
+    assert at_most["memory"]["total"] <= 75 * 2**30
+    message = refusal(capsys, [*args, str(most + 1), "--memory-limit", "75GiB"])
+    assert f"packs of at most {most} tokens" in message
+    assert main([*args, "4096", "--hardware", "a800-80g"]) == 0
+    assert "Largest pack that fits" in capsys.readouterr().out
+
+
+# -------------------------------------------------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model": "llama3-900b"}, "no model preset and no config file 'llama3-900b'.*llama2-7b"),
+        ({"model": "x" * 5000}, "File name too long|no model preset"),
+        ({"hardware": "z9000"}, "no hardware preset and no file 'z9000'.*a800-80g"),
+        ({"lengths": "wikipedia"}, "no length distribution 'wikipedia'.*commoncrawl"),
+        ({"lengths": "missing.json"}, "cannot be read: No such file"),
+        ({"nodes": "eight"}, "write nodes x devices"),
+        ({"nodes": "1000x1000"}, "at most 32768 devices"),
+        ({"memory_limit": "lots"}, "70GiB"),
+        ({"memory_limit": "500GiB"}, "more than the 79.35 GiB of a device"),
+        ({"memory_limit": "2GiB"}, "leaves nothing for a model.*use more than 5001MiB"),
+        ({"memory_limit": "10GiB"}, "no strategy holds.*a limit of"),
+        ({"longest": "10000000"}, "no strategy holds a sequence of 10000000.*at most [0-9]+ tokens"),
+        ({"longest": "-1"}, "longest sequence of -1 tokens is impossible"),
+        ({"mini_batch": "0"}, "use 1 to"),
+        ({"mini_batch": "1000000"}, "use 1 to"),
+        ({"max_buckets": "0"}, "max_phases 0"),
+        ({"dtype": "int4"}, "no size is known for dtype 'int4'"),
+        ({"dtype": "float64"}, "no peak speed for 'float64'"),
+    ],
+)
+def test_refusals(capsys: pytest.CaptureFixture[str], changes: dict[str, str], message: str) -> None:
+    args = replaced(**changes)
+    assert main(args) == 2
+    captured = capsys.readouterr()
+    assert re.search(message, captured.err), captured.err
+    assert captured.out == ""
+    assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}', "\xff\xfe", "[" * 100_000])
+def test_corrupt_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    assert str(tmp_path / "config.json") in refusal(capsys, replaced(model=str(tmp_path)))
+    (tmp_path / "lengths.json").write_text(content[:1000], encoding="latin-1")
+    assert "lengths.json" in refusal(capsys, replaced(lengths=str(tmp_path / "lengths.json")))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "tokens", "message"),
+    [
+        ("dp4tp2", "100", "it needs 8 processes and 32 are running"),
+        ("tp128", "100", "legal with 32 processes"),
+        ("nonsense", "100", "is not a strategy"),
+        ("dp32", "0", "a pack of 0 tokens is impossible"),
+    ],
+)
+def test_estimate_refusals(capsys: pytest.CaptureFixture[str], strategy: str, tokens: str, message: str) -> None:
+    args = ["estimate", "--model", "llama2-7b", "--nodes", "4x8", "--strategy", strategy, "--pack-tokens", tokens]
+    assert message in refusal(capsys, args)
+
+
+def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
+    with pytest.raises(HotspaConfigError, match="no model preset"):
+        load_model(tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------------------- a plot
+
+
+def test_a_plot_without_matplotlib(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert "pip install matplotlib" in refusal(capsys, replaced(plot=str(tmp_path / "plot.png")))
+
+
+def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="optional")
+    assert main(replaced(plot=str(tmp_path / "plot.png"))) == 0
+    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
+    assert "cannot be written" in refusal(capsys, replaced(plot=str(tmp_path / "none" / "plot.png")))
+
+
+# -------------------------------------------------------------------------------------------------------- a cold start
+
+
+def test_a_cold_start_is_short_and_leaves_torch_out() -> None:
+    args = [*replaced(model="llama2-32b", nodes="4x8", lengths="github"), "--sequence-parallel", "--json"]
+    code = f"""
+import sys
+from hf_hotspa.cli import main
+code = main({args!r})
+print(*[name for name in {HEAVY} if name in sys.modules], file=sys.stderr)
+sys.exit(code)
+"""
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    seconds = time.monotonic() - start
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.strip() == "", f"imported: {done.stderr}"
+    assert json.loads(done.stdout)["kind"] == "hf_hotspa plan"
+    assert seconds < 15, "about 1 s on an idle machine"
+
+
+def test_as_a_module_and_with_wrong_flags() -> None:
+    command = [sys.executable, "-m", "hf_hotspa.cli"]
+    done = subprocess.run([*command, *PLAN_7B, "--nonsense"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "unrecognized arguments" in done.stderr
+    done = subprocess.run([*command, *replaced(nodes="0x8")], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
