@@ -185,9 +185,6 @@ def _holders(
     return holders
 
 
-_Rows = list[tuple[int, int, int]]
-
-
 def _placed(
     name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
 ) -> Layout:
