@@ -61,17 +61,14 @@ class Switching:
         weight_sizes = [dtype.itemsize for dtype in self.weight_dtypes]
         gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.gradient_dtypes]
 
-        def make_pool(second_source: bool) -> PlanPool:
-            return PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner, second_source)
-
-        self.pool = make_pool(False)
+        self.pool = PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner)
         largest = max(
             arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes)
             for s in strategies
             for r in range(cluster.world_size)
         )
-        if options.uses_second_source(device, len(strategies), largest):
-            self.pool = make_pool(True)
+        # decided when the layouts are known, before a plan is made
+        self.pool.second_source = options.uses_second_source(device, len(strategies), largest)
         alone = groups.switch is None
         transport = LoopbackHub(1).transport(0) if alone else ProcessGroupTransport(groups.switch)
         forward = None if alone else ProcessGroupTransport(groups.forward)
