@@ -25,17 +25,17 @@ import torch.distributed as dist
 from rate_limit import NodePorts, RateLimitedTransport
 from switches import (
     DTYPES,
+    MODELS,
     PRELOAD,
-    SHAPES,
     Pair,
     Store,
     check,
     fill,
     interleaved,
-    llama_vector,
     machine_facts,
     markdown,
     medians,
+    model_vector,
     timed,
     write_json,
 )
@@ -150,7 +150,7 @@ class Bench:
         return run, stats, executor.schedule(plan, tuple(wires))
 
     def _pair(self, text: str, model: str) -> Pair:
-        return Pair.parse(text, llama_vector(model, self.dtype), self.world_size)
+        return Pair.parse(text, model_vector(model, self.dtype), self.world_size)
 
     def compare(self, text: str) -> dict[str, Any]:
         """Both planners on one pair."""
@@ -212,7 +212,7 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--per-node", type=int, default=4, help="ranks of a node")
-    parser.add_argument("--model", choices=list(SHAPES), default="9M")
+    parser.add_argument("--model", choices=MODELS, default="9M")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--pairs", default=PAIRS, help="comma-separated SOURCE->TARGET")
     parser.add_argument("--rate-mb", type=float, default=6.0, help="MB/s of a NIC, each way")

@@ -3,6 +3,7 @@
     python benchmarks/switch.py --ranks 4
     python benchmarks/switch.py --ranks 8 --model 67M --pairs "master->dp8,dp4tp2->dp2tp4" --json out/switch.json
     python benchmarks/switch.py --model narrow            # many small slices
+    python benchmarks/switch.py --model adapters          # many small parameters
     python benchmarks/switch.py --quick
 
 All sides move the parameters of one switch, in one run, in turns, between equal layouts on one node. Seconds are those
@@ -25,17 +26,17 @@ import torch.distributed as dist
 from switch_baselines import MEMORY_FILES, AllGather, Checkpoint, Copies, FusedRaw, PerSlice
 from switches import (
     DTYPES,
+    MODELS,
     PRELOAD,
-    SHAPES,
     Pair,
     Store,
     check,
     fill,
     interleaved,
-    llama_vector,
     machine_facts,
     markdown,
     medians,
+    model_vector,
     over_ranks,
     timed,
     write_json,
@@ -89,7 +90,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, folder: str
 def measure_pair(
     text: str, rank: int, world_size: int, options: argparse.Namespace, folder: str | None
 ) -> dict[str, Any]:
-    pair = Pair.parse(text, llama_vector(options.model, DTYPES[options.dtype]), world_size)
+    vector = model_vector(options.model, DTYPES[options.dtype])
+    pair = Pair.parse(text, vector, world_size)
     switch = Switch(pair, rank, world_size, options)
     switch.prepare()
     timed(switch)
@@ -104,7 +106,8 @@ def measure_pair(
         works[f"raw, copies {name}"] = partial(copies.around, exchange)
     works |= {"pack and unpack": copies.pack_unpack, "local copies": copies.local}
     if not pair.is_return:
-        works["per slice"] = PerSlice(plan, rank, source, target).run
+        per_slice = PerSlice(plan, vector, rank, source, target)
+        works["per slice"] = per_slice.run
         works["all-gather"] = AllGather(pair, plan, rank, source, target).run
         if folder:
             works["checkpoint"] = Checkpoint(pair, rank, source, target, f"{folder}/{pair.name}").run
@@ -134,7 +137,7 @@ def measure_pair(
 
 def measure_memory(rank: int, world_size: int, options: argparse.Namespace, text: str) -> dict[str, float]:
     """Bytes of the rank with the most of each: stores, the executor's buffers, growth of the process at its peak."""
-    pair = Pair.parse(text, llama_vector(options.model, DTYPES[options.dtype]), world_size)
+    pair = Pair.parse(text, model_vector(options.model, DTYPES[options.dtype]), world_size)
     switch = Switch(pair, rank, world_size, options)
     timed(lambda: None)  # connects the ranks
     before = _resident("VmRSS")
@@ -243,7 +246,7 @@ def parse_options() -> argparse.Namespace:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--model", choices=list(SHAPES), help="137M with 4 ranks, else 67M, when left out")
+    parser.add_argument("--model", choices=MODELS, help="137M with 4 ranks, else 67M, when left out")
     parser.add_argument("--dtype", choices=list(DTYPES), default="bf16")
     parser.add_argument("--pairs", help="comma-separated SOURCE->TARGET; some of 4 and of 8 ranks when left out")
     parser.add_argument("--staging-mib", type=float, default=16.0, help="each of the staging buffers, MiB")
@@ -262,7 +265,7 @@ def main() -> None:
     options = parse_options()
     facts = machine_facts(options.ranks)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
-    vector = llama_vector(options.model, DTYPES[options.dtype])
+    vector = model_vector(options.model, DTYPES[options.dtype])
     megabytes = vector.numel * DTYPES[options.dtype].itemsize / 1e6
     print(
         f"model {options.model} {options.dtype}: {megabytes:.0f} MB in {len(vector.segments)} segments; staging "

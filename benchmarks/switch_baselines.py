@@ -4,7 +4,8 @@
   `batch_isend_irecv`, whole or in chunks. Nothing is packed or unpacked: the speed of the wire.
 * `Copies`: packing and unpacking of the slices of those routes, and the copies inside the rank; nothing is sent. A
   route that is one slice on a side needs no copy there.
-* `PerSlice`: one operation for each transfer of the plan, from source to target buffers, in one batch.
+* `PerSlice`: one operation for each slice of a parameter that a rank takes from another one, from source to target
+  buffers, in one batch: what the plan moves, without the fusion of parameters.
 * `AllGather`: every rank gathers everything that any rank holds, and copies what it needs.
 * `Checkpoint`: `torch.distributed.checkpoint` save and load through a file system in memory.
 
@@ -12,8 +13,9 @@ Each is built once and called again and again. A gradient return has the first t
 """
 
 import warnings
+from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.table import Transfer
 
@@ -140,18 +143,39 @@ class Copies:
             torch._foreach_copy_(views, parts)
 
 
-class PerSlice:
-    """One operation a transfer."""
+def _by_parameter(transfers: Iterable[Transfer], vector: ParameterVector) -> list[Transfer]:
+    """The transfers, cut where one parameter ends and the next one begins."""
+    ends = sorted(spec.stop for spec in vector.specs)
+    found = []
+    for t in transfers:
+        stop = t.start + t.length
+        cuts = [t.start, *ends[bisect_right(ends, t.start) : bisect_left(ends, stop)], stop]
+        for low, high in pairwise(cuts):
+            moved = low - t.start
+            found.append(
+                t._replace(
+                    start=low, length=high - low, src_offset=t.src_offset + moved, dst_offset=t.dst_offset + moved
+                )
+            )
+    return found
 
-    def __init__(self, plan: SwitchPlan, rank: int, source: Store, target: Store) -> None:
-        self._plan, self._rank, self._source, self._target = plan, rank, source, target
+
+class PerSlice:
+    """One operation a slice of a parameter."""
+
+    def __init__(self, plan: SwitchPlan, vector: ParameterVector, rank: int, source: Store, target: Store) -> None:
+        self._rank, self._source, self._target = rank, source, target
+        self._slices = _by_parameter((t for t in plan.transfers if t.src != t.dst), vector)
         self._local = routes_of(plan, rank)[2]
+
+    @property
+    def num_slices(self) -> int:
+        """Operations of all ranks, sends only."""
+        return len(self._slices)
 
     def run(self) -> None:
         operations = []
-        for tag, t in enumerate(self._plan.transfers):
-            if t.src == t.dst:
-                continue
+        for tag, t in enumerate(self._slices):
             if t.src == self._rank:
                 view = _view(self._source, t.segment, t.src_offset, t.length)
                 operations.append(dist.P2POp(dist.isend, view, t.dst, tag=tag))

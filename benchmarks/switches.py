@@ -38,13 +38,41 @@ SHAPES = {  # hidden, intermediate, layers, vocabulary, query heads, key/value h
 }
 """Llama-like shapes. `narrow` has as many parameters as `67M` in shards of some ten KiB: many small slices."""
 
+ADAPTERS = "adapters"
+"""The adapters of rank 8 (LoRA) on all projections of a 7B Llama: 20M parameters in 448 small matrices."""
+_ADAPTED = (4096, 11008, 32, 32, 8)  # hidden, intermediate, layers, heads, rank
+
+MODELS = (*SHAPES, ADAPTERS)
+
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 Buffers = list[torch.Tensor | None]
 
 
-def llama_vector(name: str, dtype: torch.dtype) -> ParameterVector:
-    """The parameter vector of one of `SHAPES`."""
+def model_vector(name: str, dtype: torch.dtype) -> ParameterVector:
+    """The parameter vector of one of `MODELS`."""
+    return _adapter_vector(dtype) if name == ADAPTERS else _llama_vector(name, dtype)
+
+
+def _adapter_vector(dtype: torch.dtype) -> ParameterVector:
+    """Beside a projection that is cut over its outputs, B is cut and A is whole; over its inputs, the other way."""
+    hidden, width, layers, heads, rank = _ADAPTED
+    specs: list[ParameterSpec] = []
+    for layer in range(layers):
+        for label, rows, columns, cut, items in (
+            *((label, hidden, hidden, "b", heads) for label in "qkv"),
+            ("o", hidden, hidden, "a", heads),
+            ("gate", width, hidden, "b", width),
+            ("up", width, hidden, "b", width),
+            ("down", hidden, width, "a", width),
+        ):
+            for factor, shape, dim in (("a", (rank, columns), 1), ("b", (rows, rank), 0)):
+                where = (dim, (Part(shape[dim], items, items, False),)) if factor == cut else ()
+                specs.append(ParameterSpec(f"{layer}.{label}.{factor}", shape, _name(dtype), layer, *where))
+    return build_vector(specs, [1] * layers, 1)
+
+
+def _llama_vector(name: str, dtype: torch.dtype) -> ParameterVector:
     hidden, width, layers, vocabulary, heads, kv_heads = SHAPES[name]
     specs: list[ParameterSpec] = []
 

@@ -55,6 +55,24 @@ class Arenas:
         self.gradients = Arena(device)
         self._weights = [Arena(device) for _ in range(copies)]
 
+    def reserve(
+        self,
+        strategies: Sequence[Sequence[int]],
+        weights: Sequence[torch.dtype | None],
+        gradients: Sequence[torch.dtype | None],
+    ) -> None:
+        """Allocates what these strategies need, for one at a time.
+
+        Args:
+            strategies: For each, the elements of each segment.
+            weights: The dtype of each segment's weights.
+            gradients: The dtype of each segment's gradients; None for a segment that needs none.
+        """
+        for sizes in strategies:
+            self.gradients.take(sizes, gradients)
+            for arena in self._weights:
+                arena.take(sizes, weights)
+
     def next_weights(self) -> "Arena":
         """The arena for the weights of the next strategy; with two copies those of the last one stay valid."""
         self._weights.append(self._weights.pop(0))

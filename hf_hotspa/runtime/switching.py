@@ -105,9 +105,11 @@ class Switching:
         self.forecast.check(self._limit, self._rank)
 
     def prepare(self) -> None:
-        """Allocates what switches need beside weights and gradients."""
+        """Allocates everything, so that buffers stay where they are from the first mini-batch on."""
         for plan, dtypes in self.switches():
             self.executor.prepare(plan, dtypes)
+        sizes = [self.pool.layout(strategy).rank_sizes(self._rank) for strategy in self.pool.strategies]
+        self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes)
 
     def next_epoch(self) -> int:
         """A number for the next switch; the same on every rank, which all run the same switches."""
@@ -115,6 +117,7 @@ class Switching:
         return self._epoch
 
     def close(self) -> None:
-        """Ends the thread of the worker."""
+        """Ends the thread of the worker and lets go of the buffers."""
         if self.worker is not None:
             self.worker.close()
+        self.executor.forget()

@@ -23,16 +23,15 @@ from typing import Protocol
 import torch
 
 from hf_hotspa.errors import PlanError, TransferError
-from hf_hotspa.switch.packing import Views, add, copy_local, landings, local_bytes, pack, unpack, wire_of
+from hf_hotspa.switch.packing import Binding, Bindings, Views, wire_of
 from hf_hotspa.switch.plan import INTRA, SwitchPlan
 from hf_hotspa.switch.rounds import cut_rounds
-from hf_hotspa.switch.schedule import RELAY_SLOTS, WINDOW_ALIGNMENT, Round, Schedule
+from hf_hotspa.switch.schedule import RELAY_SLOTS, WINDOW_ALIGNMENT, Schedule
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import TransferHandle, Transport
 
 Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
-
 _ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: what gloo takes as a tag
 
 _IN_FLIGHT = 2
@@ -101,7 +100,6 @@ class _Flight:
 
     index: int
     handle: TransferHandle
-    incoming: list[torch.Tensor]
 
 
 class SwitchExecutor:
@@ -138,6 +136,7 @@ class SwitchExecutor:
         self._receive_staging = [self._empty(0)] * _IN_FLIGHT
         self._relay = [self._empty(0)] * RELAY_SLOTS
         self._schedules: dict[tuple[str, tuple[torch.dtype | None, ...]], Schedule] = {}
+        self._bindings = Bindings()
         self._failure: str | None = None
 
     def _empty(self, num_bytes: int) -> torch.Tensor:
@@ -155,6 +154,10 @@ class SwitchExecutor:
     def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
         """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
         self._grow(self._slots(plan, self.schedule(plan, wire_dtypes), wire_dtypes))
+
+    def forget(self) -> None:
+        """Lets go of the buffers of the switches that ran: their views are kept for the next time."""
+        self._bindings.clear()
 
     @property
     def reserved_bytes(self) -> int:
@@ -212,29 +215,26 @@ class SwitchExecutor:
             raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
         schedule = self.schedule(plan, wire_dtypes)
         buffers = self._checked(plan, schedule, {SOURCE: source, TARGET: target, SECOND: second or ()})
-        self._grow(self._slots(plan, schedule, wire_dtypes))
-        buffers.update(self._relay_views(plan, schedule, wire_dtypes))
+        bound = self._bind(plan, schedule, wire_dtypes, buffers)
         progress = progress or _Uncoupled()
         stats = SwitchStats(num_rounds=len(schedule.rounds))
         flights: deque[_Flight] = deque()
         self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
-        index = started = 0
+        index = 0
         try:
             for index, current in enumerate(schedule.rounds):
                 if current.is_empty:
                     yield
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0].index <= current.needs):
-                    self._finish(plan, schedule, flights.popleft(), buffers, stats, progress)
+                    self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
                 if current.opens:
-                    self._open(plan, schedule, current.group, buffers, progress)
-                slot = started % _IN_FLIGHT  # of the rounds in which this rank does something
-                flights.append(self._start(plan, schedule, index, slot, buffers, epoch, stats))
-                started += 1
+                    self._open(plan, schedule, current.group, bound.buffers, progress)
+                flights.append(self._start(plan, schedule, index, bound, epoch, stats))
                 yield
             while flights:
                 index = flights[0].index
-                self._finish(plan, schedule, flights.popleft(), buffers, stats, progress)
+                self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
         except Exception as error:
             raise self._failed(plan, schedule, index, error) from error
         self._failure = None
@@ -248,52 +248,49 @@ class SwitchExecutor:
                 buffers[RELAY, segment].zero_()
 
     def _start(
-        self,
-        plan: SwitchPlan,
-        schedule: Schedule,
-        index: int,
-        slot: int,
-        buffers: Views,
-        epoch: int,
-        stats: SwitchStats,
+        self, plan: SwitchPlan, schedule: Schedule, index: int, bound: Binding, epoch: int, stats: SwitchStats
     ) -> _Flight:
         """Packs and posts a round, and makes a load's local copies while it is on the wire."""
-        current, clock = schedule.rounds[index], time.perf_counter()
-        outgoing = pack(current, buffers, self._send_staging[slot])
-        incoming = landings(current, buffers, self._receive_staging[slot], plan.accumulate)
+        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        assert tensors is not None
+        tensors.pack()
         clock = _lap(stats, "pack_seconds", clock)
         base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
         transport = self.forward if plan.links[current.hop] == INTRA else self.transport
-        for message, tensor in zip(current.receives, incoming, strict=True):
+        for message, tensor in zip(current.receives, tensors.incoming, strict=True):
             transport.recv(tensor, message.peer, base + message.channel)
-        for message, tensor in zip(current.sends, outgoing, strict=True):
+        for message, tensor in zip(current.sends, tensors.outgoing, strict=True):
             transport.send(tensor, message.peer, base + message.channel)
         handle = transport.start()
         clock = _lap(stats, "wire_seconds", clock)
-        if not plan.accumulate and current.local:
-            copy_local(current, buffers)
+        if not plan.accumulate:
+            tensors.copy_local()
             _lap(stats, "local_seconds", clock)
-        return _Flight(index, handle, incoming)
+        stats.sent_bytes += sum(message.num_bytes for message in current.sends)
+        stats.received_bytes += sum(message.num_bytes for message in current.receives)
+        stats.local_bytes += tensors.local_bytes
+        stats.num_messages += len(current.sends) + len(current.receives)
+        return _Flight(index, handle)
 
     def _finish(
         self,
         plan: SwitchPlan,
         schedule: Schedule,
         flight: _Flight,
-        buffers: Views,
+        bound: Binding,
         stats: SwitchStats,
         progress: Progress,
     ) -> None:
         """Waits for a round and unpacks it."""
-        current, clock = schedule.rounds[flight.index], time.perf_counter()
+        current, tensors, clock = schedule.rounds[flight.index], bound.rounds[flight.index], time.perf_counter()
+        assert tensors is not None
         flight.handle.wait()
         clock = _lap(stats, "wire_seconds", clock)
         if plan.accumulate:
-            add(current, flight.incoming, buffers, self.rank)
+            tensors.add()
         else:
-            unpack(current, flight.incoming, buffers)
+            tensors.unpack()
         _lap(stats, "unpack_seconds", clock)
-        _count(stats, current, buffers)
         if current.closes:
             progress.target_complete(schedule.groups[current.group])
 
@@ -326,6 +323,19 @@ class SwitchExecutor:
             relays[slot] = max(relays[slot], max((end for _, _, end, _ in places), default=0))
         return sends, receives, relays
 
+    def _bind(
+        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None], buffers: Views
+    ) -> Binding:
+        """The rounds with their tensors."""
+        key = plan.digest(), tuple(wire_dtypes)
+        found = self._bindings.find(key, buffers)
+        if found is None:
+            self._grow(self._slots(plan, schedule, wire_dtypes))
+            relay = self._relay_views(plan, schedule, wire_dtypes)
+            stagings = tuple(zip(self._send_staging, self._receive_staging, strict=True))
+            found = self._bindings.add(key, schedule, buffers, relay, stagings, plan.accumulate, self.rank)
+        return found
+
     def _relay_views(self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]) -> Views:
         return {
             (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
@@ -337,11 +347,12 @@ class SwitchExecutor:
         for memory, wanted in zip((self._send_staging, self._receive_staging, self._relay), slots, strict=True):
             for slot, num_bytes in enumerate(wanted):
                 if memory[slot].numel() < num_bytes:
+                    self._bindings.clear()  # which hold the old slot
                     memory[slot] = self._empty(0)  # freed first, or both exist at once
                     memory[slot] = self._empty(num_bytes)
 
     def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> Views:
-        """The buffers that the plan touches, detached from autograd; checked, because a transport would not."""
+        """The buffers that the plan touches; checked, because a transport would not."""
         checked = {}
         for (store, segment), extent in schedule.extents.items():
             if store == RELAY:
@@ -361,7 +372,7 @@ class SwitchExecutor:
                     where=f"rank {self.rank}",
                     why="nothing was sent",
                 )
-            checked[store, segment] = buffer.detach()
+            checked[store, segment] = buffer
         return checked
 
     def _failed(self, plan: SwitchPlan, schedule: Schedule, index: int, error: Exception) -> TransferError:
@@ -402,10 +413,3 @@ def _relay_places(
         end = start + extent * dtype.itemsize
         places.append((segment, start, end, dtype))
     return places
-
-
-def _count(stats: SwitchStats, current: Round, buffers: Views) -> None:
-    stats.sent_bytes += sum(message.num_bytes for message in current.sends)
-    stats.received_bytes += sum(message.num_bytes for message in current.receives)
-    stats.local_bytes += local_bytes(current, buffers)
-    stats.num_messages += len(current.sends) + len(current.receives)

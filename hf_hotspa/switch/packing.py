@@ -4,11 +4,13 @@ A round names slices of buffers; here they become tensors: what is sent (packed 
 converting), where it lands, and what happens with it there. Local: no message travels here.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import cycle
 
 import torch
 
-from hf_hotspa.switch.schedule import Message, Round, Slice, Wire
+from hf_hotspa.switch.schedule import Message, Round, Schedule, Slice, Wire
 
 Views = dict[tuple[int, int], torch.Tensor]
 """The buffers that a plan touches, by (store, segment)."""
@@ -23,65 +25,162 @@ def _dtype(wire: Wire) -> torch.dtype:
     return getattr(torch, wire.dtype)
 
 
-def pack(current: Round, buffers: Views, staging: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor that each message sends; messages with one place in staging share it, packed once."""
-    packed: dict[int, torch.Tensor] = {}
-    outgoing = []
-    for message in current.sends:
-        views, dtype = _views(message.slices, buffers), _dtype(message.wire)
-        if message.staging_offset < 0 or (len(views) == 1 and views[0].dtype == dtype):
-            outgoing.append(views[0])
-            continue
-        if message.staging_offset not in packed:
-            staged = _staged(staging, message)
-            if all(view.dtype == dtype for view in views):
+class BoundRound:
+    """A round and its tensors: made once for the buffers of a switch, used every time that the switch runs on them.
+
+    Making a view costs more than copying a kilobyte.
+
+    Args:
+        current: The round.
+        buffers: The buffers, detached from autograd.
+        send_staging: Where messages are packed, uint8.
+        receive_staging: Where messages are received that do not land in place, uint8.
+        accumulate: Whether the round is part of a gradient return: what is received is added.
+        rank: This rank.
+
+    Attributes:
+        outgoing: The tensor that each message sends, once it is packed.
+        incoming: Where each message is received: in the target buffer itself when it can be.
+        local_bytes: Bytes moved inside the rank, in the dtype of where they go.
+    """
+
+    def __init__(
+        self,
+        current: Round,
+        buffers: Views,
+        send_staging: torch.Tensor,
+        receive_staging: torch.Tensor,
+        accumulate: bool,
+        rank: int,
+    ) -> None:
+        self.outgoing: list[torch.Tensor] = []
+        self.incoming: list[torch.Tensor] = []
+        self._packs: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._unpacks: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
+        self._adds: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+        for message in current.sends:
+            self._bind_send(message, buffers, send_staging)
+        for message in current.receives:
+            views = _views(message.slices, buffers)
+            in_place = not accumulate and len(views) == 1 and views[0].dtype == _dtype(message.wire)
+            landing = views[0] if in_place else _staged(receive_staging, message)
+            self.incoming.append(landing)
+            if accumulate:
+                self._adds.append((message.peer, views, _split(landing, message)))
+            elif not in_place:
+                self._unpacks.append((views, _split(landing, message)))
+        self._local = (
+            [_view(local.target, buffers) for local in current.local],
+            [_view(local.source, buffers) for local in current.local],
+        )
+        self.local_bytes = sum(view.numel() * view.itemsize for view in self._local[0])
+        if accumulate and current.local:
+            self._adds.append((rank, *self._local))
+        self._adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
+
+    def _bind_send(self, message: Message, buffers: Views, staging: torch.Tensor) -> None:
+        views = _views(message.slices, buffers)
+        if message.staging_offset < 0 or (len(views) == 1 and views[0].dtype == _dtype(message.wire)):
+            self.outgoing.append(views[0])
+            return
+        if message.staging_offset not in self._packs:  # messages with one place in staging share it, packed once
+            self._packs[message.staging_offset] = _staged(staging, message), views
+        self.outgoing.append(self._packs[message.staging_offset][0])
+
+    def pack(self) -> None:
+        """Packs, and converts, what is sent from staging."""
+        for staged, views in self._packs.values():
+            if all(view.dtype == staged.dtype for view in views):
                 torch.cat(views, out=staged)
             else:
-                torch._foreach_copy_(_split(staged, message), views)
-            packed[message.staging_offset] = staged
-        outgoing.append(packed[message.staging_offset])
-    return outgoing
+                torch._foreach_copy_(list(staged.split([view.numel() for view in views])), views)
+
+    def copy_local(self) -> None:
+        """The copies inside the rank of a load."""
+        if self._local[0]:
+            torch._foreach_copy_(*self._local)
+
+    def unpack(self) -> None:
+        """Copies what did not land in place to where it belongs."""
+        for views, parts in self._unpacks:
+            torch._foreach_copy_(views, parts)
+
+    def add(self) -> None:
+        """Adds the contributions of a return in ascending order of the source ranks, this rank's own among them."""
+        for _, views, contributions in self._adds:
+            torch._foreach_add_(views, contributions)
 
 
-def landings(current: Round, buffers: Views, staging: torch.Tensor, accumulate: bool) -> list[torch.Tensor]:
-    """Where each message is received: in the target buffer itself when it can be."""
-    return [
-        _views(message.slices, buffers)[0]
-        if not accumulate and _lands_in_place(message, buffers)
-        else _staged(staging, message)
-        for message in current.receives
-    ]
+Place = tuple[tuple[int, int], int, int, torch.dtype]
+"""Which buffer a view was made of: (store, segment), address, elements, dtype."""
 
 
-def unpack(current: Round, incoming: Sequence[torch.Tensor], buffers: Views) -> None:
-    """Copies what did not land in place to where it belongs."""
-    for message, tensor in zip(current.receives, incoming, strict=True):
-        if not _lands_in_place(message, buffers):
-            torch._foreach_copy_(_views(message.slices, buffers), _split(tensor, message))
+@dataclass(frozen=True)
+class Binding:
+    """The rounds of a schedule with the tensors of one set of buffers.
+
+    Args:
+        places: The buffers.
+        buffers: The buffers and the relay buffers, detached from autograd.
+        rounds: None where a round is empty.
+    """
+
+    places: tuple[Place, ...]
+    buffers: Views
+    rounds: list[BoundRound | None]
 
 
-def add(current: Round, incoming: Sequence[torch.Tensor], buffers: Views, rank: int) -> None:
-    """Adds a round's contributions in ascending order of the source ranks: the order that makes sums repeatable."""
-    parts = [
-        (message.peer, _views(message.slices, buffers), _split(tensor, message))
-        for message, tensor in zip(current.receives, incoming, strict=True)
-    ]
-    if current.local:
-        parts.append((rank, *_local_views(current, buffers)))
-    for _, into, contributions in sorted(parts, key=lambda part: part[0]):
-        torch._foreach_add_(into, contributions)
+class Bindings:
+    """Bound schedules, kept for the sets of buffers used last: an arena gives the same ones again and again."""
+
+    _KEPT = 2  # of a schedule: weights alternate between two arenas where there is a second source
+
+    def __init__(self) -> None:
+        self._kept: dict[Hashable, list[Binding]] = {}
+
+    def find(self, key: Hashable, buffers: Views) -> Binding | None:
+        """The binding of a schedule to these buffers, if it was kept."""
+        places = _places(buffers)
+        return next((binding for binding in self._kept.get(key, ()) if binding.places == places), None)
+
+    def add(
+        self,
+        key: Hashable,
+        schedule: Schedule,
+        buffers: Views,
+        relay: Views,
+        stagings: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        accumulate: bool,
+        rank: int,
+    ) -> Binding:
+        """Binds a schedule and keeps it.
+
+        Args:
+            key: Names the schedule.
+            schedule: The schedule.
+            buffers: The buffers of its sources and its target.
+            relay: Its relay buffers.
+            stagings: Slots of (send, receive) staging, used in turn by the rounds that are not empty.
+            accumulate: Whether it is a gradient return.
+            rank: This rank.
+        """
+        found = {place: buffer.detach() for place, buffer in buffers.items()} | relay
+        slots = cycle(stagings)
+        rounds = [
+            None if current.is_empty else BoundRound(current, found, *next(slots), accumulate, rank)
+            for current in schedule.rounds
+        ]
+        binding = Binding(_places(buffers), found, rounds)
+        self._kept[key] = [*self._kept.get(key, ()), binding][-self._KEPT :]
+        return binding
+
+    def clear(self) -> None:
+        """Lets go of all buffers."""
+        self._kept.clear()
 
 
-def copy_local(current: Round, buffers: Views) -> None:
-    """The copies inside the rank of a load."""
-    torch._foreach_copy_(*_local_views(current, buffers))
-
-
-def local_bytes(current: Round, buffers: Views) -> int:
-    """Bytes moved inside the rank, in the dtype of where they go."""
-    return sum(
-        local.target.length * buffers[local.target.store, local.target.segment].itemsize for local in current.local
-    )
+def _places(buffers: Views) -> tuple[Place, ...]:
+    return tuple((place, b.data_ptr(), b.numel(), b.dtype) for place, b in buffers.items())
 
 
 def _view(piece: Slice, buffers: Views) -> torch.Tensor:
@@ -99,16 +198,3 @@ def _staged(staging: torch.Tensor, message: Message) -> torch.Tensor:
 
 def _split(tensor: torch.Tensor, message: Message) -> list[torch.Tensor]:
     return list(tensor.split([piece.length for piece in message.slices]))
-
-
-def _lands_in_place(message: Message, buffers: Views) -> bool:
-    first = message.slices[0]
-    return len(message.slices) == 1 and buffers[first.store, first.segment].dtype == _dtype(message.wire)
-
-
-def _local_views(current: Round, buffers: Views) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Target and source views of the local transfers."""
-    return (
-        [_view(local.target, buffers) for local in current.local],
-        [_view(local.source, buffers) for local in current.local],
-    )
