@@ -1,5 +1,8 @@
 """Exactness: loss and gradients of every strategy equal the plain Hugging Face model's on the unpacked sequences."""
 
+from itertools import cycle, product
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,16 +18,29 @@ pytestmark = pytest.mark.gloo
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-12, 1e-11)}
 """Largest relative error of the loss, and of each gradient tensor."""
 
+SWITCHES = [
+    {"planner": planner, "overlap_load": overlap, "overlap_return": overlap, "devices_per_node": 2}
+    for planner, overlap in product(("relay", "algorithm1"), (False, True))
+]
+"""Every way to plan and to run switches, on emulated nodes of two ranks."""
+
 
 def errors_of(
-    family: str, dtype: torch.dtype, bucket_lists: list[str], **options: object
+    family: str, dtype: torch.dtype, bucket_lists: list[str], switches: list[dict[str, Any]]
 ) -> list[tuple[str, float, float, str]]:
-    """`(buckets, loss error, worst gradient error, its parameter)` of each bucket list, in one world."""
+    """`(buckets, loss error, worst gradient error, its parameter)` of each bucket list, in one world.
+
+    Args:
+        family: The model.
+        dtype: Its dtype.
+        bucket_lists: In the user's grammar.
+        switches: Options of the engines, used in turn.
+    """
     model = tiny_model(family, dtype)
     rows = random_rows(11, model.config.vocab_size, longest=40)
     loss, gradients = reference_step(model, rows)
     found = []
-    for buckets in bucket_lists:
+    for buckets, options in zip(bucket_lists, cycle(switches)):
         engine = make_engine(model, buckets, **options)
         with exact_in_double(dtype):
             report = engine.forward_backward(make_mini_batch(engine, rows))
@@ -38,9 +54,14 @@ def errors_of(
 
 
 def rank_errors(
-    rank: int, world_size: int, family: str, dtype: torch.dtype, bucket_lists: list[str]
+    rank: int,
+    world_size: int,
+    family: str,
+    dtype: torch.dtype,
+    bucket_lists: list[str],
+    switches: list[dict[str, Any]],
 ) -> list[tuple[str, float, float, str]]:
-    return errors_of(family, dtype, bucket_lists)
+    return errors_of(family, dtype, bucket_lists, switches)
 
 
 def legal_buckets(world_size: int, family: str) -> list[str]:
@@ -56,12 +77,23 @@ def check(per_rank: list[list[tuple[str, float, float, str]]], dtype: torch.dtyp
             assert gradient_error <= gradient_tolerance, f"{buckets}: gradient of {name} off by {gradient_error:.1e}"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
+@pytest.mark.parametrize(
+    ("dtype", "switches"), [(torch.float32, [{}]), (torch.float64, SWITCHES)], ids=["fp32", "fp64-all-switches"]
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_strategy_of_four_ranks(family, dtype):
+def test_every_strategy_of_four_ranks(family, dtype, switches):
+    """On one node, and with the ways to switch in turn; all of them with all strategies is the slow test below."""
     buckets = legal_buckets(4, family)
     assert len(buckets) == 6
-    check(run_ranks(4, rank_errors, family, dtype, buckets), dtype)
+    check(run_ranks(4, rank_errors, family, dtype, buckets, switches), dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("switch", SWITCHES, ids=lambda s: f"{s['planner']}{'-overlap' if s['overlap_load'] else ''}")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_strategy_with_every_switch(family, switch):
+    buckets = legal_buckets(4, family)
+    check(run_ranks(4, rank_errors, family, torch.float64, buckets, [switch], timeout=300), torch.float64)
 
 
 # 8 ranks on two cores are slow: fp64, which finds more, in every run
@@ -74,4 +106,4 @@ def test_every_strategy_of_eight_ranks(family, dtype):
     buckets = legal_buckets(8, family)
     # 4 layers: no pp8; llama_uneven has 6 key/value heads: no tp8
     assert len(buckets) == (8 if family == "llama_uneven" else 9)
-    check(run_ranks(8, rank_errors, family, dtype, buckets, timeout=300), dtype)
+    check(run_ranks(8, rank_errors, family, dtype, buckets, [{}], timeout=300), dtype)
