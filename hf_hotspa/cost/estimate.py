@@ -69,7 +69,8 @@ class LengthTable:
 
         Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
         sequence of more than half the capacity), their number follows the rule of `data.packing`, and a pipeline
-        takes its slowest stage once for each pack and the others once. Infinite where the range is empty by
+        takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
+        its work on all of them. Infinite where the range is empty by
         construction or holds a length above the capacity.
         """
         dp, pp = strategy.dp, strategy.pp
@@ -94,7 +95,10 @@ class LengthTable:
             hop = time.hop(strategy)
             passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs)
             seconds = slowest + (total - slowest) / each + passing
-        seconds = np.maximum(seconds, alone) + time.fixed_s + switch_s
+        seconds = np.maximum(seconds, alone)
+        if strategy.world_size > time.slots:
+            seconds = np.maximum(seconds, total * np.minimum(packs, dp) * strategy.tp / time.slots)
+        seconds = seconds + time.fixed_s + switch_s
         mean: Array = np.tensordot(self._weights, np.where(count > 0, seconds, 0.0), 1)
         low, high = np.indices(mean.shape)
         mean[(low >= high) | (self.edges[None, :] > capacity)] = np.inf
@@ -173,15 +177,19 @@ class Evaluator:
         return PhaseCost(compute, self._switch[strategy] * used, num_packs)
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
-        """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas."""
+        """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas, or all
+        work spread over the cores that ranks share."""
         total = 0.0
-        costs = set(self._time.stage_costs(strategy))
+        costs = Counter(self._time.stage_costs(strategy))
+        slots = self._time.slots
         for batch, weight in self._batches:
             lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
             if lengths:
                 tokens, squares = sum(lengths), sum(length * length for length in lengths)
                 packs = -(-tokens // pack_tokens)
-                busiest = max(cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs) / strategy.dp
+                loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
+                busiest = max(loads.values()) / strategy.dp
+                busiest = max(busiest, sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp / slots)
                 total += weight * (busiest + self._time.fixed_s + self._switch[strategy])
         return total
 

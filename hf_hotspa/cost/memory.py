@@ -55,6 +55,9 @@ class MemoryOptions:
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
         activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
+        end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
+            for the backward pass of one layer, which needs no more than a layer keeps. Where a tp is missing
+            `logit_copies` holds, for last stages.
         logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
             logits with their gradient in the compute dtype.
         switch_bytes: Staging and relay buffers of switches.
@@ -68,6 +71,7 @@ class MemoryOptions:
     recompute: bool = False
     sequence_parallel: bool = False
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
+    end_bytes: Mapping[int, float] = field(default_factory=dict)
     logit_copies: float = 2.0
     switch_bytes: int = 2 * (16 << 20)
     communicator_bytes: int = 0
@@ -183,7 +187,14 @@ class MemoryModel:
         if options.recompute and in_flight:
             tokens += formula(False)  # the layer that is being recomputed has all its activations
         last = stage == strategy.pp - 1 and in_flight > 0
+        if in_flight and not last:
+            # what a stage sends stays until its backward pass
+            tokens += in_flight * shape.hidden_size * dtype_bytes(options.compute_dtype)
+            tokens += min(per_token, options.end_bytes.get(strategy.tp, 0.0))
         weights = options.weight_copies * sizes.weight_bytes
+        logits = options.end_bytes.get(strategy.tp)
+        if logits is None:
+            logits = (-(-shape.vocab_size // strategy.tp)) * 4 * options.logit_copies
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -192,7 +203,7 @@ class MemoryModel:
             gradients=sizes.gradient_bytes,
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=tokens * pack_tokens,
-            logits=pack_tokens * (-(-shape.vocab_size // strategy.tp)) * 4 * options.logit_copies if last else 0.0,
+            logits=pack_tokens * logits if last else 0.0,
             switch=options.switch_bytes,
             communicators=options.communicator_bytes,
             reserved=options.reserved_bytes,

@@ -70,9 +70,27 @@ def load_model(text: str | os.PathLike[str]) -> ModelConfig:
         HotspaConfigError: there is no such preset or file, or it holds no JSON object.
         ModelError: the config is not that of a causal language model that can be counted.
     """
+    path = _find(text)
+    if str(text) in preset_names():
+        return model_from(_read(path), str(text), str(text))
+    return model_from(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem, str(path))
+
+
+def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of the config that `load_model` would read, its family and layers checked.
+
+    Raises:
+        HotspaConfigError: see `load_model`.
+        ModelError: see `load_model`.
+    """
+    load_model(text)
+    return _read(_find(text))
+
+
+def _find(text: str | os.PathLike[str]) -> Path:
     names = preset_names()
     if str(text) in names:
-        return model_from(_read(_PRESETS / f"{text}.json"), str(text), str(text))
+        return _PRESETS / f"{text}.json"
     path = Path(text)
     if path.is_dir():
         path /= "config.json"
@@ -81,7 +99,7 @@ def load_model(text: str | os.PathLike[str]) -> ModelConfig:
             f"there is no model preset and no config file {str(text)!r}",
             fix=f"use one of {', '.join(names)}, or the path of a config.json or its folder",
         )
-    return model_from(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem, str(path))
+    return path
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 Owns the assembly of the cost model for a machine that is not at hand (`Setup`) and the answers of `hf-hotspa plan`
 (`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
-strategies better than they foretell seconds. Recomputation runs every layer forward once more: its layers take 4/3 of
+strategies better than they foretell seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
 their time.
 """
 
@@ -12,6 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.cost.histogram import DISTRIBUTIONS, load_histogram, synthetic_lengths
@@ -26,11 +27,15 @@ from hf_hotspa.strategy import Bucket, Strategy, check_buckets, legal_strategies
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
+DTYPE = "bfloat16"
+"""Of weights and activations, where nobody says."""
 LONGEST = 32768
 """The longest sequence of synthetic lengths, where a model has positions for it."""
 _SEQUENCES = 2048
 _MINI_BATCHES = 64
 """Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
+_SAME_LAYER = 0.05
+"""How far the counted parameters of a layer may be from the measured model's: biases and extra norms are not counted."""
 _MOST_DEVICES = 1 << 15
 _MOST_SEQUENCES = 1 << 14
 
@@ -48,6 +53,7 @@ class Setup:
         dtype: The dtype of computation.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
+        calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
     """
 
     model: ModelConfig
@@ -58,6 +64,7 @@ class Setup:
     dtype: str = "bfloat16"
     recompute: bool = False
     sequence_parallel: bool = False
+    calibration: Calibration | None = None
 
     @classmethod
     def read(
@@ -66,9 +73,20 @@ class Setup:
         nodes: str,
         hardware: str | None = None,
         memory_limit: str | None = None,
+        calibration: str | None = None,
+        dtype: str | None = None,
         **options: Any,
     ) -> "Setup":
         """From the words of a command line.
+
+        Args:
+            model: See `load_model`.
+            nodes: See `parse_nodes`.
+            hardware: See `load_hardware`; not with a calibration.
+            memory_limit: See `parse_bytes`.
+            calibration: A file of `hf-hotspa calibrate`.
+            dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
+            options: Other fields.
 
         Raises:
             HotspaConfigError: one of them names nothing, or cannot be.
@@ -80,6 +98,11 @@ class Setup:
                 f"{nodes} are {count * devices} devices", fix=f"plan for at most {_MOST_DEVICES} devices"
             )
         machine = load_hardware(hardware) if hardware is not None else None
+        measured = Calibration.load(calibration) if calibration is not None else None
+        if measured is not None:
+            dtype = dtype or measured.key.dtype
+            _check_calibration(measured, str(calibration), shape, count, devices, dtype, **options)
+            machine = measured.hardware()
         limit = machine.device.memory_bytes if machine is not None else None
         if memory_limit is not None:
             given = parse_bytes(memory_limit, "the memory limit")
@@ -99,7 +122,7 @@ class Setup:
                     why=f"a device of {machine.name} keeps {machine.reserved_bytes / 2**30:,.2f} GiB for itself",
                     fix=f"use more than {least}MiB",
                 )
-        setup = cls(shape, count, devices, machine, limit, **options)
+        setup = cls(shape, count, devices, machine, limit, dtype or DTYPE, calibration=measured, **options)
         dtype_bytes(setup.dtype)
         return setup
 
@@ -122,20 +145,33 @@ class Setup:
             sequence_parallel=self.sequence_parallel,
             reserved_bytes=self.hardware.reserved_bytes if self.hardware is not None else 0,
         )
+        if self.calibration is not None:
+            return self.calibration.memory_model(self.sizes, options, self.world_size)
         return MemoryModel(self.sizes, self.world_size, options)
 
     def time(self, strategies: Sequence[Strategy]) -> TimeModel:
-        """The time model from data sheets.
+        """The time model, calibrated or from data sheets.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
         assert self.hardware is not None
-        model = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
+        if self.calibration is not None:
+            model = self.calibration.time_model(self.sizes, self.world_size)
+        else:
+            model = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
         if not self.recompute:
             return model
         layers: dict[int, Cost] = {tp: cost * (4 / 3) for tp, cost in model.layers.items()}
         return replace(model, layers=layers, forward_share=1 / 4)
+
+    def switch_seconds(self, strategies: Sequence[Strategy]) -> dict[Strategy, float]:
+        """Load and return seconds of each strategy."""
+        assert self.hardware is not None
+        if self.calibration is not None:
+            return self.calibration.switch_seconds(strategies, self.sizes)
+        cluster = self.hardware.cluster(self.world_size)
+        return estimate(strategies, self.sizes, cluster, weight_bytes=dtype_bytes(self.dtype))
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -150,6 +186,7 @@ class Setup:
                 "max_position_embeddings": shape.max_position_embeddings,
             },
             "hardware": self.hardware.name if self.hardware is not None else None,
+            "calibrated": self.calibration.measured_at if self.calibration is not None else None,
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
             "limit_bytes": self.limit_bytes,
@@ -226,6 +263,34 @@ class Plan:
         }
 
 
+def _check_calibration(
+    found: Calibration, where: str, model: ModelConfig, nodes: int, devices: int, dtype: str, **options: Any
+) -> None:
+    """Refuses a calibration of another model, dtype or kind of node."""
+    key, facts, shape = found.key, found.model, model.shape
+    other = []
+    pairs = (
+        ("family", facts.family, shape.family),
+        ("hidden size", facts.hidden_size, shape.hidden_size),
+        ("vocabulary", facts.vocab_size, shape.vocab_size),
+        ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
+        ("dtype", key.dtype, dtype),
+        ("devices a node", key.devices_per_node, devices),
+    )
+    other += [f"{name} {measured} instead of {asked}" for name, measured, asked in pairs if measured != asked]
+    if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
+        other.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
+    other += [f"no {name}" for name in ("sequence_parallel", "recompute") if options.get(name)]
+    if nodes > 1 and found.inter is None:
+        other.append("no links between nodes")
+    if other:
+        raise HotspaConfigError(
+            f"the calibration holds for another case: {', '.join(other)}",
+            where=where,
+            fix="calibrate this model on this kind of cluster (hf-hotspa calibrate), or use --hardware",
+        )
+
+
 def _unsupported(setup: Setup) -> list[str]:
     named = (("recomputation", setup.recompute), ("sequence parallelism", setup.sequence_parallel))
     if asked := [name for name, used in named if used]:
@@ -277,15 +342,15 @@ def make_plan(
     assert setup.hardware is not None
     shape = setup.model.shape
     found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings)
-    strategies = legal_strategies(setup.world_size, shape)
+    time = setup.time(legal_strategies(setup.world_size, shape))
+    # a calibration may know fewer degrees than more devices allow
+    strategies = [strategy for strategy in legal_strategies(setup.world_size, shape) if time.knows(strategy)]
     choice = search(
         found,
         strategies,
-        setup.time(strategies),
+        time,
         MemoryRooms(setup.memory, setup.limit_bytes),
-        estimate(
-            strategies, setup.sizes, setup.hardware.cluster(setup.world_size), weight_bytes=dtype_bytes(setup.dtype)
-        ),
+        setup.switch_seconds(strategies),
         mini_batch_size=mini_batch_size,
         longest=top,
         quadratic_cost=shape.quadratic_cost,

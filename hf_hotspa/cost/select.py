@@ -3,7 +3,7 @@
 A pool is made for a whole data set; a mini-batch without long sequences needs no phase for them, and one with few short
 ones may run them along with the long ones. A sequence may go to any bucket whose packs have room for it. Every set of
 phases of the pool is looked at, each with its best edges (by estimate); the best of each number of phases and every
-single phase that holds all sequences are packed and simulated. The fastest wins, more phases only when they gain a
+single phase that holds all sequences are packed and simulated. The fastest wins, more phases only when they gain two
 percent: never slower, under the time model, than the best single phase.
 
 Hysteresis: the phases of the mini-batch before are kept (with edges for these lengths) unless another choice is faster
@@ -24,7 +24,7 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 MARGIN = 0.03
 """How much faster than the phases of the mini-batch before another choice must be, as a share."""
-_WORTH_A_PHASE = 0.01
+_WORTH_A_PHASE = 0.02
 """How much faster a choice with more phases must be: less is within the error of any time model."""
 _MOST_EDGES = 16
 _MOST_PHASES = 3
@@ -132,6 +132,7 @@ class Selector:
         same = again is not None and {index for index, *_ in again} == {index for index, *_ in best}
         if again is not None and not same and seconds(again) <= seconds(best) * (1 + self.margin):
             best, kept = again, True
+        best = tuple(phase for phase in best if self._cost(evaluator, phase).num_packs)  # kept ones may be without work
         return Selection(
             self._buckets(best),
             seconds(best),

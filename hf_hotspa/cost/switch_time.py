@@ -79,20 +79,27 @@ def estimate(
         HotspaConfigError: the efficiency is not between 0 and 1.
     """
     _check(efficiency)
-    per_parameter = weight_bytes + gradient_bytes
-    found = {}
-    for strategy in strategies:
-        moved = sizes.num_parameters * per_parameter
-        own = 1 / cluster.world_size
-        seconds = moved / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
-        if cluster.num_nodes > 1:
-            per_node = cluster.devices_per_node
-            shards = min(1.0, per_node / strategy.tp) / strategy.pp
-            stages = max(1.0, per_node / (strategy.dp * strategy.tp))
-            missed = moved * min(1.0, shards * stages) * (1 - per_node * own)
-            seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
-        found[strategy] = seconds / efficiency + fixed_s
-    return found
+    moved = sizes.num_parameters * (weight_bytes + gradient_bytes)
+    return {strategy: port_seconds(strategy, moved, cluster) / efficiency + fixed_s for strategy in strategies}
+
+
+def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:
+    """Seconds of a switch at full speed of the links, as `estimate` counts them.
+
+    Args:
+        strategy: What is loaded and given back.
+        num_bytes: Weights and gradients of the whole model on the wire.
+        cluster: The machines.
+    """
+    own = 1 / cluster.world_size
+    seconds = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth
+    if cluster.num_nodes > 1:
+        per_node = cluster.devices_per_node
+        shards = min(1.0, per_node / strategy.tp) / strategy.pp
+        stages = max(1.0, per_node / (strategy.dp * strategy.tp))
+        missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
+        seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
+    return seconds
 
 
 def _check(efficiency: float) -> None:

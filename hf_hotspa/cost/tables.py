@@ -5,6 +5,8 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from hf_hotspa.cost.calibration import Calibration
+from hf_hotspa.cost.fitting import fit_costs
 from hf_hotspa.cost.memory import MemoryBreakdown
 from hf_hotspa.cost.planning import Estimate, Plan, Setup
 from hf_hotspa.errors import HotspaConfigError
@@ -45,6 +47,12 @@ def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str
     return table(rows)
 
 
+def _source(setup: Setup) -> str:
+    if setup.calibration is None:
+        return "Times are from data sheets, not measured: within about a third."
+    return f"Times are from a calibration of {setup.calibration.measured_at}."
+
+
 def _notes(notes: Sequence[str]) -> list[str]:
     return [f"Note: {note}" for note in notes]
 
@@ -70,6 +78,62 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
         if high in edges:
             lines.append(f"{'-' * (2 * width + 3)}  {edges[high]} up to {high}")
     return "\n".join(lines)
+
+
+def calibration_text(found: Calibration) -> str:
+    """A calibration for people: coefficients, links, switches and memory."""
+    key = found.key
+    layers, ends = fit_costs(found.samples)
+    rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
+    activations, end_bytes = found.memory_per_token
+    for tp, cost in layers.items():
+        end = ends.get(tp)
+        rows.append(
+            [
+                str(tp),
+                *_scaled(cost.a * 1e9, cost.b * 1e6, cost.c * 1e3),
+                *(_scaled(end.b * 1e6, end.c * 1e3) if end is not None else ("", "")),
+                *(f"{known[tp]:,.0f}" if tp in known else "" for known in (activations, end_bytes)),
+            ]
+        )
+    links = [["links", "latency us", "MB/s", "hop us", "hop ns/token"]]
+    for name, link, hop in (
+        ("in a node", found.intra, found.hop_intra),
+        ("between nodes", found.inter, found.hop_inter),
+    ):
+        if link is not None and hop is not None:
+            links.append(
+                [
+                    name,
+                    f"{link.latency_s * 1e6:,.1f}",
+                    f"{link.bandwidth / 1e6:,.0f}",
+                    f"{hop.latency_s * 1e6:,.1f}",
+                    f"{hop.token_s * 1e9:,.1f}",
+                ]
+            )
+    efficiency, fixed_s = found.switch_fit
+    slots = "" if math.isinf(found.slots) else f", {found.slots:.1f} of them at a time"
+    return "\n".join(
+        [
+            f"{found.model.family}, hidden size {found.model.hidden_size}, {key.dtype}, "
+            f"{found.model.layer_parameters:,} parameters a layer",
+            f"{key.world_size} ranks on {key.device} ({key.cores} cores a node){slots}; "
+            f"measured {found.measured_at} in {found.seconds:.1f} s",
+            "",
+            "one layer, forward and backward: a * sum(l^2) + b * sum(l) + c seconds for a pack of sequences of l tokens"
+            + (", on a core" if slots else ""),
+            table(rows),
+            "",
+            table(links),
+            "",
+            f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each",
+            *_notes(found.notes),
+        ]
+    )
+
+
+def _scaled(*values: float) -> list[str]:
+    return [f"{value:,.4g}" for value in values]
 
 
 def plan_text(plan: Plan) -> str:
@@ -115,7 +179,7 @@ def plan_text(plan: Plan) -> str:
             histogram(plan.lengths, choice.buckets),
             "",
             f'hotspa_strategies="{choice}"',
-            *_notes([*plan.notes(), "Times are from data sheets, not measured: within about a third."]),
+            *_notes([*plan.notes(), _source(setup)]),
         ]
     )
 

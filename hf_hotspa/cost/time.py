@@ -2,10 +2,11 @@
 
 One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives
 included; embedding and head have costs of their own; a pipeline is simulated event by event (`schedule`); the busiest
-replica decides. Coefficients come from measurements (`fit`), from data sheets (`analytic`), or from published tables of
+replica decides. Where ranks share cores (CPU) the fluid model of `sharing` says how long a phase takes. Coefficients come from measurements (`fit`), from data sheets (`analytic`), or from published tables of
 whole stages (`of_stages`). The model is plain data with a JSON form that people can read. No torch.
 """
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from hf_hotspa.cost.fitting import Sample, fit_costs
 from hf_hotspa.cost.hardware import Hardware
 from hf_hotspa.cost.json_file import number, read_json, write_json
 from hf_hotspa.cost.schedule import one_forward_one_backward
+from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.layout.stages import cut_stages
@@ -48,6 +50,8 @@ class TimeModel:
         devices_per_node: Decides which of the two a pipeline has.
         forward_share: The forward pass's share of the seconds of a pack.
         fixed_s: Seconds of a phase beside its packs and its switch.
+        slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
+            rank that has a core to itself. Infinite where every rank has a device of its own.
     """
 
     source: str
@@ -62,6 +66,7 @@ class TimeModel:
     devices_per_node: int = 1 << 20
     forward_share: float = 1 / 3
     fixed_s: float = 0.0
+    slots: float = math.inf
 
     @classmethod
     def analytic(
@@ -190,27 +195,45 @@ class TimeModel:
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def replica_seconds(self, strategy: Strategy, packs: Packs) -> float:
-        """Seconds of one replica: its packs in the given order through its stages."""
+        """Seconds of one replica while the others wait: its packs in the given order through its stages."""
+        if strategy.tp * strategy.pp > self.slots:
+            return self._shared(strategy, [packs])
+        return self._alone(strategy, packs)
+
+    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
+        """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores."""
+        busy = [packs for packs in replicas if packs]
+        if not busy:
+            return 0.0
+        if strategy.tp * strategy.pp * len(busy) > self.slots:
+            return self.fixed_s + self._shared(strategy, busy)
+        return self.fixed_s + max(self._alone(strategy, packs) for packs in busy)
+
+    def _shared(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
+        if strategy.pp == 1:
+            return shared_seconds([self._alone(strategy, packs) for packs in replicas], strategy.tp, self.slots)
+        piped = [self._pipeline(strategy, packs) for packs in replicas]
+        forward, backward, hops = zip(*piped, strict=True)
+        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots)
+
+    def _alone(self, strategy: Strategy, packs: Packs) -> float:
+        """Seconds of a replica whose ranks have a core each."""
+        if strategy.pp > 1:
+            return one_forward_one_backward(*self._pipeline(strategy, packs))
+        (cost,) = self.stage_costs(strategy)
+        squares = sum(length * length for pack in packs for length in pack)
+        return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
+
+    def _pipeline(self, strategy: Strategy, packs: Packs) -> tuple[list[list[float]], list[list[float]], list[float]]:
+        """Forward and backward seconds `[stage][pack]`, and the seconds of each pack's hop."""
         tokens = [sum(pack) for pack in packs]
         squares = [sum(length * length for length in pack) for pack in packs]
         costs = self.stage_costs(strategy)
-        if len(costs) == 1:
-            cost = costs[0]
-            return cost.a * sum(squares) + cost.b * sum(tokens) + cost.c * len(packs)
         seconds = {c: [c.seconds(q, s) for q, s in zip(squares, tokens, strict=True)] for c in set(costs)}
-        share = self.forward_share
+        share, hop = self.forward_share, self.hop(strategy)
         forward = {c: [share * t for t in found] for c, found in seconds.items()}
         backward = {c: [(1 - share) * t for t in found] for c, found in seconds.items()}
-        hop = self.hop(strategy)
-        return one_forward_one_backward(
-            [forward[c] for c in costs], [backward[c] for c in costs], [hop.seconds(s) for s in tokens]
-        )
-
-    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Seconds of a phase without its switch: those of the busiest replica."""
-        if not any(replicas):
-            return 0.0
-        return self.fixed_s + max(self.replica_seconds(strategy, packs) for packs in replicas)
+        return [forward[c] for c in costs], [backward[c] for c in costs], [hop.seconds(s) for s in tokens]
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 
@@ -241,6 +264,7 @@ class TimeModel:
             "devices_per_node": self.devices_per_node,
             "forward_share": self.forward_share,
             "fixed_s": self.fixed_s,
+            "slots": None if math.isinf(self.slots) else self.slots,
         }
 
     @classmethod
@@ -272,6 +296,9 @@ class TimeModel:
                 ),
                 forward_share=number(data["forward_share"], "forward_share", where, _REMEDY),
                 fixed_s=number(data["fixed_s"], "fixed_s", where, _REMEDY),
+                slots=math.inf
+                if data.get("slots") is None
+                else number(data["slots"], "slots", where, _REMEDY, positive=True),
             )
         except KeyError as error:
             raise HotspaConfigError(f"the field {error} is missing", where=where, fix=_REMEDY) from None

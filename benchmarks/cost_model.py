@@ -1,0 +1,459 @@
+"""How well the calibrated cost model predicts: every legal strategy on mini-batches of many lengths, on this machine.
+
+    python benchmarks/cost_model.py --model 0.9M --json out/cost_model.json
+    python benchmarks/cost_model.py --model 0.9M --model 7M --rounds 7 --patience 20
+    python benchmarks/cost_model.py --quick
+
+A mini-batch holds sequences of one length (the last one holds a mixture), is packed as in training, and runs through the
+engine under each strategy, in turn. Printed for each mini-batch: predicted and measured seconds (medians) of the phase,
+switch included; Kendall's tau over the strategies; the regret of the strategy that the model holds for fastest; and the
+mean absolute error beside the noise floor, which is that of one half of the runs against the other. Then the memory of
+the fullest rank, predicted and measured.
+
+Other programs disturb: a run during which they took more than `--others` of the cores is made again, up to
+`--patience` rounds, and the quietest runs count. The report says how busy the others were, and compares the processor
+seconds of all ranks, too, which other programs hardly change.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from contest import MODELS, make_model, make_rows, model_config, short_name
+from worlds import run_world
+
+from hf_hotspa.cost.calibration import Calibration
+from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.tables import calibration_text
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
+
+TARGETS = {"tau": 0.85, "regret": 0.05, "error": 0.15, "memory": 0.08}
+MEMORY_TOKENS = (512, 2048)
+
+
+# -- what other programs do -------------------------------------------------------------------------------------------
+
+
+def busy_seconds() -> float:
+    """Processor seconds of everything on this machine since its start; 0 where the system does not say."""
+    try:
+        fields = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+    except OSError:
+        return 0.0
+    user, nice, system, _, _, irq, soft, steal = map(int, fields)
+    return (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Quietness:
+    """The share of the machine's cores that other programs took."""
+
+    others: float = 0.0
+
+
+@contextmanager
+def watching() -> Iterator[Quietness]:
+    """Watches the machine on all ranks of the world. Collective."""
+    import torch
+    import torch.distributed as dist
+
+    found = Quietness()
+    dist.barrier()
+    begin, busy, own = time.perf_counter(), busy_seconds(), time.process_time()
+    yield found
+    own_s = torch.tensor(time.process_time() - own, dtype=torch.float64)
+    dist.all_reduce(own_s)
+    taken = torch.tensor((busy_seconds() - busy - float(own_s)) / (time.perf_counter() - begin), dtype=torch.float64)
+    dist.broadcast(taken, 0)
+    found.others = max(0.0, float(taken) / len(os.sched_getaffinity(0)))
+
+
+# -- measuring (runs on every rank) -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mini-batch: its name and its sequences."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+    def bucket(self, strategy: Strategy, pack_tokens: int) -> Bucket:
+        """All of it under one strategy."""
+        return Bucket(strategy, max(self.lengths), max(pack_tokens, *self.lengths))
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of a case: seconds of the phase, processor seconds of its packs on all ranks, and what others took."""
+
+    compute_s: float
+    switch_s: float
+    cpu_s: float
+    others: float
+
+
+def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, cases: list[Case]) -> Any:
+    """`(calibration, runs by case and strategy, packs of each phase, sizes of the model)`; the work of one rank."""
+    import torch
+    import torch.distributed as dist
+
+    from hf_hotspa.runtime.calibration import calibrate
+    from hf_hotspa.runtime.engine import HotSPaEngine
+
+    model = make_model(name)
+    strategies = legal_strategies(world_size, _shape_of(model))
+    engine = HotSPaEngine(model, [Bucket(s, edge, edge) for edge, s in enumerate(strategies, 1)])
+    mini_batches = {
+        (case.name, s): make_mini_batch(engine, case, s, options.pack_tokens) for case in cases for s in strategies
+    }
+    runs: dict[tuple[str, Strategy], list[Run]] = {key: [] for key in mini_batches}
+    calibration = calibrate(model.config, cache=Path(options.cache), force=True)
+    counted = {strategy: _count_seconds(engine.phases[strategy]) for strategy in strategies}
+    say: Callable[..., None] = print if rank == 0 else lambda *_, **__: None
+    for index in range(-1, options.patience):
+        for key, mini_batch in mini_batches.items():
+            done = runs[key]
+            if sum(run.others <= options.others for run in done) >= options.rounds:
+                continue
+            with watching() as quiet:
+                (phase,) = engine.forward_backward(mini_batch).phases
+            cpu_s = torch.tensor(counted[key[1]].pop(), dtype=torch.float64)
+            dist.all_reduce(cpu_s)
+            if index >= 0:
+                done.append(Run(phase.compute_s, phase.switch_s, float(cpu_s), quiet.others))
+        missing = sum(sum(run.others <= options.others for run in done) < options.rounds for done in runs.values())
+        say(f"{name}: round {index + 1}, {missing} of {len(runs)} still to run in quiet", flush=True)
+        if index >= 0 and not missing:
+            break
+    phases = {
+        key: [[pack.lengths for pack in packs] for packs in mini_batch.plan.phases[0].replicas]
+        for key, mini_batch in mini_batches.items()
+    }
+    sizes = ModelSizes(engine.description.shape, "float32", vector=engine.description.vector)
+    engine.close()
+    return calibration, runs, phases, sizes
+
+
+def measure_memory(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
+    """Bytes that packs take at most, on the fullest rank, by strategy and pack tokens; the work of one rank.
+
+    Above what the process holds between mini-batches: libraries and connections take megabytes that models as small as
+    these would drown in.
+    """
+    import torch
+    import torch.distributed as dist
+
+    from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.runtime.probe import PeakMemory
+
+    memory, model = PeakMemory(torch.device("cpu")), make_model(name)
+    if not memory.works:
+        return {}
+    strategies = legal_strategies(world_size, _shape_of(model))
+    engine = HotSPaEngine(model, [Bucket(s, edge, edge) for edge, s in enumerate(strategies, 1)])
+    peaks = {}
+    for tokens in (64, *options.memory_tokens):  # the first only warms up
+        for strategy in strategies:
+            case = Case("memory", (tokens,) * strategy.dp * strategy.pp)
+            mini_batch = make_mini_batch(engine, case, strategy, tokens)
+            memory.start()
+            engine.forward_backward(mini_batch)
+            peak = torch.tensor(float(memory.stop()))
+            dist.all_reduce(peak, op=dist.ReduceOp.MAX)
+            peaks[strategy, tokens] = float(peak)
+    engine.close()
+    return {key: peak for key, peak in peaks.items() if key[1] in options.memory_tokens}
+
+
+def make_mini_batch(engine: Any, case: Case, strategy: Strategy, pack_tokens: int) -> Any:
+    """The case as the data loader would build it for this rank."""
+    from hf_hotspa.data.bucketing import plan_mini_batch
+    from hf_hotspa.data.collator import PackedBucketCollator
+    from hf_hotspa.data.scan import SequenceTable
+
+    shape, table = engine.description.shape, SequenceTable.from_lengths(list(case.lengths))
+    buckets = [case.bucket(strategy, pack_tokens)]
+    plan = plan_mini_batch(range(len(case.lengths)), table, buckets, quadratic_cost=shape.quadratic_cost)
+    rows = make_rows(case.lengths, shape.vocab_size, seed=1)
+    collator = PackedBucketCollator(engine.rank, shape.vocab_size)
+    return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+
+
+def _count_seconds(runner: Any) -> list[float]:
+    """Lets a phase note the processor seconds of each of its computations; returns the notes."""
+    compute, notes = runner.compute, []
+
+    def counting(*args: Any) -> Any:
+        begin = time.process_time()
+        found = compute(*args)
+        notes.append(time.process_time() - begin)
+        return found
+
+    runner.compute = counting
+    return notes
+
+
+def _shape_of(model: Any) -> Any:
+    from hf_hotspa.runtime.specs import describe_model
+
+    return describe_model(model).shape
+
+
+# -- the report -------------------------------------------------------------------------------------------------------
+
+
+def kendall_tau(first: Sequence[float], second: Sequence[float]) -> float:
+    """Share of pairs that both put in the same order, less those that they do not."""
+    from scipy.stats import kendalltau
+
+    return float(kendalltau(first, second).statistic)
+
+
+def mean_error(predicted: Sequence[float], measured: Sequence[float]) -> float:
+    """Mean absolute error relative to what was measured."""
+    return statistics.fmean(abs(p - m) / m for p, m in zip(predicted, measured, strict=True))
+
+
+def quietest(runs: Sequence[Run], count: int) -> list[Run]:
+    """The runs during which others did least, in the order in which they were made."""
+    chosen = sorted(range(len(runs)), key=lambda i: (runs[i].others, i))[:count]
+    return [runs[i] for i in sorted(chosen)]
+
+
+def compare(options: argparse.Namespace, name: str, cases: list[Case]) -> dict[str, Any]:
+    """Measures one model and prints the comparison."""
+    peaks = run_world(options.ranks, measure_memory, options, name) if options.memory_tokens else {}
+    calibration, all_runs, phases, sizes = run_world(options.ranks, measure, options, name, cases)
+    time_model = calibration.time_model(sizes)
+    strategies = list(dict.fromkeys(strategy for _, strategy in phases))
+    switches = calibration.switch_seconds(strategies, sizes)
+    print(f"\n{calibration_text(calibration)}")
+
+    rows = []
+    for case in cases:
+        for strategy in strategies:
+            key = case.name, strategy
+            runs = quietest(all_runs[key], options.rounds)
+            seconds = [run.compute_s + run.switch_s for run in runs]
+            rows.append(
+                {
+                    "case": case.name,
+                    "strategy": short_name(strategy),
+                    "packs": sum(map(len, phases[key])),
+                    "predicted_s": time_model.phase_seconds(strategy, phases[key]) + switches[strategy],
+                    "measured_s": statistics.median(seconds),
+                    "predicted_compute_s": time_model.phase_seconds(strategy, phases[key]),
+                    "measured_compute_s": statistics.median(run.compute_s for run in runs),
+                    "predicted_switch_s": switches[strategy],
+                    "measured_switch_s": statistics.median(run.switch_s for run in runs),
+                    "predicted_cpu_s": processor_seconds(time_model, strategy, phases[key]),
+                    "measured_cpu_s": statistics.median(run.cpu_s for run in runs),
+                    "halves_s": [statistics.median(seconds[half::2]) for half in (0, 1)],
+                    "others": statistics.fmean(run.others for run in runs),
+                    "all_seconds": seconds,
+                }
+            )
+    summary = summarise(rows, cases)
+    print_rows(name, rows, summary, cases)
+    memory = compare_memory(calibration, sizes, peaks)
+    print_memory(memory)
+    return {
+        "model": name,
+        "calibration": calibration.to_dict(),
+        "time_model": time_model.to_dict(),
+        "rows": rows,
+        "summary": summary,
+        "memory": memory,
+    }
+
+
+def processor_seconds(model: TimeModel, strategy: Strategy, replicas: Sequence[Sequence[Sequence[int]]]) -> float:
+    """What all ranks together compute in a phase."""
+    packs = [pack for packs in replicas for pack in packs]
+    return strategy.tp * sum(cost.of(pack) for cost in model.stage_costs(strategy) for pack in packs)
+
+
+def summarise(rows: Sequence[dict[str, Any]], cases: Sequence[Case]) -> dict[str, Any]:
+    """Tau, regret and errors, for each case and over all."""
+    by_case: dict[str, dict[str, float]] = {}
+    for case in cases:
+        mine = [row for row in rows if row["case"] == case.name]
+        predicted, measured = ([row[key] for row in mine] for key in ("predicted_s", "measured_s"))
+        first, second = ([row["halves_s"][half] for row in mine] for half in (0, 1))
+        chosen = measured[min(range(len(mine)), key=predicted.__getitem__)]
+        by_case[case.name] = {
+            "tau": kendall_tau(predicted, measured) if len(mine) > 1 else 1.0,
+            "tau_of_halves": kendall_tau(first, second) if len(mine) > 1 else 1.0,
+            "regret": chosen / min(measured) - 1,
+            "error": mean_error(predicted, measured),
+            "noise": mean_error(first, second),
+        }
+    predicted, measured = ([row[key] for row in rows] for key in ("predicted_s", "measured_s"))
+    found = {
+        "tau": kendall_tau(predicted, measured),
+        "mean_tau": statistics.fmean(case["tau"] for case in by_case.values()),
+        "mean_tau_of_halves": statistics.fmean(case["tau_of_halves"] for case in by_case.values()),
+        "worst_regret": max(case["regret"] for case in by_case.values()),
+        "mean_regret": statistics.fmean(case["regret"] for case in by_case.values()),
+        "error": mean_error(predicted, measured),
+        "compute_error": mean_error(
+            [row["predicted_compute_s"] for row in rows], [row["measured_compute_s"] for row in rows]
+        ),
+        "cpu_error": mean_error([row["predicted_cpu_s"] for row in rows], [row["measured_cpu_s"] for row in rows]),
+        "cpu_tau": kendall_tau([row["predicted_cpu_s"] for row in rows], [row["measured_cpu_s"] for row in rows]),
+        "noise": mean_error(*([row["halves_s"][half] for row in rows] for half in (0, 1))),
+        "others": statistics.fmean(row["others"] for row in rows),
+    }
+    return {"all": found, "cases": by_case}
+
+
+def compare_memory(
+    calibration: Calibration,
+    sizes: ModelSizes,
+    peaks: dict[tuple[Strategy, int], float],
+) -> list[dict[str, Any]]:
+    """Predicted and measured bytes of packs; and their error as a share of all that the fullest rank holds.
+
+    Model states are counted, not measured, on both sides of the latter.
+    """
+    model = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=0))
+    rows = []
+    for (strategy, tokens), measured in peaks.items():
+        found = model.breakdown(strategy, tokens, num_packs=strategy.pp)
+        predicted = found.activations + found.logits
+        rows.append(
+            {
+                "strategy": short_name(strategy),
+                "tokens": tokens,
+                "predicted_bytes": predicted,
+                "measured_bytes": measured,
+                "error": predicted / measured - 1,
+                "total_error": found.total / (found.total - predicted + measured) - 1,
+                "parts": found.parts(),
+            }
+        )
+    return rows
+
+
+def print_rows(name: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any], cases: Sequence[Case]) -> None:
+    """The tables of seconds."""
+    strategies = list(dict.fromkeys(row["strategy"] for row in rows))
+    print(f"\n{name}: predicted / measured ms (phase and switch)")
+    print(f"| lengths | {' | '.join(strategies)} | tau | regret | mean error | noise |")
+    print("|---" * (len(strategies) + 5) + "|")
+    for case in cases:
+        mine, found = [row for row in rows if row["case"] == case.name], summary["cases"][case.name]
+        cells = [f"{row['predicted_s'] * 1e3:.0f} / {row['measured_s'] * 1e3:.0f}" for row in mine]
+        print(
+            f"| {case.name} | {' | '.join(cells)} | {found['tau']:.2f} | {found['regret']:.1%} | {found['error']:.1%} "
+            f"| {found['noise']:.1%} |"
+        )
+    found = summary["all"]
+    print(
+        f"\nover all: tau {found['tau']:.3f} (target {TARGETS['tau']}); per mini-batch {found['mean_tau']:.3f}, and of "
+        f"one half of the runs against the other {found['mean_tau_of_halves']:.3f}"
+        f"\nregret: worst {found['worst_regret']:.1%}, mean {found['mean_regret']:.1%} (target {TARGETS['regret']:.0%})"
+        f"\nmean error {found['error']:.1%} (computation alone {found['compute_error']:.1%}), noise floor {found['noise']:.1%} "
+        f"(target {TARGETS['error']:.0%}, or twice the floor); others took {found['others']:.0%} of the cores"
+        f"\nprocessor seconds of all ranks: mean error {found['cpu_error']:.1%}, tau {found['cpu_tau']:.3f}"
+    )
+
+
+def print_memory(rows: Sequence[dict[str, Any]]) -> None:
+    """The table of bytes."""
+    if not rows:
+        print("\nmemory: this system does not reset a process's peak")
+        return
+    print("\n| strategy | pack tokens | predicted MiB | measured MiB | error | of all |\n|---|---|---|---|---|---|")
+    for row in rows:
+        sizes = f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f}"
+        print(f"| {row['strategy']} | {row['tokens']} | {sizes} | {row['error']:+.1%} | {row['total_error']:+.1%} |")
+    worst = max(abs(row["total_error"]) for row in rows)
+    print(
+        f"memory of packs, and its error as a share of all with Adam: worst {worst:.1%} (target {TARGETS['memory']:.0%})"
+    )
+
+
+def make_cases(options: argparse.Namespace) -> list[Case]:
+    """One mini-batch of each length, and a mixture of all of them; each of about the same number of tokens."""
+    cases = [Case(str(length), (length,) * max(1, options.tokens // length)) for length in options.lengths]
+    if len(options.lengths) > 1:
+        share = options.tokens // len(options.lengths)
+        mixed = [length for length in options.lengths for _ in range(max(1, share // length))]
+        cases.append(Case("mixed", tuple(mixed)))
+    return cases
+
+
+def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
+    """What a number of this benchmark depends on."""
+    import torch
+
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "machine": platform.machine(),
+        "load_average": round(os.getloadavg()[0], 2),
+        "ranks": options.ranks,
+        "threads_per_rank": 1,
+        "backend": "gloo",
+        "torch": torch.__version__,
+    }
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Predicted against measured.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--model", action="append", choices=MODELS, help="may be repeated (default: 0.9M and 7M)")
+    parser.add_argument("--rounds", type=int, default=5, help="runs of which the median is taken")
+    parser.add_argument("--patience", type=int, default=15, metavar="ROUNDS", help="most rounds, in search of quiet")
+    parser.add_argument("--others", type=float, default=0.1, metavar="SHARE", help="of the cores: what counts as quiet")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
+    parser.add_argument("--tokens", type=int, default=4096, help="of a mini-batch")
+    parser.add_argument("--pack-tokens", type=int, default=1024, help="of a pack, where no sequence is longer")
+    parser.add_argument("--memory-tokens", type=int, nargs="*", default=list(MEMORY_TOKENS), help="of a pack")
+    parser.add_argument("--cache", default=".cache/calibration", help="folder of calibrations")
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
+    options = parser.parse_args()
+    if options.quick:
+        options.ranks, options.model, options.rounds, options.patience = 2, ["0.9M"], 2, 2
+        options.lengths, options.tokens, options.pack_tokens, options.memory_tokens = [32, 64], 256, 128, [256]
+    if options.rounds < 2 or options.patience < options.rounds:
+        parser.error("--rounds must be at least 2, and --patience at least as many")
+    options.model = options.model or ["0.9M", "7M"]
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    facts = machine_facts(options)
+    print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
+    cases = make_cases(options)
+    for name in options.model:
+        if max(options.lengths) > model_config(name).max_position_embeddings:
+            raise SystemExit(f"the models have {model_config(name).max_position_embeddings} positions")
+    result: dict[str, Any] = {
+        "machine": facts,
+        "options": vars(options),
+        "targets": TARGETS,
+        "models": [compare(options, name, cases) for name in options.model],
+    }
+    if options.json:
+        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
+        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

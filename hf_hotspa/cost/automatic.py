@@ -1,0 +1,213 @@
+"""The plan behind `hotspa_strategies=auto`: from scanned lengths and cost models to a pool of buckets.
+
+Owns which sequences must fit, which lengths the search looks at, and the pool that mini-batches choose from: the buckets
+of the search, and the best static strategy where the memory of the pool allows it, so that every mini-batch may also
+decide against switching. A pure function of plain data, equal on all ranks. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_hotspa.cost.memory import MemoryBreakdown, MemoryModel, MemoryRooms
+from hf_hotspa.cost.search import Choice, Rooms, search
+from hf_hotspa.cost.tables import table as text_table
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.data.bucketing import check_lengths, cut_rows
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Bucket, Strategy
+
+MARGIN = 0.03
+"""How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
+_SEQUENCES = 2048
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """The answer.
+
+    Args:
+        pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest.
+        choice: The search's answer.
+        memory: What each bucket of the pool holds on its fullest rank with full packs.
+        time: The time model.
+        switch: Load and return seconds of each strategy of the pool.
+        limit_bytes: Memory of a device.
+        limit_source: Where the limit is from, in words.
+        mini_batch_size: Rows of a mini-batch.
+    """
+
+    pool: tuple[Bucket, ...]
+    choice: Choice
+    memory: tuple[MemoryBreakdown, ...]
+    time: TimeModel
+    switch: Mapping[Strategy, float]
+    limit_bytes: float | None
+    limit_source: str
+    mini_batch_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits."""
+        return self.pool[-1].longest
+
+    def __str__(self) -> str:
+        """A short table for the log."""
+        choice = self.choice
+        memory = {bucket.strategy: found.total for bucket, found in zip(self.pool, self.memory, strict=True)}
+        rows = [["tokens", "strategy", "pack tokens", "sequences", "packs", "compute s", "switch s", "MiB a device"]]
+        for row in choice.rows:
+            bucket = row.bucket
+            numbers = [f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}", f"{row.compute_s:,.3f}"]
+            numbers += [f"{row.switch_s:,.3f}", f"{memory[bucket.strategy] / _MIB:,.0f}"]
+            rows.append(
+                [f"{bucket.low + 1} - {bucket.longest}", str(bucket.strategy), str(bucket.pack_tokens), *numbers]
+            )
+        limit = "none" if self.limit_bytes is None else f"{self.limit_bytes / _MIB:,.0f} MiB"
+        static = f"the best single strategy, {choice.static}, {choice.static_seconds:,.3f} s"
+        if choice.switches:
+            gain = choice.static_seconds / choice.seconds
+            verdict = f"{choice.seconds:,.3f} s a mini-batch of {self.mini_batch_size} rows; {static} ({gain:.2f}x)"
+        else:
+            verdict = f"{static} a mini-batch of {self.mini_batch_size} rows; switching is not worth it here"
+        spare = [bucket for bucket in self.pool if bucket.strategy not in {row.bucket.strategy for row in choice.rows}]
+        lines = [
+            f'hotspa_strategies=auto chose "{choice}"',
+            text_table(rows, 2),
+            f"predicted: {verdict}",
+            f"memory limit of a device: {limit} ({self.limit_source})",
+        ]
+        if spare:
+            lines.append(f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}")
+        return "\n".join(lines)
+
+
+def make_auto_plan(
+    table: SequenceTable,
+    shape: ModelShape,
+    strategies: Sequence[Strategy],
+    time: TimeModel,
+    memory: MemoryModel,
+    switch: Mapping[Strategy, float],
+    *,
+    mini_batch_size: int,
+    limit_bytes: float | None,
+    limit_source: str = "",
+    longest: int | None = None,
+    policy: str = "error",
+    max_phases: int = 3,
+    margin: float = MARGIN,
+) -> AutoPlan:
+    """Plans a run.
+
+    Args:
+        table: The scan of the data set.
+        shape: The model.
+        strategies: The legal ones.
+        time: The time model.
+        memory: The memory model.
+        switch: Load and return seconds of each strategy.
+        mini_batch_size: Rows of a mini-batch.
+        limit_bytes: Memory of a device for this program; None for no limit.
+        limit_source: Where the limit is from, in words.
+        longest: The longest sequence that must fit, in tokens. None: the data's longest, and where a policy takes care
+            of longer rows the longest that model and memory allow.
+        policy: One of `OVERLONG_POLICIES`.
+        max_phases: Most buckets.
+        margin: See `MARGIN`.
+
+    Raises:
+        DataError: there is nothing to train on.
+        OverlongError: rows, or the longest sequence asked for, that the model has no positions for, or that are above
+            the longest sequence asked for.
+        DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
+    """
+    rooms = MemoryRooms(memory, limit_bytes)
+    top = _longest(table, shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies))
+    sample, size = _sample(table, top, policy, mini_batch_size)
+    try:
+        choice = search(
+            sample,
+            strategies,
+            time,
+            rooms,
+            switch,
+            mini_batch_size=size,
+            longest=top,
+            quadratic_cost=shape.quadratic_cost,
+            max_phases=max_phases,
+            margin=margin,
+        )
+    except DeviceMemoryError as error:
+        raise DeviceMemoryError(
+            error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
+        ) from None
+    pool = pool_of(choice, rooms)
+    arena = max(rooms.arena(bucket.strategy) for bucket in pool)
+    return AutoPlan(
+        pool,
+        choice,
+        tuple(memory.breakdown(b.strategy, b.pack_tokens, arena_bytes=arena) for b in pool),
+        time,
+        {bucket.strategy: switch[bucket.strategy] for bucket in pool},
+        limit_bytes,
+        limit_source,
+        mini_batch_size,
+    )
+
+
+def _longest(table: SequenceTable, shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
+    """The longest sequence that must fit."""
+    data = int(table.lengths.max(initial=0))
+    positions = shape.max_position_embeddings
+    if not data:
+        raise DataError("the data set has no row with a token", fix="look at its input_ids")
+    if asked is None and policy != "error":
+        # what fits nowhere is what the policy is for; with no room at all the search says what is missing
+        return max(1, min(data, positions or data, room or data))
+    needed = data if asked is None else asked
+    if positions is not None and needed > positions:
+        asker = f"the longest row has {data} tokens" if asked is None else f"hotspa_longest is {asked}"
+        raise OverlongError(
+            f"{asker}, and the model has {positions} positions",
+            why="positions beyond would be trained with encodings that the model was not made for",
+            fix=f"set hotspa_longest to {positions} or less and hotspa_overlong to truncate, split or drop, or raise "
+            "max_position_embeddings in the model's config",
+        )
+    check_lengths(table, needed, policy)
+    return needed
+
+
+def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:
+    """Lengths of random rows as the policy cuts them, some mini-batches at least; and how many a mini-batch has."""
+    rows = np.random.default_rng(0).permutation(len(table))[: max(_SEQUENCES, mini_batch_size)]
+    sequences = cut_rows(rows.tolist(), table, longest, policy).sequences
+    if not sequences:
+        raise DataError(
+            f"none of {len(rows)} rows is left by the policy {policy!r} for rows of more than {longest} tokens",
+            fix="raise hotspa_longest, or choose another hotspa_overlong",
+        )
+    size = round(min(mini_batch_size, len(rows)) * len(sequences) / len(rows))
+    return [sequence.num_tokens for sequence in sequences], max(1, size)
+
+
+def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
+    """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
+    arena = max(rooms.arena(bucket.strategy) for bucket in choice.buckets)
+    static, longest = choice.static, choice.buckets[-1].longest
+    room = min(rooms.tokens(static.strategy, arena), static.pack_tokens)
+    if rooms.arena(static.strategy) > arena or room < longest:
+        return choice.buckets
+    same = [bucket for bucket in choice.buckets if bucket.strategy == static.strategy]
+    if not same:
+        return tuple(sorted([*choice.buckets, replace(static, pack_tokens=room)], key=_by_length))
+    larger = [replace(b, pack_tokens=max(b.pack_tokens, room)) if b in same else b for b in choice.buckets]
+    return tuple(sorted(larger, key=_by_length))
+
+
+def _by_length(bucket: Bucket) -> tuple[int, int]:
+    return bucket.longest, bucket.pack_tokens

@@ -1,0 +1,390 @@
+"""Measures a model on the machine at hand: seconds a pack by tensor-parallel degree, links, switches, memory.
+
+Owns `calibrate`. It runs the engine's own replicas on two small copies of the model (few layers, real widths), all ranks
+at the same time as in training, and returns one `Calibration`, the same on all ranks. A calibration is kept in a cache
+by machine, world, model config, dtype and library versions; a second run reads it and measures nothing.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from hf_hotspa.cost.calibration import Calibration, cache_folder
+from hf_hotspa.cost.coefficients import Hop
+from hf_hotspa.cost.fitting import Sample
+from hf_hotspa.cost.measurements import CalibrationKey, Link, MemorySample, ModelFacts, SwitchSample, config_digest
+from hf_hotspa.cost.memory import activation_bytes
+from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.runtime.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
+from hf_hotspa.runtime.memory import device_limit
+from hf_hotspa.runtime.mesh import ProcessGroups
+from hf_hotspa.runtime.probe import PeakMemory, Probe, layer_counts, pack_lengths, repetitions, small_copy
+from hf_hotspa.runtime.probe_links import measure_hop, measure_link
+from hf_hotspa.runtime.specs import describe_model, dtype_name
+from hf_hotspa.strategy import Strategy, legal_strategies
+from hf_hotspa.switch.transport import ProcessGroupTransport
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""How often everything is measured, in turn. The lower quartile counts: other programs only ever add seconds."""
+LONGEST_PACK_S = 0.25
+"""Packs grow until one takes about so long on the larger copy."""
+_FIRST_PACK = 256
+_LARGEST_PACK = 16384
+_TIMEOUT = timedelta(minutes=10)
+
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    config: PreTrainedConfig,
+    *,
+    strategies: Iterable[Strategy] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    cache: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    devices_per_node: int | None = None,
+    rounds: int = ROUNDS,
+    pack_tokens: int | None = None,
+) -> Calibration:
+    """Measures, or reads what was measured before. Collective; takes seconds.
+
+    Args:
+        config: The model's config.
+        strategies: What must be predictable; every legal strategy when None.
+        compute_dtype: The dtype of computation; the config's, else float32, when None.
+        device: Where this rank computes; its CUDA device when there is one, else the CPU.
+        cache: The folder of calibrations; the user's cache (`cost.calibration.cache_folder`) when None.
+        force: Whether to measure even if the cache holds what is asked for.
+        progress: Told, on rank 0, what is being done.
+        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        rounds: How often everything is measured.
+        pack_tokens: Tokens of the longest pack; found by trial when None.
+
+    Returns:
+        The calibration, equal on all ranks.
+
+    Raises:
+        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or a rank
+            failed while it measured.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    if device is None:
+        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    groups = ProcessGroups(rank, world_size, device, _TIMEOUT)
+    try:
+        session = _Session(
+            config,
+            compute_dtype,
+            devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            groups,
+            progress if rank == 0 else None,
+            rounds,
+            pack_tokens,
+        )
+        found = session.run(strategies, cache or cache_folder(), force)
+        groups.close()
+        return found
+    except Exception as failure:
+        if isinstance(failure, HotspaError) and not isinstance(failure, TransferError):
+            raise  # agreed upon: every rank raises it
+        explained = Mailbox(rank, world_size).explain(hotspa_cause(failure) or failure, "calibration")
+        raise as_hotspa_error(explained, "calibration") from failure
+
+
+class _Session:
+    """One call of `calibrate` on this rank."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        compute_dtype: torch.dtype | None,
+        devices_per_node: int,
+        groups: ProcessGroups,
+        progress: Progress | None,
+        rounds: int,
+        pack_tokens: int | None,
+    ) -> None:
+        self.config, self.groups, self.device = config, groups, groups.device
+        self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
+        self.agreement = Agreement(groups.agreement, groups.rank)
+        self.say: Progress = progress or logger.debug
+        self.compute_dtype, self.rounds, self.pack_tokens = compute_dtype, rounds, pack_tokens
+        self.notes: list[str] = []
+
+    def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
+        key, shape, degrees = self._set_up(strategies)
+        path = folder / f"{key.digest()}.json"
+        found = None if force else self._cached(path, key)
+        if found is not None and set(degrees) <= set(found.degrees):
+            self.say(f"read {path}")
+            return found
+        if found is not None:
+            degrees = sorted({*degrees, *found.degrees})
+        measured = self._same_everywhere(self._measure(key, shape, degrees))
+        if self.rank == 0:
+            try:
+                measured.save(path)
+                self.say(f"wrote {path}")
+            except OSError as error:
+                logger.warning("the calibration could not be kept in %s: %s", path, error.strerror or error)
+        return measured
+
+    # -- before measuring ---------------------------------------------------------------------------------------------
+
+    def _set_up(self, strategies: Iterable[Strategy] | None) -> tuple[CalibrationKey, ModelShape, list[int]]:
+        """The key, the shape of the model, and the degrees to measure; the same on every rank."""
+        error, key, shape, degrees = None, None, None, [1]
+        try:
+            if not isinstance(self.config, PreTrainedConfig):
+                raise HotspaConfigError(
+                    f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
+                    fix="pass model.config, or AutoConfig.from_pretrained(...)",
+                )
+            dtype = self.compute_dtype or getattr(self.config, "dtype", None) or torch.float32
+            self.compute_dtype = dtype
+            nowhere = torch.device("meta")
+            shape = describe_model(small_copy(self.config, layer_counts(self.config)[0], dtype, nowhere), dtype).shape
+            if strategies is None:
+                strategies = legal_strategies(self.world_size, shape)
+            # tp 1 is always measured: the longest pack is found with it
+            degrees = sorted({1, *(s.tp for s in strategies)})
+            for tp in degrees:
+                why = Strategy(1, tp).misfit(shape) or (
+                    f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None
+                )
+                if why:
+                    raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
+            key = self._key(dtype)
+        except HotspaError as found:
+            error = found
+        same = {"calibration's degrees": repr(degrees)}
+        if key is not None:
+            same |= {"model config": key.model, "versions of libraries": repr(key.versions), "dtype": key.dtype}
+        self.agreement.check(same, error, "calibration")
+        assert key is not None
+        assert shape is not None
+        return CalibrationKey(**self._from_first(vars(key))), shape, degrees
+
+    def _key(self, dtype: torch.dtype) -> CalibrationKey:
+        on_gpu = self.device.type == "cuda"
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return CalibrationKey(
+            device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
+            kind=self.device.type,
+            cores=usable_cores(),
+            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory if on_gpu else memory,
+            world_size=self.world_size,
+            devices_per_node=self.devices_per_node,
+            threads=torch.get_num_threads(),
+            backend=dist.get_backend() if self.world_size > 1 else "none",
+            dtype=dtype_name(dtype),
+            model=config_digest(self.config.to_dict()),
+            versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},
+        )
+
+    def _from_first(self, data: Any) -> Any:
+        """Rank 0's JSON-ready data on every rank."""
+        if self.groups.agreement is None:
+            return json.loads(json.dumps(data))
+        text = json.dumps(data).encode() if self.rank == 0 else b""
+        size = torch.tensor([len(text)])
+        dist.broadcast(size, src=0, group=self.groups.agreement)
+        buffer = torch.empty(int(size), dtype=torch.uint8)
+        if self.rank == 0:
+            buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
+        dist.broadcast(buffer, src=0, group=self.groups.agreement)
+        return json.loads(bytes(buffer.tolist()))
+
+    def _same_everywhere(self, found: Calibration | None) -> Calibration:
+        """Rank 0's calibration on every rank."""
+        return Calibration.from_dict(self._from_first(found.to_dict() if found is not None else None))
+
+    def _cached(self, path: Path, key: CalibrationKey) -> Calibration | None:
+        """What the cache of rank 0 holds; a broken file is an error of all ranks."""
+        found, error = None, None
+        if self.rank == 0 and path.exists():
+            try:
+                found = Calibration.load(path, key)
+            except HotspaError as broken:
+                error = broken
+        self.agreement.check({}, error, "calibration")
+        data = self._from_first(found.to_dict() if found is not None else None)
+        return None if data is None else Calibration.from_dict(data, str(path))
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def _measure(self, key: CalibrationKey, shape: ModelShape, degrees: list[int]) -> Calibration:
+        begin = time.perf_counter()
+        self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
+        probes = self._probes(degrees)
+        links = self._links(probes[0], shape)
+        most = self._most_tokens(probes[-1], shape)
+        longest = self.pack_tokens or self._longest(probes[-1], most)
+        packs = [pack_lengths(longest, most), pack_lengths(longest)]
+        samples, switches = self._time(probes, degrees, packs, shared=key.slots < self.world_size)
+        memory = self._memory(probes, degrees, longest)
+        for probe in probes:
+            probe.close()
+        return Calibration(
+            key=key,
+            model=ModelFacts(
+                shape.family, shape.hidden_size, shape.layer_parameters, shape.vocab_size, shape.num_attention_heads
+            ),
+            samples=tuple(samples),
+            slots=key.slots if key.slots < self.world_size else math.inf,
+            **links,
+            switches=tuple(switches),
+            memory=tuple(memory),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.perf_counter() - begin, 3),
+            notes=tuple(self.notes),
+        )
+
+    def _probes(self, degrees: list[int]) -> list[Probe]:
+        assert self.compute_dtype is not None
+        models, error = [], None
+        try:
+            for count in layer_counts(self.config):
+                models.append(small_copy(self.config, count, self.compute_dtype, self.device))
+        except Exception as failure:  # of any kind: the other ranks must not start without this one
+            error = as_hotspa_error(failure, "calibration")
+        self.agreement.check({}, error, "calibration")
+        return [Probe(model, degrees, self.compute_dtype, self.device) for model in models]
+
+    def _links(self, probe: Probe, shape: ModelShape) -> dict[str, Any]:
+        """The fields of a calibration that say how fast links are."""
+        if self.world_size == 1:
+            return {"intra": Link(0.0, 1e12), "hop_intra": Hop()}
+        self.say("links")
+        transport = ProcessGroupTransport(self.groups.switch)
+        assert self.compute_dtype is not None
+        token_bytes = shape.hidden_size * self.compute_dtype.itemsize
+        found: dict[str, Any] = {}
+        many = self.world_size > self.devices_per_node
+        for name, apart in (("intra", 1), ("inter", self.devices_per_node)):
+            if name == "inter" and not many:
+                continue
+            found[name] = measure_link(transport, self.agreement, self.world_size, apart, self.device)
+            found[f"hop_{name}"] = measure_hop(
+                transport, self.agreement, self.world_size, apart, self.device, token_bytes
+            )
+        return found
+
+    def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
+        """The longest pack that model and memory allow."""
+        most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK)
+        if (free := device_limit(self.device)) is not None:
+            assert self.compute_dtype is not None
+            layer = activation_bytes(shape, 1, element_bytes=self.compute_dtype.itemsize)
+            each = layer * probe.num_layers + 12 * shape.vocab_size
+            most = min(most, int(self.agreement.gather([free]).min()) // 2 // int(each))
+        return max(1, most)
+
+    def _longest(self, probe: Probe, most: int) -> int:
+        """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
+        longest = min(_FIRST_PACK, most)
+        probe.load(1, self.agreement)
+        while True:
+            probe.run(1, (longest,), 1, self.agreement)
+            # on CPU not the clock: other programs would make the packs of a busy machine short
+            seconds = probe.run(1, (longest,), 1, self.agreement, on_core=self.device.type == "cpu")
+            if longest * 2 > most or self._most([seconds])[0] >= LONGEST_PACK_S / 2:
+                break
+            longest *= 2
+        probe.give_back(1, self.agreement)
+        return longest
+
+    def _most(self, values: list[float]) -> list[float]:
+        """The largest of every value over ranks."""
+        return [float(value) for value in self.agreement.gather(values).amax(0)]
+
+    def _time(
+        self, probes: list[Probe], degrees: list[int], packs: list[tuple[tuple[int, ...], ...]], shared: bool
+    ) -> tuple[list[Sample], list[SwitchSample]]:
+        """Seconds of packs and of switches.
+
+        Where ranks share cores, the seconds of a pack are those that a rank's threads spent on a core, the mean over
+        ranks: what a pack costs is then told apart from how long it waited for a core, and other programs on the
+        machine do not count. Where every rank has a core or a device, waiting is part of the cost: the seconds are those
+        of the slowest rank's clock.
+        """
+        longest = max(map(max, packs[-1]))
+        rounds: list[list[float]] = []
+        for index in range(-1, self.rounds):
+            self.say(f"round {index + 1} of {self.rounds}, packs of up to {max(map(max, packs[0]))} tokens")
+            values = []
+            for probe, mine in zip(probes, packs, strict=True):
+                for tp in degrees:
+                    values.append(probe.load(tp, self.agreement))
+                    values += [probe.run(tp, p, repetitions(p, longest), self.agreement, shared) for p in mine]
+                    values.append(probe.give_back(tp, self.agreement))
+            if index >= 0:  # the first round warms caches up
+                rounds.append(values)
+        table = torch.stack([self.agreement.gather(values) for values in rounds])  # [round, rank, measurement]
+        slowest, mean = (
+            iter(over_ranks.quantile(0.25, 0, interpolation="lower").tolist())
+            for over_ranks in (table.amax(1), table.mean(1))
+        )
+        samples, switches = [], []
+        for probe, mine in zip(probes, packs, strict=True):
+            for tp in degrees:
+                both = [(next(slowest), next(mean)) for _ in range(len(mine) + 2)]
+                for pack, (slowest_s, mean_s) in zip(mine, both[1:-1], strict=True):
+                    samples.append(Sample(tp, probe.num_layers, pack, mean_s if shared else slowest_s, with_ends=True))
+                switches.append(probe.switch_sample(tp, both[0][0], both[-1][0]))
+        return samples, switches
+
+    def _memory(self, probes: list[Probe], degrees: list[int], longest: int) -> list[MemorySample]:
+        works = PeakMemory(self.device).works
+        if not all(self.agreement.gather([float(works)])[:, 0].tolist()):
+            self.notes.append("memory was not measured: this system does not reset a process's peak")
+            return []
+        self.say("memory")
+        found = []
+        for probe in probes:
+            for tp in degrees:
+                probe.load(tp, self.agreement)
+                for tokens in (longest // 2, longest):
+                    (most,) = self._most([float(probe.peak(tp, (tokens,), self.agreement))])
+                    found.append(probe.memory_sample(tp, tokens, most))
+                probe.give_back(tp, self.agreement)
+        return found
+
+
+def usable_cores() -> int:
+    """Cores that the processes of this node may use at a time: by affinity, and by the quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
+
+
+def cpu_name() -> str:
+    """The processor's name, as the system knows it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

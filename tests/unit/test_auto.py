@@ -1,0 +1,127 @@
+"""The plan behind `auto`: what must fit, what is searched, which buckets mini-batches may choose from."""
+
+import numpy as np
+import pytest
+
+from hf_hotspa.cost.automatic import make_auto_plan
+from hf_hotspa.cost.coefficients import Cost
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.select import Selector
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy, legal_strategies
+
+SHAPE = ModelShape("llama", 8, 8, 4, 64, 64, 500, 40_000, max_position_embeddings=4096)
+SIZES = ModelSizes(SHAPE, "float32")
+MEMORY = MemoryModel(SIZES, 4, MemoryOptions(compute_dtype="float32", switch_bytes=0))
+STRATEGIES = legal_strategies(4, SHAPE)
+DP = Strategy(dp=4)
+TIME = TimeModel(
+    "test",
+    (1,) * 8,
+    0,
+    {1: Cost(1e-10, 1e-6, 1e-5), 2: Cost(1e-10, 8e-7, 2e-5), 4: Cost(1e-10, 7e-7, 4e-5)},
+    forward_share=1 / 3,
+)
+LIMIT = 52
+SWITCH = dict.fromkeys(STRATEGIES, 1e-4)
+RNG = np.random.default_rng(0)
+LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 8, 3000).astype(int))
+
+
+def plan(table=LONG_TAILED, limit_mb=None, **options):
+    limit = None if limit_mb is None else limit_mb * 2**20
+    options = {"mini_batch_size": 64, "limit_bytes": limit, "limit_source": "as given"} | options
+    return make_auto_plan(table, SHAPE, STRATEGIES, TIME, MEMORY, SWITCH, **options)
+
+
+def test_without_a_limit_nothing_is_switched() -> None:
+    found = plan()
+    assert len(found.pool) == 1
+    assert not found.choice.switches
+    assert "switching is not worth it here" in str(found)
+    assert "memory limit of a device: none" in str(found)
+    assert found.longest == int(LONG_TAILED.lengths.max())
+
+
+def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
+    limit = LIMIT
+    found = plan(limit_mb=limit)
+    assert found.choice.switches
+    assert found.choice.seconds < found.choice.static_seconds
+    assert found.pool[0].strategy == DP
+    assert found.pool[-1].longest == int(LONG_TAILED.lengths.max())
+    assert len({bucket.strategy for bucket in found.pool}) == len(found.pool)
+    assert all(memory.total <= limit * 2**20 for memory in found.memory)
+    text = str(found)
+    assert str(found.choice) in text
+    assert f"memory limit of a device: {limit} MiB (as given)" in text
+    assert found == plan(limit_mb=limit)
+
+
+def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
+    found = plan(limit_mb=LIMIT)
+    static = next(bucket for bucket in found.pool if bucket.strategy == found.choice.static.strategy)
+    assert static.pack_tokens >= found.longest
+    selector = Selector(found.pool, found.time, found.switch, quadratic_cost=SHAPE.quadratic_cost)
+    assert len(selector.select([50] * 200).buckets) == 1
+    assert len(selector.select([50] * 2000 + [2900]).buckets) == 2
+    assert selector.select([2900] * 8).strategies == (static.strategy,)
+
+
+def test_one_bucket_at_most_when_asked() -> None:
+    assert len(plan(limit_mb=LIMIT, max_phases=1).pool) == 1
+
+
+def test_an_impossible_limit_names_the_smallest_that_works() -> None:
+    with pytest.raises(DeviceMemoryError) as caught:
+        plan(limit_mb=10)
+    text = str(caught.value)
+    assert "hotspa_memory_limit_mb" in text
+    needed = int(text.partition("a limit of ")[2].partition("MiB")[0])
+    assert plan(limit_mb=needed).longest == int(LONG_TAILED.lengths.max())
+    with pytest.raises(DeviceMemoryError):
+        plan(limit_mb=needed - 1)
+    with pytest.raises(DeviceMemoryError):
+        plan(limit_mb=1, policy="split")  # no room at all: no policy helps
+
+
+def test_what_must_fit_is_what_the_policy_leaves() -> None:
+    shorter = plan(limit_mb=11, policy="split")
+    assert 0 < shorter.longest < int(LONG_TAILED.lengths.max())
+    assert plan(longest=500, policy="truncate").longest == 500
+    assert plan(longest=4000).longest == 4000  # longer than the data
+    over = SequenceTable.from_lengths([10, 5000])
+    assert plan(over, policy="drop").longest == 4096  # the positions of the model
+
+
+def test_lengths_that_cannot_be_trained_are_refused() -> None:
+    with pytest.raises(OverlongError, match="longest row has 5000 tokens, and the model has 4096 positions"):
+        plan(SequenceTable.from_lengths([10, 5000]))
+    with pytest.raises(OverlongError, match="hotspa_longest is 5000"):
+        plan(longest=5000)
+    with pytest.raises(OverlongError, match="1 of 2 rows are over the limit"):
+        plan(SequenceTable.from_lengths([10, 700]), longest=500)
+    with pytest.raises(DataError, match="no row with a token"):
+        plan(SequenceTable.from_lengths([0, 0]))
+    with pytest.raises(DataError, match="none of 2 rows"):
+        plan(SequenceTable.from_lengths([600, 700]), longest=500, policy="drop")
+
+
+def test_a_mini_batch_has_as_many_sequences_as_the_policy_makes_of_its_rows() -> None:
+    table = SequenceTable.from_lengths([1000, 2000] * 50)
+    (row,) = plan(table, longest=500, policy="split", mini_batch_size=10).choice.rows
+    assert row.num_sequences == 30
+    assert row.num_tokens == 15_000
+    (row,) = plan(table, longest=1000, policy="drop", mini_batch_size=10).choice.rows
+    assert row.num_sequences == 5
+
+
+@pytest.mark.parametrize("lengths", [[1], [1, 1], [4096], [7] * 5, [0, 0, 9]])
+def test_tiny_data_sets(lengths) -> None:
+    found = plan(SequenceTable.from_lengths(lengths), mini_batch_size=64)
+    assert found.longest == max(lengths)
+    assert str(found)
