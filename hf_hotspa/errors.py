@@ -103,6 +103,30 @@ class TransferError(HotspaError):
     code = "HSP-204"
 
 
+class CheckpointError(HotspaError):
+    """A checkpoint could not be written; nothing of it is left, and older ones are untouched."""
+
+    code = "HSP-210"
+
+
+class DamagedCheckpointError(HotspaError):
+    """A checkpoint is incomplete, was changed after it was written, or is none; nothing was loaded from it."""
+
+    code = "HSP-211"
+
+
+class CheckpointLockError(HotspaError):
+    """Another run writes its checkpoints into the same directory."""
+
+    code = "HSP-212"
+
+
+class ResumeError(HotspaError, ValueError):
+    """A run cannot go on exactly from a checkpoint: none is there, or the model, the optimizer or the data changed."""
+
+    code = "HSP-220"
+
+
 class DataError(HotspaError, ValueError):
     """A sample or a data set cannot be trained on as it is."""
 
@@ -125,6 +149,18 @@ class NonFiniteError(HotspaError):
     """A loss or a gradient is NaN or infinite; the weights were not changed."""
 
     code = "HSP-310"
+
+
+class CallbackError(HotspaError):
+    """A callback raised; it is named. The mini-batch before was trained, the next one was not."""
+
+    code = "HSP-320"
+
+
+class RunLogError(HotspaError, ValueError):
+    """The record of a run is missing, is none, or was changed by hand; the message names file and line."""
+
+    code = "HSP-330"
 
 
 class PeerError(HotspaError):

@@ -38,10 +38,16 @@ CODES = {
     "PlanError": "HSP-201",
     "PlanMismatchError": "HSP-203",
     "TransferError": "HSP-204",
+    "CheckpointError": "HSP-210",
+    "DamagedCheckpointError": "HSP-211",
+    "CheckpointLockError": "HSP-212",
+    "ResumeError": "HSP-220",
     "DataError": "HSP-301",
     "OverlongError": "HSP-302",
     "TokenRangeError": "HSP-303",
     "NonFiniteError": "HSP-310",
+    "CallbackError": "HSP-320",
+    "RunLogError": "HSP-330",
 }
 
 

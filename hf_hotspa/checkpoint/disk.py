@@ -1,0 +1,243 @@
+"""Every change that checkpoints make on disk, one method each: what is written is synced and hashed as it is written.
+
+`Disk.before` is called ahead of each change. It does nothing; tests replace it to count the changes and to fail or die
+at any of them, so that "whatever happens, the last good checkpoint is there" is tried at every point.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, TypeVar
+
+from hf_hotspa.errors import DamagedCheckpointError
+
+MAX_JSON_BYTES = 256 << 20
+"""A JSON file that says it is larger is refused before it is read."""
+
+MAX_HEADER_BYTES = 100_000_000
+"""The largest header of a safetensors file that the safetensors library reads."""
+
+Buffer = bytes | memoryview
+T = TypeVar("T")
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_CHUNK = 16 << 20
+
+DTYPES = {"float64": ("F64", 8), "float32": ("F32", 4), "bfloat16": ("BF16", 2), "float16": ("F16", 2), "int64": ("I64", 8),
+          "int32": ("I32", 4), "int16": ("I16", 2), "int8": ("I8", 1), "uint8": ("U8", 1), "bool": ("BOOL", 1)}  # fmt: skip
+"""Name of a dtype -> its name in a safetensors file, and bytes of an element."""
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """One file of a checkpoint: its path below the checkpoint (with `/`), bytes, and SHA-256 in hex."""
+
+    name: str
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """What a safetensors file says of one tensor: its name, dtype (such as `float32`) and shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def check_name(name: str, where: str) -> str:
+    """Returns a relative path whose every part is harmless (letters, digits, `.`, `_`, `-`).
+
+    Raises:
+        DamagedCheckpointError: it could lead out of the checkpoint.
+    """
+    parts = name.split("/")
+    if not all(_NAME.fullmatch(part) and part.strip(".") for part in parts) or len(parts) > 4:
+        raise DamagedCheckpointError(f"the file name {name[:200]!r} is not allowed", where=where)
+    return name
+
+
+@contextlib.contextmanager
+def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
+    """Opens a file below a checkpoint for reading; links are not followed, wherever in the name they stand.
+
+    Raises:
+        DamagedCheckpointError: it is missing, unreadable, no regular file, or its name is not allowed.
+    """
+    check_name(name, str(folder))
+    path = folder / name
+    try:
+        for parent in list(path.parents)[: name.count("/")]:
+            if parent.is_symlink():
+                raise OSError("a symbolic link")
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("not a regular file")
+            yield file
+    except OSError as error:
+        raise DamagedCheckpointError(
+            f"the file {name!r} cannot be read: {error.strerror or error}", where=str(folder)
+        ) from error
+
+
+def read_text(folder: Path, name: str, limit: int = MAX_JSON_BYTES) -> str:
+    """The text of a file of a checkpoint.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, is larger than `limit` bytes, or is not UTF-8.
+    """
+    with open_inside(folder, name) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise DamagedCheckpointError(f"{name!r} has {size} bytes, more than {limit}", where=str(folder))
+        data = file.read(limit + 1)
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DamagedCheckpointError(f"{name!r} is not UTF-8 text: {error}", where=str(folder)) from None
+
+
+def parse_object(text: str, name: str, where: str) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        DamagedCheckpointError: the text is something else.
+    """
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DamagedCheckpointError(f"{name!r} is not valid JSON: {error}", where=where) from None
+    if not isinstance(data, dict):
+        raise DamagedCheckpointError(f"{name!r} holds no JSON object", where=where)
+    return data
+
+
+def read_object(folder: Path, name: str) -> dict[str, Any]:
+    """A file of a checkpoint that holds a JSON object. Raises `DamagedCheckpointError` otherwise."""
+    return parse_object(read_text(folder, name), name, str(folder))
+
+
+def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], Buffer]) -> Iterator[Buffer]:
+    """A safetensors file as a stream: its header, then the bytes of one tensor after the other.
+
+    The writer of the safetensors library wants all tensors in memory at once; this one takes them as they come. The
+    library reads the result.
+
+    Args:
+        tensors: What the file holds, in this order, each with anything that `data` understands.
+        data: Gives the bytes of a tensor for the second member of its pair; called once for each, in order.
+    """
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for record, _ in tensors:
+        kind, size = DTYPES[record.dtype]
+        for dim in record.shape:
+            size *= dim
+        header[record.name] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    if len(text) > MAX_HEADER_BYTES:
+        raise ValueError(f"{len(tensors)} tensors are too many for one file")
+    yield struct.pack("<Q", len(text)) + text
+    for _, source in tensors:
+        yield data(source)
+
+
+class Disk:
+    """Changes of the disk. Whatever the system refuses is raised as it comes (`OSError`)."""
+
+    def before(self, change: str, path: Path) -> None:
+        """Called ahead of every change; for tests."""
+
+    def make_directory(self, path: Path) -> None:
+        """A new directory that only this user can enter; it must not exist."""
+        self.before("mkdir", path)
+        os.mkdir(path, 0o700)
+
+    def write(self, folder: Path, name: str, chunks: Iterable[Buffer]) -> FileRecord:
+        """Writes a new file and syncs it.
+
+        Args:
+            folder: The directory of the checkpoint.
+            name: The file's name in it.
+            chunks: Its contents, hashed and written one after the other.
+        """
+        path = folder / check_name(name, str(folder))
+        digest, size = hashlib.sha256(), 0
+        self.before("create", path)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+        with open(os.open(path, flags, 0o666), "wb") as file:
+            for chunk in chunks:
+                self.before("write", path)
+                view = memoryview(chunk).cast("B")
+                digest.update(view)
+                size += file.write(view)
+            self.before("sync", path)
+            file.flush()
+            os.fsync(file.fileno())
+        return FileRecord(name, size, digest.hexdigest())
+
+    def adopt(self, folder: Path, below: str) -> list[FileRecord]:
+        """Syncs and hashes every file below `folder / below`, written by somebody else's code."""
+        records = []
+        self.sync_directory(folder / below)
+        for path in sorted((folder / below).rglob("*")):
+            name = check_name(path.relative_to(folder).as_posix(), str(folder))
+            if path.is_dir():
+                self.sync_directory(path)
+                continue
+            self.before("sync", path)
+            with open_inside(folder, name) as file:
+                os.fsync(file.fileno())
+                records.append(FileRecord(name, os.fstat(file.fileno()).st_size, file_digest(file)))
+        return records
+
+    def sync_directory(self, path: Path) -> None:
+        """Makes the names in a directory last."""
+        self.before("sync", path)
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, path: Path, target: Path) -> None:
+        """Renames a directory; the target must not exist."""
+        self.before("rename", path)
+        os.rename(path, target)
+
+    def remove(self, path: Path) -> None:
+        """Removes a directory and what is in it, never through a link."""
+        for entry in list(os.scandir(path)):
+            if entry.is_dir(follow_symlinks=False):
+                self.remove(Path(entry.path))
+            else:
+                self.before("unlink", Path(entry.path))
+                os.unlink(entry.path)
+        self.before("rmdir", path)
+        os.rmdir(path)
+
+
+def directory_mode() -> int:
+    """The permissions that a new directory gets from this process. Not for threads: asks by setting."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return 0o777 & ~mask
+
+
+def file_digest(file: BinaryIO) -> str:
+    """SHA-256, in hex, of a file from its beginning."""
+    file.seek(0)
+    digest = hashlib.sha256()
+    while chunk := file.read(_CHUNK):
+        digest.update(chunk)
+    return digest.hexdigest()

@@ -1,0 +1,166 @@
+"""A checkpoint as a plain Hugging Face model: safetensors shards with their index, configs, tokenizer, model card.
+
+Streams: one parameter after the other is put together from the ranks' shares and written, so that a model larger than
+the memory can be exported. The result appears under its name when it is complete. Names are those of the model in
+memory, as `save_pretrained(save_original_format=False)` writes them; of tied weights one is written, the one that
+transformers keeps.
+"""
+
+import json
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside, tensor_file
+from hf_hotspa.checkpoint.manifest import BUFFERS, MODEL_FOLDER, Manifest, SavedParameter, verify
+from hf_hotspa.checkpoint.tensors import ShareReader, tensor_bytes
+from hf_hotspa.errors import HotspaConfigError
+
+_CARD = """---
+library_name: transformers
+---
+
+# {name}
+
+A {model} trained with hf_hotspa {version} (not affiliated with Hugging Face), exported from step {step}.
+
+- strategies: {strategies}
+- ranks: {world}
+- dtype of the weights: {dtype}
+"""
+_CHUNK = 16 << 20
+
+
+def export(checkpoint: Path, target: Path, *, max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> list[Path]:
+    """Writes the model of a checkpoint so that `from_pretrained` loads it.
+
+    Args:
+        checkpoint: The checkpoint; it is verified first.
+        target: A directory that does not exist, or is empty.
+        max_shard_bytes: A file is closed before it grows beyond this; a larger parameter has a file of its own.
+        dtype: Of the exported floating-point weights; that of the model which was trained when None.
+
+    Returns:
+        The files of weights.
+
+    Raises:
+        DamagedCheckpointError: the checkpoint does not verify.
+        HotspaConfigError: the target is in use, or the dtype is none.
+        OSError: the disk refuses.
+    """
+    if dtype is not None and not (dtype in DTYPES and getattr(torch, dtype).is_floating_point):
+        raise HotspaConfigError(f"dtype {dtype!r}", fix="use float32, bfloat16, float16 or float64")
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise HotspaConfigError(f"{str(target)!r} exists", fix="name a new or an empty directory")
+    manifest = verify(checkpoint)
+    disk = Disk()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
+    disk.make_directory(beside)
+    try:
+        names = _write_weights(disk, ShareReader(checkpoint, manifest), manifest, beside, max_shard_bytes, dtype)
+        _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
+        beside.chmod(directory_mode())
+        disk.sync_directory(beside)
+        if target.exists():
+            target.rmdir()
+        disk.rename(beside, target)
+        disk.sync_directory(target.parent)
+    except BaseException:
+        if beside.exists():
+            disk.remove(beside)
+        raise
+    return [target / name for name in names]
+
+
+def _weight_record(parameter: SavedParameter, dtype: str | None) -> TensorRecord:
+    return TensorRecord(parameter.exported_name, dtype or parameter.model_dtype, parameter.shape)
+
+
+def _num_bytes(record: TensorRecord) -> int:
+    size = DTYPES[record.dtype][1]
+    for dim in record.shape:
+        size *= dim
+    return size
+
+
+def _write_weights(
+    disk: Disk, reader: ShareReader, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
+) -> list[str]:
+    """The shards and their index; returns the names of the shards."""
+    entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype), p) for p in manifest.parameters]
+    has_buffers = any(file.name == BUFFERS for file in manifest.files)
+    if has_buffers:
+        with safe_open(reader.folder / BUFFERS, framework="pt", device="cpu") as buffers:
+            found = {name: buffers.get_tensor(name) for name in buffers.keys()}  # noqa: SIM118
+        entries += [
+            (TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
+            for name, tensor in found.items()
+        ]
+
+    def data(source: SavedParameter | Tensor) -> Buffer:
+        if isinstance(source, Tensor):
+            return tensor_bytes(source)
+        return tensor_bytes(reader.whole(source).to(getattr(torch, dtype or source.model_dtype)))
+
+    shards = list(_shards(entries, max_shard_bytes))
+    if len(shards) == 1:
+        names = ["model.safetensors"]
+    else:
+        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
+    for name, shard in zip(names, shards, strict=True):
+        disk.write(folder, name, tensor_file(shard, data))
+    if len(shards) > 1:
+        index = {
+            "metadata": {"total_size": sum(_num_bytes(record) for record, _ in entries)},
+            "weight_map": {r.name: name for name, shard in zip(names, shards, strict=True) for r, _ in shard},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        disk.write(folder, "model.safetensors.index.json", [text.encode()])
+    return names
+
+
+def _shards(entries: list[tuple[TensorRecord, Any]], limit: int) -> Iterator[list[tuple[TensorRecord, Any]]]:
+    shard: list[tuple[TensorRecord, Any]] = []
+    size = 0
+    for entry in entries:
+        more = _num_bytes(entry[0])
+        if shard and size + more > limit:
+            yield shard
+            shard, size = [], 0
+        shard.append(entry)
+        size += more
+    yield shard
+
+
+def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:
+    """Configs, tokenizer and whatever else transformers has written, as it is, and a model card."""
+    model, first = "model", dtype or manifest.parameters[0].model_dtype
+    for record in manifest.files:
+        top, _, rest = record.name.partition("/")
+        if top != MODEL_FOLDER or not rest:
+            continue
+        (folder / rest).parent.mkdir(parents=True, exist_ok=True)
+        with open_inside(checkpoint, record.name) as file:
+            if rest != "config.json":
+                disk.write(folder, rest, iter(lambda file=file: file.read(_CHUNK), b""))  # type: ignore[misc]
+                continue
+            config = json.loads(file.read())
+        model = str((config.get("architectures") or [model])[0])
+        disk.write(folder, rest, [(json.dumps({**config, "dtype": first}, indent=2) + "\n").encode()])
+    if not (folder / "README.md").exists():
+        card = _CARD.format(
+            name=name,
+            model=model,
+            version=manifest.versions.get("hf-hotspa", ""),
+            step=manifest.step,
+            strategies=manifest.strategies,
+            world=manifest.world_size,
+            dtype=first,
+        )
+        disk.write(folder, "README.md", [card.encode()])

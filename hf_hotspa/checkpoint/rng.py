@@ -1,0 +1,61 @@
+"""The random number generators of a process as plain JSON: Python's, numpy's, torch's, and that of the CUDA device.
+
+They are kept per rank. With another number of ranks, rank r goes on with the saved generators of rank `r mod saved
+ranks`: nothing in training draws from them as long as the model has no dropout, so this only has to be defined.
+"""
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_hotspa.errors import DamagedCheckpointError
+
+
+def random_state() -> dict[str, Any]:
+    """The generators' states, JSON-ready."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": {"version": version, "words": list(words), "gauss": gauss},
+        "torch": base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode(),
+    }
+    numpy_state: Any = np.random.get_state(legacy=False)
+    state["numpy"] = {
+        "generator": numpy_state["bit_generator"],
+        "key": numpy_state["state"]["key"].tolist(),
+        "position": int(numpy_state["state"]["pos"]),
+        "has_gauss": int(numpy_state["has_gauss"]),
+        "gauss": float(numpy_state["gauss"]),
+    }
+    if torch.cuda.is_available():
+        state["cuda"] = base64.b64encode(torch.cuda.get_rng_state().numpy().tobytes()).decode()
+    return state
+
+
+def set_random_state(state: dict[str, Any], where: str) -> None:
+    """The inverse of `random_state`; a CUDA state is left alone where there is no device.
+
+    Raises:
+        DamagedCheckpointError: that is no such state.
+    """
+    try:
+        python, numpy_state = state["python"], state["numpy"]
+        torch_state = _bytes(state["torch"])
+        random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
+        key = np.array(numpy_state["key"], dtype=np.uint32)
+        np.random.set_state(
+            (numpy_state["generator"], key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"])
+        )
+        torch.set_rng_state(torch_state)
+        if torch.cuda.is_available() and "cuda" in state:
+            torch.cuda.set_rng_state(_bytes(state["cuda"]))
+    except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise DamagedCheckpointError(
+            f"a random number generator cannot be set: {type(error).__name__}: {error}", where=where
+        ) from error
+
+
+def _bytes(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text, validate=True)), dtype=torch.uint8)

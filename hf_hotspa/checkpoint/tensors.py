@@ -1,0 +1,308 @@
+"""Tensors in and out of a checkpoint: each rank writes its share of the master store and reads the slices of its own.
+
+A share holds the weights, bit for bit, and every state of the optimizer that has one value for each weight; what an
+optimizer keeps once for a parameter (`step`) goes into `state.json`.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hf_hotspa.checkpoint.disk import Buffer, TensorRecord, check_name, tensor_file
+from hf_hotspa.checkpoint.manifest import WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
+from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
+from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.storage import from_storage, to_storage
+
+_HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
+"""Settings of an optimizer that say how it computes, not what: those of the present run stay."""
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` for `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    """The torch optimizer inside accelerate's wrapper."""
+    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return found
+
+
+def tensor_bytes(tensor: Tensor) -> Buffer:
+    """The bytes of a tensor, as safetensors stores them; no copy for a contiguous one on the CPU."""
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()) if flat.numel() else b""
+
+
+def versions() -> dict[str, str]:
+    """The versions that a manifest names."""
+    return {name: version(name) for name in ("hf-hotspa", "torch", "transformers")}
+
+
+# ------------------------------------------------------------------------------------------------ out
+
+
+@dataclass
+class Share:
+    """What a rank writes: 1-D tensors by name, and the optimizer's states that are no such tensors.
+
+    Args:
+        tensors: In the order of the file.
+        scalars: Parameter -> state -> value, JSON-ready.
+        states: Parameter -> state -> dtype of what is stored, as the manifest lists it.
+    """
+
+    tensors: list[tuple[TensorRecord, Tensor]] = field(default_factory=list)
+    scalars: dict[str, dict[str, Any]] = field(default_factory=dict)
+    states: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def copy(self) -> "Share":
+        """The same with tensors of its own in host memory, which later steps do not change."""
+        copied = [(record, tensor.detach().to("cpu", copy=True)) for record, tensor in self.tensors]
+        return Share(copied, self.scalars, self.states)
+
+    def file(self) -> Iterator[Buffer]:
+        """The safetensors file, piece by piece."""
+        return tensor_file(self.tensors, tensor_bytes)
+
+
+def share_of(master: MasterStore, optimizer: Optimizer | None) -> Share:
+    """This rank's share, as views of the master store and the optimizer's tensors.
+
+    Args:
+        master: The master store.
+        optimizer: Its optimizer; None to leave it out.
+
+    Raises:
+        UnsupportedError: the optimizer keeps something that belongs neither to one weight nor to one parameter.
+    """
+    share = Share()
+    state = bare_optimizer(optimizer).state if optimizer is not None else {}
+    for name, parameter in master.parameters.items():
+        stored: dict[str, Tensor] = {WEIGHT: parameter}
+        for key, value in state.get(parameter, {}).items():
+            if isinstance(value, Tensor) and value.shape == parameter.shape:
+                stored[key] = value
+            else:
+                share.scalars.setdefault(name, {})[key] = _scalar_to_json(value, f"{key} of {name}")
+        share.states[name] = {key: dtype_name(value.dtype) for key, value in stored.items()}
+        if parameter.numel():
+            for key, value in stored.items():
+                record = TensorRecord(f"{key}/{name}", share.states[name][key], (parameter.numel(),))
+                share.tensors.append((record, value))
+    return share
+
+
+def _scalar_to_json(value: Any, name: str) -> Any:
+    if isinstance(value, Tensor) and value.dim() == 0:
+        return {"dtype": dtype_name(value.dtype), "value": value.item()}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    raise UnsupportedError(
+        f"the optimizer state {name} ({type(value).__name__}) cannot be saved",
+        why="it belongs neither to single weights nor to a whole parameter",
+        fix="use one of torch's elementwise optimizers",
+    )
+
+
+def _scalar_from_json(value: Any) -> Any:
+    if isinstance(value, dict):
+        return torch.tensor(value["value"], dtype=getattr(torch, value["dtype"]))
+    return value
+
+
+def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
+    """Class, hyperparameters of the groups, and the states that are no tensors."""
+    bare = bare_optimizer(optimizer)
+    groups = [{k: v for k, v in group.items() if k != "params"} for group in bare.param_groups]
+    for group in groups:
+        for key, value in group.items():
+            group[key] = _scalar_to_json(value, key) if not isinstance(value, tuple | list) else list(value)
+    return {"class": type(bare).__name__, "groups": groups, "scalars": share.scalars}
+
+
+def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
+    """How the ranks divide the vector, for the manifest."""
+    segments = []
+    for segment in vector.segments:
+        cuts = [0]
+        for rank in range(master.world_size):
+            cuts.append(cuts[-1] + master.layout.sizes[rank][segment.index])
+        segments.append(SavedSegment(segment.start, segment.stop, tuple(cuts)))
+    return tuple(segments)
+
+
+def saved_parameters(
+    vector: ParameterVector, states: Mapping[str, dict[str, str]], dtypes: Mapping[str, str], exported: set[str]
+) -> tuple[SavedParameter, ...]:
+    """The parameters, for the manifest.
+
+    Args:
+        vector: The parameter vector.
+        states: Of a `Share`.
+        dtypes: Parameter -> its dtype in the Hugging Face model.
+        exported: The names that transformers saves.
+    """
+    return tuple(
+        SavedParameter(
+            spec.name,
+            spec.shape,
+            spec.shard_dim,
+            vector.segment_of(spec).index,
+            spec.offset,
+            spec.trainable,
+            dtypes[spec.name],
+            spec.tied_names,
+            next((name for name in (spec.name, *spec.tied_names) if name in exported), spec.name),
+            states[spec.name],
+        )
+        for spec in vector.specs
+    )
+
+
+# ------------------------------------------------------------------------------------------------ in
+
+
+class ShareReader:
+    """Reads ranges of parameters from the shares of all ranks; only what is asked for is read.
+
+    Args:
+        folder: The checkpoint, verified.
+        manifest: Its manifest.
+    """
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._files: dict[int, Any] = {}
+
+    def read(self, parameter: SavedParameter, state: str, start: int, stop: int) -> Tensor:
+        """Elements `[start, stop)` of a state of a parameter, in the storage order of the checkpoint.
+
+        Returns:
+            1-D, on the CPU, in the dtype in which it was saved.
+
+        Raises:
+            DamagedCheckpointError: a file does not hold what the manifest says.
+        """
+        found = torch.empty(stop - start, dtype=getattr(torch, parameter.states[state]))
+        for piece in pieces(self.manifest, parameter, start, stop):
+            name = f"{state}/{parameter.name}"
+            low, high = self.manifest.share(parameter, piece.rank)
+            try:
+                saved = self._file(piece.rank).get_slice(name)
+                good = saved.get_shape() == [high - low]
+                values = saved[piece.low : piece.high] if good else None
+            except (SafetensorError, OSError) as error:
+                raise self._damaged(piece.rank, f"{name!r} cannot be read: {error}") from error
+            if values is None or values.dtype != found.dtype:
+                raise self._damaged(piece.rank, f"{name!r} is not what the manifest says")
+            found[piece.target : piece.target + piece.high - piece.low] = values
+        return found
+
+    def read_as(self, parameter: SavedParameter, state: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
+        """The same in another storage order; where the two differ, the whole parameter is in memory for a moment."""
+        if parameter.shard_dim == shard_dim:
+            return self.read(parameter, state, start, stop)
+        return to_storage(self.whole(parameter, state), shard_dim)[start:stop]
+
+    def whole(self, parameter: SavedParameter, state: str = WEIGHT) -> Tensor:
+        """A whole parameter in its Hugging Face shape."""
+        flat = self.read(parameter, state, 0, parameter.numel)
+        return from_storage(flat, parameter.shape, parameter.shard_dim)
+
+    def _file(self, rank: int) -> Any:
+        if rank not in self._files:
+            name = check_name(rank_tensors(rank, self.manifest.world_size), str(self.folder))
+            self._files[rank] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self._files[rank]
+
+    def _damaged(self, rank: int, what: str) -> DamagedCheckpointError:
+        name = rank_tensors(rank, self.manifest.world_size)
+        return DamagedCheckpointError(f"{name!r}: {what}", where=str(self.folder))
+
+
+def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None:
+    """Raises `ResumeError`, naming the first difference, when the model is not the one that was saved."""
+    expected = {
+        spec.name: Expected(spec.shape, vector.segment_of(spec).master_dtype, spec.trainable, spec.tied_names)
+        for spec in vector.specs
+    }
+    check_structure(manifest, expected, where)
+
+
+@torch.no_grad()
+def restore(
+    folder: Path, manifest: Manifest, master: MasterStore, optimizer: Optimizer | None, saved: Mapping[str, Any] | None
+) -> None:
+    """Fills this rank's share of the master store, and the states of its optimizer, from a checkpoint of any layout.
+
+    Args:
+        folder: The checkpoint, verified.
+        manifest: Its manifest, checked against the model.
+        master: The master store.
+        optimizer: Its optimizer; None to restore the weights only.
+        saved: What `optimizer_to_json` gave.
+
+    Raises:
+        ResumeError: it is another optimizer.
+        DamagedCheckpointError: a file does not hold what the manifest says.
+    """
+    reader = ShareReader(folder, manifest)
+    saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
+    states: dict[str, dict[str, Any]] = {}
+    shares = master.owned_ranges()
+    for name, parameter in master.parameters.items():
+        spec, start, stop = shares[name]
+        found = saved_parameters[name]
+        parameter.copy_(reader.read_as(found, WEIGHT, spec.shard_dim, start, stop))
+        if optimizer is not None:
+            states[name] = {
+                key: reader.read_as(found, key, spec.shard_dim, start, stop) for key in found.states if key != WEIGHT
+            }
+    if optimizer is not None:
+        assert saved is not None
+        _load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
+
+
+def _load_optimizer(
+    optimizer: Optimizer,
+    master: MasterStore,
+    states: dict[str, dict[str, Any]],
+    saved: Mapping[str, Any],
+    where: str,
+) -> None:
+    current = optimizer.state_dict()
+    if (saved["class"], len(saved["groups"])) != (type(optimizer).__name__, len(current["param_groups"])):
+        raise ResumeError(
+            f"the checkpoint holds the state of {saved['class']} with {len(saved['groups'])} parameter groups, and the "
+            f"run has {type(optimizer).__name__} with {len(current['param_groups'])}",
+            where=where,
+            fix="go on with the same optim",
+        )
+    groups = []
+    for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
+        restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in _HERE_AND_NOW}
+        for key, value in restored.items():
+            if isinstance(group.get(key), tuple):
+                restored[key] = tuple(value)
+        groups.append({**group, **restored})
+    names = {id(parameter): name for name, parameter in master.parameters.items()}
+    by_index = {}
+    for group, described in zip(optimizer.param_groups, current["param_groups"], strict=True):
+        for parameter, index in zip(group["params"], described["params"], strict=True):
+            name = names[id(parameter)]
+            scalars = saved["scalars"].get(name, {})
+            entry = {**states[name], **{key: _scalar_from_json(value) for key, value in scalars.items()}}
+            if entry:
+                by_index[index] = entry
+    optimizer.load_state_dict({"state": by_index, "param_groups": groups})

@@ -1,0 +1,75 @@
+"""Small checkpoints without torch: two ranks, three parameters, real files."""
+
+import os
+import random
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hf_hotspa.checkpoint.disk import DTYPES, Disk, FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.folder import RunFolder
+from hf_hotspa.checkpoint.manifest import STATE, Manifest, SavedParameter, SavedSegment, rank_tensors
+
+WORLD = 2
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A temporary directory in memory where the system has one: these tests make thousands of files."""
+    memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 1 << 30 else None
+    with tempfile.TemporaryDirectory(dir=memory, prefix="hotspa-checkpoints-") as folder:
+        yield Path(folder)
+
+
+def tiny_manifest(step: int, files: tuple[FileRecord, ...] = (), run: str = "test", world: int = WORLD) -> Manifest:
+    """Two segments: a matrix and a bias, and a frozen vector of which rank 0 owns nothing."""
+    states = {"weight": "float32", "exp_avg": "float32"}
+    return Manifest(
+        step=step,
+        world_size=world,
+        strategies="dp2tp1pp1:8@8",
+        resumable=True,
+        run=run,
+        versions={"hf-hotspa": "0"},
+        files=files,
+        segments=(SavedSegment(0, 8, (0, 4, 8)), SavedSegment(8, 10, (0, 0, 2))),
+        parameters=(
+            SavedParameter("a.weight", (2, 3), 1, 0, 0, True, "float32", ("b.weight",), "a.weight", states),
+            SavedParameter("a.bias", (2,), None, 0, 6, True, "float32", (), "a.bias", states),
+            SavedParameter("norm", (2,), None, 1, 8, False, "bfloat16", (), "norm", {"weight": "bfloat16"}),
+        ),
+    )
+
+
+def rank_records(manifest: Manifest, rank: int) -> list[tuple[TensorRecord, bytes]]:
+    """The tensors of a rank with contents that depend on step, rank and name."""
+    entries = []
+    for parameter in manifest.parameters:
+        low, high = manifest.share(parameter, rank)
+        for state, dtype in parameter.states.items():
+            if high > low:
+                name = f"{state}/{parameter.name}"
+                data = random.Random(f"{manifest.step} {rank} {name}").randbytes((high - low) * DTYPES[dtype][1])
+                entries.append((TensorRecord(name, dtype, (high - low,)), data))
+    return entries
+
+
+def write_rank(disk: Disk, folder: Path, step: int, rank: int) -> list[FileRecord]:
+    """The files of a rank; rank 0 writes `state.json`, too."""
+    entries = rank_records(tiny_manifest(step), rank)
+    records = [disk.write(folder, rank_tensors(rank, WORLD), tensor_file(entries, lambda data: data))]
+    if rank == 0:
+        records.append(disk.write(folder, STATE, [b'{"step": %d}' % step]))
+    return records
+
+
+def write_checkpoint(
+    folder: RunFolder, step: int, prepare: Callable[[Path], None] = lambda path: None, world: int = WORLD
+) -> Path:
+    """A whole save by one process in place of all ranks."""
+    temporary = folder.begin(step)
+    prepare(temporary)
+    records = [record for rank in range(world) for record in write_rank(folder.disk, temporary, step, rank)]
+    return folder.commit(temporary, tiny_manifest(step, tuple(records), folder.run))
