@@ -1,14 +1,22 @@
-"""Trainer callbacks that read step reports: `SwitchOverheadCallback`, loaded when first used."""
+"""Trainer callbacks that read step reports, each loaded when first used."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hf_hotspa.callbacks.progress import PhaseProgressCallback
+    from hf_hotspa.callbacks.report import ReportCallback
     from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+    from hf_hotspa.callbacks.trace import TraceCallback
 
-__all__ = ["SwitchOverheadCallback"]
+__all__ = ["PhaseProgressCallback", "ReportCallback", "SwitchOverheadCallback", "TraceCallback"]
 
-_HOMES = {"SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead"}
+_HOMES = {
+    "PhaseProgressCallback": "hf_hotspa.callbacks.progress",
+    "ReportCallback": "hf_hotspa.callbacks.report",
+    "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
+    "TraceCallback": "hf_hotspa.callbacks.trace",
+}
 
 
 def __getattr__(name: str) -> object:

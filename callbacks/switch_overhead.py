@@ -2,9 +2,10 @@
 
 Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since
 the last log: seconds of switching, exposed and hidden behind computation, its MB and share of the step, tokens per
-second, waiting, and seconds per strategy.
+second, waiting, and seconds per strategy; with a time model also how far its predictions are off.
 """
 
+import logging
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,9 +13,15 @@ from typing import Any
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_hotspa.report import PhaseReport, StepReport
+from hf_hotspa.report import PhaseReport, RunFacts, StepReport
+from hf_hotspa.reporting.terminal import once, text_table
 
-_HEADER = f"{'strategy':<14}{'packs':>7}{'sequences':>11}{'tokens':>10}{'compute s':>11}{'wait s':>8}{'switch s':>10}{'hidden s':>10}{'switch MB':>11}{'share':>7}"
+_HEADER = (
+    "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "switch s", "hidden s", "switch MB", "share",
+)  # fmt: skip
+_MUCH_SWITCHING, _STEPS_TO_WARN = 0.4, 10
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -28,6 +35,9 @@ class _Totals:
     hidden_s: float = 0.0
     switch_bytes: int = 0
     wait_s: float = 0.0
+    predicted_s: float = 0.0
+    measured_s: float = 0.0
+    off_s: float = 0.0
     by_strategy: dict[str, list[PhaseReport]] = field(default_factory=lambda: defaultdict(list))
 
     def add(self, report: StepReport) -> None:
@@ -40,6 +50,10 @@ class _Totals:
         self.wait_s += sum(phase.wait_s for phase in report.phases)
         for phase in report.phases:
             self.by_strategy[phase.strategy].append(phase)
+            if phase.predicted_s is not None:
+                self.predicted_s += phase.predicted_s
+                self.measured_s += phase.seconds
+                self.off_s += abs(phase.predicted_s - phase.seconds)
 
 
 class SwitchOverheadCallback(TrainerCallback):
@@ -51,7 +65,8 @@ class SwitchOverheadCallback(TrainerCallback):
     The logged keys, each a mean over the steps since the last log: `hotspa/switch_s` (exposed seconds, which the step
     takes longer), `hotspa/hidden_s` (beside computation), `hotspa/switch_mb`, `hotspa/switch_share` (exposed, 0 to 1),
     `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
-    `hotspa/<strategy>/compute_s`; and counts since the last log of rows that a policy changed: `hotspa/truncated`,
+    `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error`
+    (errors of phases, which do not cancel, as a share of the measured seconds); and counts since the last log of rows that a policy changed: `hotspa/truncated`,
     `hotspa/split`, `hotspa/dropped`.
     """
 
@@ -60,6 +75,15 @@ class SwitchOverheadCallback(TrainerCallback):
         self._since_log, self._whole_run = _Totals(), _Totals()
         self._changed: dict[str, int] = defaultdict(int)
         self._last: StepReport | None = None
+
+    def on_run_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, run: RunFacts, **kwargs: Any
+    ) -> None:
+        """Prints the buckets."""
+        if self.print_table and state.is_world_process_zero:
+            rows = [["tokens", "strategy", "pack tokens"]]
+            rows += [[f"{b['low'] + 1} - {b['longest']}", b["strategy"], str(b["pack_tokens"])] for b in run.buckets]
+            tqdm.write(text_table(f"buckets on {run.world_size} ranks", rows, left=2))
 
     def on_step_report(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, report: StepReport, **kwargs: Any
@@ -70,6 +94,15 @@ class SwitchOverheadCallback(TrainerCallback):
         self._last = report
         for name in ("truncated", "split", "dropped"):
             self._changed[name] += getattr(report, f"num_{name}")
+        whole = self._whole_run
+        if whole.steps == _STEPS_TO_WARN and state is not None and state.is_world_process_zero:
+            share = whole.switch_s / whole.seconds
+            if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
+                logger.warning(
+                    "switches take %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
+                    "(hotspa_strategies=auto weighs both)",
+                    100 * share,
+                )
 
     def pop_metrics(self) -> dict[str, float]:
         """The numbers since the last call, by the keys above; called by `HotSPaTrainer.log`."""
@@ -86,6 +119,9 @@ class SwitchOverheadCallback(TrainerCallback):
             "hotspa/tokens_per_s": totals.tokens / totals.seconds,
             "hotspa/phases": sum(map(len, totals.by_strategy.values())) / totals.steps,
         }
+        if totals.measured_s > 0:
+            metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
+            metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
         for strategy, phases in totals.by_strategy.items():
             metrics[f"hotspa/{strategy}/compute_s"] = sum(p.compute_s for p in phases) / totals.steps
         metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
@@ -99,7 +135,7 @@ class SwitchOverheadCallback(TrainerCallback):
             last, self._last = self._last, None
             title = f"step {state.global_step}: loss {last.loss:.4f}, {last.num_tokens} tokens in {last.total_s:.2f} s"
             by_strategy = {phase.strategy: [phase] for phase in last.phases}
-            tqdm.write("\n".join(_table(title, by_strategy, last.total_s)))
+            tqdm.write(_table(title, by_strategy, last.total_s))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -112,17 +148,27 @@ class SwitchOverheadCallback(TrainerCallback):
                 f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s, "
                 f"{totals.hidden_s:.1f} s more hidden behind computation"
             )
-            tqdm.write("\n".join(_table(title, totals.by_strategy, totals.seconds)))
+            tqdm.write(_table(title, totals.by_strategy, totals.seconds))
 
 
-def _table(title: str, by_strategy: dict[str, list[PhaseReport]], seconds: float) -> list[str]:
-    lines = [title, _HEADER]
+def _table(title: str, by_strategy: dict[str, list[PhaseReport]], seconds: float) -> str:
+    predicted = any(p.predicted_s is not None for phases in by_strategy.values() for p in phases)
+    rows = [[*_HEADER, *(["predicted s"] if predicted else [])]]
     for strategy, phases in by_strategy.items():
         switch_s = sum(p.switch_s for p in phases)
-        lines.append(
-            f"{strategy:<14}{sum(p.num_packs for p in phases):>7}{sum(p.num_sequences for p in phases):>11}"
-            f"{sum(p.num_tokens for p in phases):>10}{sum(p.compute_s for p in phases):>11.3f}"
-            f"{sum(p.wait_s for p in phases):>8.3f}{switch_s:>10.3f}{sum(p.hidden_s for p in phases):>10.3f}"
-            f"{sum(p.switch_bytes for p in phases) / 1e6:>11.1f}{switch_s / seconds:>7.1%}"
+        rows.append(
+            [
+                strategy,
+                f"{sum(p.num_packs for p in phases)}",
+                f"{sum(p.num_sequences for p in phases)}",
+                f"{sum(p.num_tokens for p in phases)}",
+                f"{sum(p.compute_s for p in phases):.3f}",
+                f"{sum(p.wait_s for p in phases):.3f}",
+                f"{switch_s:.3f}",
+                f"{sum(p.hidden_s for p in phases):.3f}",
+                f"{sum(p.switch_bytes for p in phases) / 1e6:.1f}",
+                f"{switch_s / seconds:.1%}",
+                *([f"{sum(p.predicted_s or 0.0 for p in phases):.3f}"] if predicted else []),
+            ]
         )
-    return lines
+    return text_table(title, rows)

@@ -1,7 +1,25 @@
-"""What a step reports: plain numbers for callbacks, logs and benchmarks. Callbacks see reports only, never the engine."""
+"""What a step reports: plain numbers for callbacks, logs and benchmarks. Callbacks see reports only, never the engine.
 
-from dataclasses import asdict, dataclass
+Beside the reports at the end of a mini-batch (`StepReport`) these are the facts of a run (`RunFacts`, once at its
+begin) and the events inside a mini-batch (`PhaseEvent`, `SwitchEvent`).
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
+
+MEASURES = (
+    "load_s",
+    "compute_s",
+    "wait_s",
+    "return_s",
+    "load_busy_s",
+    "return_busy_s",
+    "load_bytes",
+    "return_bytes",
+    "start_s",
+)
+"""What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +41,11 @@ class PhaseReport:
         hidden_load_s: Seconds in which the load and the computation ran at the same time. Counted on the rank that was
             busy with the load for the shortest time, as the others also waited for it; 0 without overlap.
         hidden_return_s: The same for the return.
+        predicted_s: What the time model said of load, computation and return together, before it ran; None without a
+            time model.
+        room_tokens: Tokens that its packs could have held.
+        busiest_tokens: Tokens of the busiest replica.
+        longest_tokens: The longest sequence.
     """
 
     strategy: str
@@ -37,6 +60,15 @@ class PhaseReport:
     return_bytes: int
     hidden_load_s: float = 0.0
     hidden_return_s: float = 0.0
+    predicted_s: float | None = None
+    room_tokens: int = 0
+    busiest_tokens: int = 0
+    longest_tokens: int = 0
+
+    @property
+    def seconds(self) -> float:
+        """Load, computation and return: what `predicted_s` foretells."""
+        return self.load_s + self.compute_s + self.return_s
 
     @property
     def switch_s(self) -> float:
@@ -51,6 +83,21 @@ class PhaseReport:
     @property
     def switch_bytes(self) -> int:
         return self.load_bytes + self.return_bytes
+
+
+@dataclass(frozen=True)
+class RankMeasures:
+    """What every rank measured of a mini-batch.
+
+    Args:
+        agree_s: Seconds from the begin of the mini-batch on the rank to the agreement of all ranks, one a rank.
+        memory_bytes: Peak memory of each rank so far: allocated on an accelerator, resident on CPU.
+        phases: [rank][phase in the order in which they ran][column of `MEASURES`].
+    """
+
+    agree_s: list[float]
+    memory_bytes: list[int]
+    phases: list[list[list[float]]]
 
 
 @dataclass(frozen=True)
@@ -69,6 +116,7 @@ class StepReport:
         num_empty: Rows without tokens.
         phases: The phases in the order in which they ran.
         total_s: Wall seconds of forward and backward on this rank, agreement included, optimizer step excluded.
+        ranks: What every rank measured, for traces.
     """
 
     step: int
@@ -82,6 +130,7 @@ class StepReport:
     num_empty: int
     phases: tuple[PhaseReport, ...]
     total_s: float
+    ranks: RankMeasures | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -107,5 +156,83 @@ class StepReport:
         return self.switch_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready plain data."""
+        """The report as JSON-ready plain data, without `ranks` (their number has no bound)."""
+        data = asdict(replace(self, ranks=None))
+        del data["ranks"]
+        return data
+
+
+@dataclass(frozen=True)
+class PhaseEvent:
+    """A phase that begins or has ended, as this rank sees it.
+
+    Args:
+        step: The mini-batch, counted from 1.
+        index: The phase among those of the mini-batch, counted from 0 in the order in which they run.
+        num_phases: How many the mini-batch has.
+        strategy: The strategy that runs, `dp4tp1pp1`.
+        num_packs: Micro-batches, over all replicas.
+        num_sequences: Sequences, over all replicas.
+        num_tokens: Their tokens.
+        seconds: What this rank measured of it, by the names of `MEASURES`; None at its begin.
+    """
+
+    step: int
+    index: int
+    num_phases: int
+    strategy: str
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    seconds: Mapping[str, float] | None = None
+
+
+@dataclass(frozen=True)
+class SwitchEvent:
+    """A switch that has ended, as this rank sees it.
+
+    Args:
+        step: The mini-batch, counted from 1.
+        kind: `load`: the weights went into the layout of the strategy; `return`: its gradients to the master store.
+        strategy: The strategy, `dp4tp1pp1`.
+        seconds: Exposed seconds on this rank.
+        busy_s: Seconds in which it ran beside the computation; 0 without overlap.
+        sent_bytes: What this rank sent.
+    """
+
+    step: int
+    kind: str
+    strategy: str
+    seconds: float
+    busy_s: float
+    sent_bytes: int
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """What is known of a run before its first mini-batch; plain data, JSON-ready.
+
+    Args:
+        world_size: Ranks.
+        versions: Library name -> version.
+        machine: What it runs on, by name (no host names).
+        model: Family, parameters, dtypes, by name.
+        settings: The flags that matter to speed and order, by name.
+        buckets: `strategy`, `low`, `longest` and `pack_tokens` of each bucket.
+        plan: What the time model foretold when it chose the buckets; None where they were given. `seconds` and
+            `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
+        lengths: The sequence lengths of the data set (`reporting/histogram.py`); None for a stream.
+    """
+
+    world_size: int
+    versions: dict[str, str]
+    machine: dict[str, Any]
+    model: dict[str, Any]
+    settings: dict[str, Any]
+    buckets: list[dict[str, Any]]
+    plan: dict[str, Any] | None = None
+    lengths: dict[str, list[int]] | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """The facts as JSON-ready plain data."""
         return asdict(self)

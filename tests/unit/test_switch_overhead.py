@@ -1,5 +1,6 @@
 """The switch overhead callback: means since the last log, exposed and hidden seconds apart, and the table."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -70,3 +71,24 @@ def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
     assert " ".join(header.split()) == expected
     assert [row.split()[5:8] for row in rows] == [["0.250", "1.000", "0.375"], ["0.250", "2.000", "0.125"]]
     assert {len(line) for line in (header, *rows)} == {len(header)}
+
+
+def test_predictions_stand_beside_what_was_measured(monkeypatch):
+    callback = SwitchOverheadCallback(print_table=True)
+    right, wrong = phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)
+    assert wrong.seconds == 3.0
+    step = report(replace(right, predicted_s=2.0), replace(wrong, predicted_s=1.5))
+    callback.on_step_report(None, None, None, step)
+    metrics = callback.pop_metrics()
+    assert metrics["hotspa/predicted_s"] == 3.5
+    assert metrics["hotspa/prediction_error"] == 1.5 / 5.0  # errors do not cancel
+    printed = []
+    monkeypatch.setattr(switch_overhead.tqdm, "write", printed.append)
+    callback.on_log(None, SimpleNamespace(is_world_process_zero=True, global_step=1), None)
+    [text] = printed
+    _, header, *lines = text.splitlines()
+    assert header.endswith("predicted s")
+    assert [line.split()[-1] for line in lines] == ["2.000", "1.500"]
+    # nothing of it without a time model
+    callback.on_step_report(None, None, None, report(right))
+    assert "hotspa/predicted_s" not in callback.pop_metrics()

@@ -1,0 +1,58 @@
+"""`ReportCallback`: one page of HTML at the end of training, made from the record that `TraceCallback` writes."""
+
+import logging
+import os
+from typing import Any
+
+from tqdm import tqdm
+from transformers import TrainerControl, TrainerState, TrainingArguments
+
+from hf_hotspa.callbacks.trace import TraceCallback
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_page
+from hf_hotspa.reporting.pictures import check_pictures, save_pictures
+from hf_hotspa.reporting.run_log import RunLog, read_run_log
+from hf_hotspa.reporting.summary import verdict
+
+logger = logging.getLogger(__name__)
+
+
+class ReportCallback(TraceCallback):
+    """A `TraceCallback` that also writes `report.html`, and says where it is. The default of `HotSPaTrainer`.
+
+    Args:
+        path: The folder; `hotspa_report` in the output directory when None.
+        steps: See `TraceCallback`.
+        pictures: Also PNG files of the main charts.
+
+    Raises:
+        HotspaConfigError: pictures are asked for and matplotlib is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:
+        super().__init__(path, steps)
+        self.pictures = pictures
+        if pictures:
+            check_pictures()
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Ends the record and writes the page."""
+        had_record = self._writer is not None
+        super().on_train_end(args, state, control, **kwargs)
+        if not had_record or self.folder is None:
+            return
+        try:
+            run = read_run_log(self.folder)
+            page = save_page(self.folder / PAGE_NAME, report_page(run))
+            if self.pictures:
+                save_pictures(run, self.folder)
+        except (OSError, HotspaError) as error:
+            logger.warning("no page of the run was made: %s", error)
+            return
+        tqdm.write(_last_words(run, str(page)))
+
+
+def _last_words(run: RunLog, page: str) -> str:
+    return f"{verdict(run)[0]}. The run in one page: {page}"

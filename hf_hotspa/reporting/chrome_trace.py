@@ -1,0 +1,122 @@
+"""A few mini-batches as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open.
+
+One process a rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third what a
+phase is made of: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
+ranks, after them the `finish`. With overlap the load is exposed only in part: the exposed part is drawn first and the
+whole on a track `switch beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
+moment on all of them. Times are in microseconds, as the format wants.
+"""
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.report import MEASURES, StepReport
+
+_SPANS = ("load_s", "compute_s", "wait_s", "return_s")
+_TRACKS = ("mini-batch", "phases", "inside phases", "switch beside computation")
+_STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
+
+
+@dataclass(frozen=True)
+class TracedStep:
+    """A mini-batch and when it began.
+
+    Args:
+        step: Counted from 1.
+        start_s: Seconds from the first traced mini-batch to the begin of this one on the main process.
+        report: With `ranks`; without them the phases of the report stand for every rank.
+    """
+
+    step: int
+    start_s: float
+    report: StepReport
+
+
+def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
+    """The trace as JSON-ready plain data.
+
+    Args:
+        steps: In order.
+    """
+    events: list[dict[str, Any]] = []
+    worlds = [len(t.report.ranks.agree_s) if t.report.ranks is not None else 1 for t in steps]
+    for rank in range(max(worlds, default=0)):
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}})
+        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}})
+        for track, name in enumerate(_TRACKS):
+            events.append({"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}})
+    for traced, world in zip(steps, worlds, strict=True):
+        for rank in range(world):
+            events += _rank_events(traced, rank)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _span(rank: int, track: int, name: str, start_s: float, seconds: float, **args: Any) -> dict[str, Any]:
+    span = {"ph": "X", "pid": rank, "tid": track, "name": name, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
+    return {**span, "cat": _TRACKS[track], "args": args}
+
+
+def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
+    report = traced.report
+    if report.ranks is not None:
+        agree_s = report.ranks.agree_s
+        # the main process began at start_s and agreed agree_s[0] later, at the same moment as everybody
+        agreed = traced.start_s + agree_s[0]
+        begin, phases = agreed - agree_s[rank], report.ranks.phases[rank]
+    else:
+        begin = agreed = traced.start_s
+        phases, start = list[list[float]](), 0.0
+        for p in report.phases:
+            spans = [p.load_s, p.compute_s, p.wait_s, p.return_s]
+            phases.append([*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start])
+            start += sum(spans)
+    end = traced.start_s + report.total_s
+    step = traced.step
+    found = [
+        _span(rank, _STEP, f"step {step}", begin, end - begin, loss=report.loss, tokens=report.num_tokens),
+    ]
+    if agreed > begin:
+        found.append(_span(rank, _INSIDE, "agreement", begin, agreed - begin, step=step))
+    last = agreed
+    for phase, row in zip(report.phases, phases, strict=True):
+        measured = dict(zip(MEASURES, row, strict=True))
+        start = at = agreed + measured["start_s"]
+        for name in _SPANS:
+            found.append(
+                _span(rank, _INSIDE, name.removesuffix("_s"), at, measured[name], strategy=phase.strategy, step=step)
+            )
+            at += measured[name]
+        counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
+        found.append(_span(rank, _PHASE, phase.strategy, start, at - start, step=step, **counts))
+        computed = start + measured["load_s"] + measured["compute_s"]
+        if measured["load_busy_s"] > 0:
+            found.append(
+                _span(rank, _BESIDE, "load", start, measured["load_busy_s"], strategy=phase.strategy, step=step)
+            )
+        if measured["return_busy_s"] > 0:
+            first = (
+                max(start, at - measured["return_busy_s"])
+                if measured["return_s"]
+                else computed - measured["return_busy_s"]
+            )
+            found.append(
+                _span(rank, _BESIDE, "return", first, measured["return_busy_s"], strategy=phase.strategy, step=step)
+            )
+        last = at
+    if end > last:
+        found.append(_span(rank, _INSIDE, "finish", last, end - last, step=step))
+    return found
+
+
+def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Path:
+    """Writes the trace whole or not at all."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(json.dumps(trace_events(steps), separators=(",", ":")), encoding="utf-8")
+    os.replace(temporary, target)
+    return target

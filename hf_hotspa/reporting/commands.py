@@ -1,0 +1,68 @@
+"""The commands `hf-hotspa report` and `hf-hotspa compare`: pages from records, without torch."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
+from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_page
+from hf_hotspa.reporting.pictures import check_pictures, save_pictures
+from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
+from hf_hotspa.reporting.summary import advice, summarize, verdict
+from hf_hotspa.reporting.svg import short
+from hf_hotspa.reporting.terminal import text_table
+
+_RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds both commands to the sub-parsers of `hf-hotspa`."""
+    report = commands.add_parser("report", help="the page of a run, made anew from its record")
+    report.add_argument("run", metavar="RUN_DIR", help=_RUN)
+    report.add_argument("-o", "--output", metavar="FILE", help=f"where to; default: {PAGE_NAME} beside the record")
+    report.add_argument("--pictures", metavar="FOLDER", help="PNG files of the main charts, too; needs matplotlib")
+    both = commands.add_parser("compare", help="two runs side by side: losses and speed")
+    both.add_argument("a", metavar="A", help=_RUN)
+    both.add_argument("b", metavar="B", help="the same for the other run")
+    both.add_argument("-o", "--output", metavar="FILE", help="a page of it, too")
+    for parser in (report, both):
+        parser.set_defaults(json=False)
+
+
+def run(args: argparse.Namespace) -> str:
+    """Runs the command; returns what it says.
+
+    Raises:
+        HotspaError: a record is missing or damaged, or matplotlib is.
+        OSError: a page cannot be written.
+    """
+    return _report(args) if args.command == "report" else _compare(args)
+
+
+def _report(args: argparse.Namespace) -> str:
+    if args.pictures:
+        check_pictures()
+    record = read_run_log(args.run)
+    target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
+    save_page(target, report_page(record))
+    found = summarize(record)
+    rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "switch s", "hidden s"]]
+    for s in found.strategies:
+        times = (f"{s.wait_s:.2f}", f"{s.switch_s:.2f}", f"{s.hidden_s:.2f}")
+        rows.append(
+            [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
+        )
+    title = f"{found.num_steps} steps, {short(found.num_tokens)} tokens, {short(found.tokens_per_s)} tokens/s"
+    said = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
+    if args.pictures:
+        said += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
+    return "\n".join(said)
+
+
+def _compare(args: argparse.Namespace) -> str:
+    a, b = read_run_log(args.a), read_run_log(args.b)
+    found = compare(a, b)
+    said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(found)), *sentences(found)]
+    if args.output:
+        said.append(f"page: {save_page(args.output, compare_page(a, b, found))}")
+    return "\n".join(said)

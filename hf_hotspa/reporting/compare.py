@@ -1,0 +1,231 @@
+"""Two runs side by side: how far their losses are apart, and which is faster where. Pure functions of two `RunLog`s."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+from hf_hotspa.errors import RunLogError
+from hf_hotspa.reporting import svg
+from hf_hotspa.reporting.page import document
+from hf_hotspa.reporting.panels import Panel, plan_panel, run_panel, table
+from hf_hotspa.reporting.run_log import RunLog, StepRecord
+from hf_hotspa.reporting.summary import StrategyTotals, summarize
+from hf_hotspa.reporting.svg import Series, short
+
+
+@dataclass(frozen=True)
+class StrategyPair:
+    """One strategy in both runs.
+
+    Args:
+        strategy: Its name.
+        a: Its totals in run A; None where it did not run.
+        b: The same for run B.
+        speed_up: Tokens a second of computation, B by A; where a strategy ran in one run only and the other run had a
+            single strategy, that one stands in. None where there is nothing to compare.
+    """
+
+    strategy: str
+    a: StrategyTotals | None
+    b: StrategyTotals | None
+    speed_up: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Run A and run B.
+
+    Args:
+        steps: Steps that both trained.
+        loss_differences: B - A, one for each of them.
+        largest_relative: The largest `|B - A| / |A|`.
+        largest_step: Where that is.
+        same_tokens: Whether both trained as many tokens in each of these steps; else losses are of different data.
+        same_rates: Whether their learning rates were the same in each of these steps.
+        settings: What else differs, by name: what A had, what B had.
+        speed_up: Median over these steps of seconds of A by seconds of B: above 1 B is faster. The first step, which
+            warms up, does not count where there are others.
+        a_seconds: Seconds of A's steps.
+        b_seconds: Seconds of B's steps.
+        strategies: One for each strategy of either run.
+    """
+
+    steps: tuple[int, ...]
+    loss_differences: tuple[float, ...]
+    largest_relative: float
+    largest_step: int
+    same_tokens: bool
+    same_rates: bool
+    settings: dict[str, tuple[str, str]]
+    speed_up: float
+    a_seconds: tuple[float, ...]
+    b_seconds: tuple[float, ...]
+    strategies: tuple[StrategyPair, ...]
+
+
+def compare(a: RunLog, b: RunLog) -> Comparison:
+    """Lays two runs side by side, step by step.
+
+    Raises:
+        RunLogError: no step was trained by both.
+    """
+    in_a, in_b = ({record.step: record for record in run.steps} for run in (a, b))
+    steps = sorted(in_a.keys() & in_b.keys())
+    if not steps:
+        raise RunLogError(
+            f"the runs have no step in common: {_range(a.steps)} and {_range(b.steps)}",
+            where=f"{a.path} and {b.path}",
+            fix="compare runs that start at the same step",
+        )
+    pairs = [(in_a[step].report, in_b[step].report) for step in steps]
+    differences = [other.loss - one.loss for one, other in pairs]
+    relative = [_relative(d, one.loss) for d, (one, _) in zip(differences, pairs, strict=True)]
+    largest = max(range(len(steps)), key=lambda i: relative[i])
+    timed = pairs[1:] if len(pairs) > 2 else pairs
+    ratios = [one.total_s / other.total_s for one, other in timed if other.total_s > 0]
+    return Comparison(
+        steps=tuple(steps),
+        loss_differences=tuple(differences),
+        largest_relative=relative[largest],
+        largest_step=steps[largest],
+        same_tokens=all(one.num_tokens == other.num_tokens for one, other in pairs),
+        same_rates=all(in_a[step].lr == in_b[step].lr for step in steps),
+        settings=_differences(a, b),
+        speed_up=median(ratios) if ratios else 1.0,
+        a_seconds=tuple(one.total_s for one, _ in pairs),
+        b_seconds=tuple(other.total_s for _, other in pairs),
+        strategies=_strategies(a, b),
+    )
+
+
+def _differences(a: RunLog, b: RunLog) -> dict[str, tuple[str, str]]:
+    one, other = (
+        {**r.facts.model, **r.facts.settings, **r.facts.versions, "ranks": r.facts.world_size} for r in (a, b)
+    )
+    names = dict.fromkeys([*one, *other])
+    return {n: (str(one.get(n)), str(other.get(n))) for n in names if one.get(n) != other.get(n)}
+
+
+def _range(steps: Sequence[StepRecord]) -> str:
+    return f"steps {steps[0].step} to {steps[-1].step}" if steps else "no steps"
+
+
+def _relative(difference: float, base: float) -> float:
+    if difference == 0:
+        return 0.0
+    return abs(difference) / abs(base) if base else float("inf")
+
+
+def _strategies(a: RunLog, b: RunLog) -> tuple[StrategyPair, ...]:
+    left, right = ({s.strategy: s for s in summarize(run).strategies} for run in (a, b))
+    only = [next(iter(side.values())) if len(side) == 1 else None for side in (left, right)]
+    found = []
+    for name in dict.fromkeys([*left, *right]):
+        one, other = left.get(name), right.get(name)
+        base, against = one or only[0], other or only[1]
+        gain = None
+        if base is not None and against is not None and base.tokens_per_s and against.tokens_per_s:
+            gain = against.tokens_per_s / base.tokens_per_s
+        found.append(StrategyPair(name, one, other, gain))
+    return tuple(found)
+
+
+def sentences(found: Comparison) -> list[str]:
+    """The comparison in words, the answer first."""
+    gain = found.speed_up
+    if abs(gain - 1) <= 0.01:
+        answer = "A and B are equally fast"
+    elif gain > 1:
+        answer = f"B is {gain:.2f}x as fast as A"
+    else:
+        answer = f"A is {1 / gain:.2f}x as fast as B"
+    if not found.largest_relative:
+        loss = f"All {len(found.steps)} losses are equal."
+    else:
+        loss = f"Losses differ by at most {found.largest_relative:.2g} (relative, step {found.largest_step})."
+    said = [answer, loss]
+    if not found.same_tokens:
+        said.append("The runs trained different tokens in some steps: their losses are of different data.")
+    if not found.same_rates:
+        said.append("Their learning rates differ in some steps.")
+    if found.settings:
+        said.append("Different: " + "; ".join(f"{name} {x} and {y}" for name, (x, y) in found.settings.items()) + ".")
+    return said
+
+
+def strategy_rows(found: Comparison) -> list[list[str]]:
+    """A table of strategies, its heading first."""
+    rows = [["strategy", "tokens A", "tokens B", "tokens/s A", "tokens/s B", "switch s A", "switch s B", "speed-up"]]
+    for pair in found.strategies:
+        one, other = pair.a, pair.b
+        rows.append(
+            [
+                pair.strategy,
+                *(f"{side.num_tokens}" if side else "-" for side in (one, other)),
+                *(short(side.tokens_per_s) if side else "-" for side in (one, other)),
+                *(f"{side.switch_s:.2f}" if side else "-" for side in (one, other)),
+                f"{pair.speed_up:.2f}x" if pair.speed_up is not None else "-",
+            ]
+        )
+    return rows
+
+
+def compare_page(a: RunLog, b: RunLog, found: Comparison) -> str:
+    """The page of a comparison."""
+    steps = [float(step) for step in found.steps]
+    in_a, in_b = ({record.step: record.report.loss for record in run.steps} for run in (a, b))
+    losses = [
+        Series(name, style, [side[s] for s in found.steps])
+        for name, style, side in (("A", "s0", in_a), ("B", "s4", in_b))
+    ]
+    seconds = [Series("A", "s0", found.a_seconds), Series("B", "s4", found.b_seconds)]
+    panels = [
+        Panel(
+            "loss",
+            "Loss",
+            len(steps),
+            svg.lines("Loss", steps, losses, from_zero=False),
+            legend=(("s0", "A"), ("s4", "B")),
+        ),
+        Panel(
+            "difference",
+            "Loss, B - A",
+            len(steps),
+            svg.lines("Loss difference", steps, [Series("B - A", "s2", found.loss_differences)]),
+        ),
+        Panel(
+            "time",
+            "Step time",
+            len(steps),
+            svg.lines("Step time", steps, seconds, " s"),
+            legend=(("s0", "A"), ("s4", "B")),
+        ),
+        Panel(
+            "strategies",
+            "Strategies",
+            len(found.strategies),
+            table(strategy_rows(found)),
+            "Speed-up: tokens a second of computation, B by A; a single strategy stands in for those that it replaces.",
+            wide=True,
+        ),
+    ]
+    for make in (plan_panel, run_panel):
+        for name, run in (("A", a), ("B", b)):
+            panel = make(run)
+            panels.append(replace(panel, name=f"{panel.name}-{name.lower()}", title=f"{panel.title} of {name}"))
+    totals = summarize(a), summarize(b)
+    tiles = [
+        (f"{found.speed_up:.2f}x", "median speed-up of B over A"),
+        (f"{found.largest_relative:.2g}", "largest relative loss difference"),
+        (f"{len(steps)}", "steps in both"),
+        *((f"{t.switch_share:.1%}", f"of {n}'s steps is switching") for n, t in zip("AB", totals, strict=True)),
+        *((short(t.tokens_per_s), f"tokens per second of {n}") for n, t in zip("AB", totals, strict=True)),
+    ]
+    return document(
+        "hf_hotspa: two runs",
+        f"A: {a.path}; B: {b.path}",
+        sentences(found),
+        tiles,
+        panels,
+        "Made by hf-hotspa compare.",
+    )

@@ -1,0 +1,305 @@
+"""The panels of the page: each takes a `RunLog` and gives one figure, or says why there is nothing to see."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+from hf_hotspa.reporting import svg
+from hf_hotspa.reporting.run_log import RunLog
+from hf_hotspa.reporting.summary import strategy_order, summarize
+from hf_hotspa.reporting.svg import Mark, Series
+
+_MIB = 1 << 20
+_COLOURS = 6
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One figure.
+
+    Args:
+        name: For links and tests, `loss`.
+        title: The heading.
+        points: How many values are shown; 0 for none.
+        body: HTML.
+        note: How to read it.
+        legend: (colour class, text) pairs.
+        wide: Whether it takes a row of the page for itself.
+    """
+
+    name: str
+    title: str
+    points: int
+    body: str
+    note: str = ""
+    legend: tuple[tuple[str, str], ...] = ()
+    wide: bool = False
+
+    def html(self) -> str:
+        """The figure."""
+        legend = "".join(f'<span><i class="key {style}"></i>{escape(text)}</span>' for style, text in self.legend)
+        return (
+            f'<figure class="panel{" wide" if self.wide else ""}" id="panel-{self.name}" data-points="{self.points}"><h2>{escape(self.title)}</h2>'
+            + (f'<div class="legend">{legend}</div>' if legend else "")
+            + self.body
+            + (f"<figcaption>{escape(self.note)}</figcaption>" if self.note else "")
+            + "</figure>"
+        )
+
+
+def _empty(name: str, title: str, why: str) -> Panel:
+    return Panel(name, title, 0, f'<p class="empty">{escape(why)}</p>')
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """An HTML table; the first row is the heading, `left` columns are flush left."""
+
+    def cells(row: Sequence[str], tag: str) -> str:
+        opened = [f'<{tag} class="left">' if i < left else f"<{tag}>" for i in range(len(row))]
+        return "".join(f"{begin}{escape(cell)}</{tag}>" for begin, cell in zip(opened, row, strict=True))
+
+    body = "".join(f"<tr>{cells(row, 'td')}</tr>" for row in rows[1:])
+    return (
+        f'<div class="scroll"><table><thead><tr>{cells(rows[0], "th")}</tr></thead><tbody>{body}</tbody></table></div>'
+    )
+
+
+def style_of(strategies: Sequence[str], strategy: str) -> str:
+    """The colour class of a strategy: the same in every panel."""
+    return f"s{strategies.index(strategy) % _COLOURS}"
+
+
+def _steps(run: RunLog) -> list[float]:
+    return [float(record.step) for record in run.steps]
+
+
+def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
+    return tuple((s.style, s.name) for s in series)
+
+
+def lengths_panel(run: RunLog) -> Panel:
+    """The histogram of lengths with the edges of buckets."""
+    name, title = "lengths", "Sequence lengths"
+    found = run.facts.lengths
+    if found is None or not sum(found["sequences"]):
+        return _empty(name, title, "The data set was a stream: its lengths were not known before.")
+    series = [
+        Series(key, style, [n / max(sum(found[key]), 1) for n in found[key]])
+        for key, style in (("sequences", "s0"), ("tokens", "s1"))
+    ]
+    top = found["edges"][-1]
+    marks = [Mark(b["longest"], f"{b['strategy']} to {b['longest']}") for b in run.facts.buckets]
+    body = svg.histogram("Sequence lengths in tokens", found["edges"], series, marks, "tokens")
+    beyond = [b for b in run.facts.buckets if b["longest"] > top]
+    note = "Shares by length of the row; lines are the ends of buckets."
+    if beyond:
+        note += f" {', '.join(b['strategy'] for b in beyond)}: beyond the longest row."
+    return Panel(name, title, len(found["sequences"]), body, note, _legend(series))
+
+
+def time_panel(run: RunLog) -> Panel:
+    """Seconds of each step: computation by strategy, switches, waiting, the rest."""
+    name, title = "time", "Step time by phase"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    order = strategy_order(run)
+    reports = [record.report for record in run.steps]
+    series = [
+        Series(s, style_of(order, s), [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports])
+        for s in order
+    ]
+    series = [s for s in series if any(s.values)]
+    series += [
+        Series("switches", "switch", [r.switch_s for r in reports]),
+        Series(
+            "the rest", "other", [_rest(r.total_s, r.switch_s + sum(p.compute_s for p in r.phases)) for r in reports]
+        ),
+    ]
+    body = svg.stacked("Seconds of a step", _steps(run), series, " s")
+    note = "Computation of the busiest rank; switches are what is not hidden; the rest is waiting and agreeing."
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def _rest(total: float, known: float) -> float:
+    return max(0.0, total - known)
+
+
+def share_panel(run: RunLog) -> Panel:
+    """How much of each step is switching."""
+    name, title = "share", "Switching, share of the step"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    reports = [record.report for record in run.steps]
+    series = [
+        Series("exposed", "switch", [r.switch_share for r in reports]),
+        Series("hidden", "hidden", [r.hidden_s / r.total_s if r.total_s > 0 else 0.0 for r in reports]),
+    ]
+    if not any(series[1].values):
+        series.pop()
+    body = svg.lines("Share of switches in the step time", _steps(run), series, "%", 100.0)
+    note = "Exposed: the step takes that much longer. Hidden: ran beside computation."
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def loss_panel(run: RunLog) -> Panel:
+    """Training loss and evaluation loss."""
+    name, title = "loss", "Loss"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    by_step = {
+        step: next((v for k, v in found.items() if k.endswith("_loss")), None) for step, found in run.evaluations
+    }
+    steps = sorted({record.step for record in run.steps} | set(by_step))
+    losses = {record.step: record.report.loss for record in run.steps}
+    series = [Series("training", "s0", [losses.get(step) for step in steps])]
+    if any(value is not None for value in by_step.values()):
+        series.append(Series("evaluation", "eval", [by_step.get(step) for step in steps]))
+    body = svg.lines("Loss", [float(s) for s in steps], series, from_zero=False)
+    return Panel(name, title, len(run.steps), body, "Mean over the label tokens of the mini-batch.", _legend(series))
+
+
+def rate_panel(run: RunLog) -> Panel:
+    """Tokens per second."""
+    name, title = "rate", "Tokens per second"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    values = [r.report.num_tokens / r.wall_s if r.wall_s > 0 else None for r in run.steps]
+    body = svg.lines("Tokens per second", _steps(run), [Series("tokens/s", "s1", values)])
+    return Panel(name, title, len(values), body, "Over all ranks; the optimizer step counts, loading data does not.")
+
+
+def padding_panel(run: RunLog) -> Panel:
+    """What padding would have wasted, and what packing leaves."""
+    name, title = "padding", "Padding, avoided and left"
+    if not run.steps:
+        return _empty(name, title, "No mini-batch was recorded.")
+    reports = [record.report for record in run.steps]
+    padded = [
+        max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
+    ]
+    room = [sum(p.room_tokens for p in r.phases) for r in reports]
+    series = [
+        Series("in a padded batch", "s5", [_waste(r.num_tokens, n) for r, n in zip(reports, padded, strict=True)]),
+        Series("unused room in packs", "s2", [_waste(r.num_tokens, n) for r, n in zip(reports, room, strict=True)]),
+    ]
+    body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
+    schedule = run.facts.settings.get("pipeline_schedule", "auto")
+    note = "Padded: every sequence as long as the longest of its mini-batch. Unused room costs memory, not computation."
+    if schedule in ("1f1b", "gpipe"):
+        note += f" The schedule {schedule} also pads the packs of a replica to one length."
+    return Panel(name, title, len(reports), body, note, _legend(series))
+
+
+def _waste(tokens: int, slots: int) -> float:
+    return max(0.0, 1.0 - tokens / slots) if slots else 0.0
+
+
+def memory_panel(run: RunLog) -> Panel:
+    """Peak memory of each rank."""
+    name, title = "memory", "Peak memory by rank"
+    if not run.memory:
+        return _empty(name, title, "Not recorded.")
+    values = [n / _MIB for n in run.memory]
+    body = svg.bars("Peak memory in MiB", [str(i) for i in range(len(values))], values, "", "rank", "s3")
+    kind = run.facts.machine.get("device", "cpu")
+    note = "MiB resident in the process (libraries and data loading included)." if kind == "cpu" else "MiB allocated."
+    return Panel(name, title, len(values), body, note)
+
+
+def prediction_panel(run: RunLog) -> Panel:
+    """Predicted and measured seconds of the phases of each step."""
+    name, title = "prediction", "Predicted and measured"
+    known = [(record.step, [p for p in record.report.phases if p.predicted_s is not None]) for record in run.steps]
+    known = [(step, phases) for step, phases in known if phases]
+    if not known:
+        why = "No time model: it comes with hotspa_strategies=auto, which measures the machine first."
+        return _empty(name, title, why)
+    series = [
+        Series("measured", "s0", [sum(p.seconds for p in phases) for _, phases in known]),
+        Series("predicted", "s4", [sum(p.predicted_s or 0.0 for p in phases) for _, phases in known]),
+    ]
+    body = svg.lines("Seconds of all phases", [float(step) for step, _ in known], series, " s")
+    off = sum(abs((p.predicted_s or 0.0) - p.seconds) for _, phases in known for p in phases)
+    measured = sum(p.seconds for _, phases in known for p in phases)
+    note = f"Phases were off by {off / measured:.0%} of the measured time on average." if measured else ""
+    return Panel(name, title, len(known), body, note, _legend(series))
+
+
+def plan_panel(run: RunLog) -> Panel:
+    """The buckets, and what was foretold of them."""
+    facts = run.facts
+    rows = [["tokens", "strategy", "pack tokens"]]
+    foretold = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
+    if foretold:
+        rows[0] += ["compute s", "switch s"]
+    for bucket in facts.buckets:
+        row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
+        if foretold:
+            found = foretold.get(bucket["strategy"], {})
+            row += [_seconds(found.get("compute_s")), _seconds(found.get("switch_s"))]
+        rows.append(row)
+    note = ""
+    if facts.plan is not None:
+        note = (
+            f"Predicted for a typical mini-batch: {facts.plan['seconds']:.3f} s; the best single strategy, "
+            f"{facts.plan['static']}, {facts.plan['static_s']:.3f} s."
+        )
+    return Panel("plan", "Buckets", len(facts.buckets), table(rows, 2), note)
+
+
+def _seconds(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, int | float) else "-"
+
+
+def strategies_panel(run: RunLog) -> Panel:
+    """What each strategy did."""
+    summary = summarize(run)
+    if not summary.strategies:
+        return _empty("strategies", "Strategies", "No mini-batch was recorded.")
+    rows = [
+        [
+            "strategy",
+            "phases",
+            "packs",
+            "sequences",
+            "tokens",
+            "compute s",
+            "tokens/s",
+            "wait s",
+            "switch s",
+            "GB moved",
+        ]
+    ]
+    for s in summary.strategies:
+        rows.append(
+            [
+                s.strategy,
+                *map(str, (s.num_phases, s.num_packs, s.num_sequences, s.num_tokens)),
+                f"{s.compute_s:.2f}",
+                svg.short(s.tokens_per_s),
+                f"{s.wait_s:.2f}",
+                f"{s.switch_s:.2f}",
+                f"{s.switch_bytes / 1e9:.3g}",
+            ]
+        )
+    return Panel("strategies", "Strategies", len(summary.strategies), table(rows), wide=True)
+
+
+def run_panel(run: RunLog) -> Panel:
+    """Model, machine, settings and versions."""
+    facts = run.facts
+    parts = {**facts.model, **facts.machine, "ranks": facts.world_size, **facts.settings, **facts.versions}
+    pairs = "".join(
+        f"<div><dt>{escape(str(key).replace('_', ' '))}</dt><dd>{escape(str(value))}</dd></div>"
+        for key, value in parts.items()
+    )
+    return Panel("run", "Run and versions", len(parts), f'<dl class="facts">{pairs}</dl>', wide=True)
+
+
+def all_panels(run: RunLog) -> list[Panel]:
+    """Every panel, in the order of the page."""
+    makers = (
+        lengths_panel, time_panel, share_panel, loss_panel, rate_panel, padding_panel, memory_panel, prediction_panel,
+        plan_panel, strategies_panel, run_panel,
+    )  # fmt: skip
+    return [make(run) for make in makers]

@@ -1,0 +1,298 @@
+"""The record of a run: `hotspa_trace.jsonl`, one JSON object a line, written while the run goes on.
+
+Owns the format (version `FORMAT`), its writer and its reader. Each line has a `kind`:
+
+* `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds one more.
+* `step`: `step` (counted from 1), `time`, `wall_s` (seconds since the step began, optimizer included), `lr` (the one
+  that was used; null when not known), `memory` (peak bytes of each rank; only where one of them grew by 1 %), and
+  `report` (the `StepReport`).
+* `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
+* `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
+
+The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
+steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
+names file and line. Numbers that are not finite are written as null: strict JSON has none.
+"""
+
+import json
+import math
+import os
+import time
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, TextIO
+
+from hf_hotspa.errors import RunLogError
+from hf_hotspa.report import PhaseReport, RunFacts, StepReport
+from hf_hotspa.reporting.histogram import is_histogram
+
+FORMAT = 1
+FILE_NAME = "hotspa_trace.jsonl"
+FOLDER_NAME = "hotspa_report"
+_PREVIOUS = "hotspa_trace.previous.jsonl"
+_GROWTH = 1.01
+_REMEDY = "give the folder of a run that was trained with hotspa_report (the default), or its " + FILE_NAME
+
+
+@dataclass(frozen=True)
+class StepRecord:
+    """One mini-batch of a record.
+
+    Args:
+        step: Counted from 1.
+        time: Unix seconds at its end.
+        wall_s: Seconds from its begin to its end, optimizer step included.
+        lr: Learning rate of its update; None when not known.
+        report: What the engine reported.
+    """
+
+    step: int
+    time: float
+    wall_s: float
+    lr: float | None
+    report: StepReport
+
+
+@dataclass
+class RunLog:
+    """A record, read.
+
+    Args:
+        path: The file.
+        facts: The header; that of the last start, where there are several.
+        started: Unix seconds of the first header.
+        steps: By step, each once.
+        evaluations: (step, metrics) in order.
+        saves: Steps after which a checkpoint was saved.
+        memory: Peak bytes of each rank; empty when never recorded.
+        starts: How often the run was started.
+        callback_s: Seconds inside callbacks by class, of the last start that ended.
+        ended: Whether the last line says that the run ended.
+    """
+
+    path: str
+    facts: RunFacts
+    started: float
+    steps: list[StepRecord] = field(default_factory=list)
+    evaluations: list[tuple[int, dict[str, float | None]]] = field(default_factory=list)
+    saves: list[int] = field(default_factory=list)
+    memory: list[int] = field(default_factory=list)
+    starts: int = 1
+    callback_s: dict[str, float] = field(default_factory=dict)
+    ended: bool = False
+
+
+# -- writing ----------------------------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """The value as strict JSON takes it: numbers that are not finite become None, unknown types text."""
+    if value is None or isinstance(value, bool | str | int):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(item) for item in value]
+    return plain(value.item()) if hasattr(value, "item") else str(value)
+
+
+class RunLogWriter:
+    """Writes a record, line by line.
+
+    Args:
+        folder: Where the record lies; made when missing.
+        goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
+            there is kept as `hotspa_trace.previous.jsonl`, one at most.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
+        self.path = Path(folder) / FILE_NAME
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if goes_on:
+            self._cut_torn_line()
+        elif self.path.exists():
+            os.replace(self.path, self.path.with_name(_PREVIOUS))
+        self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
+        self._memory: list[int] = []
+
+    def _cut_torn_line(self) -> None:
+        if self.path.exists():
+            data = self.path.read_bytes()
+            if data and not data.endswith(b"\n"):
+                os.truncate(self.path, data.rfind(b"\n") + 1)
+
+    def _write(self, kind: str, **values: Any) -> None:
+        line = json.dumps(plain({"kind": kind, **values, "time": time.time()}), allow_nan=False, separators=(",", ":"))
+        self._file.write(line + "\n")
+        self._file.flush()
+
+    def header(self, facts: RunFacts) -> None:
+        """The first line."""
+        self._write("header", format=FORMAT, **facts.to_dict())
+
+    def step(self, step: int, report: StepReport, wall_s: float, lr: float | None) -> None:
+        """One mini-batch."""
+        values: dict[str, Any] = {"step": step, "wall_s": wall_s, "lr": lr, "report": report.to_dict()}
+        if report.ranks is not None:
+            memory = report.ranks.memory_bytes
+            grown = len(memory) != len(self._memory) or any(
+                new > _GROWTH * old for new, old in zip(memory, self._memory, strict=True)
+            )
+            if grown:
+                self._memory = values["memory"] = memory
+        self._write("step", **values)
+
+    def evaluation(self, step: int, metrics: dict[str, Any]) -> None:
+        """An evaluation; metrics that are no numbers are left out."""
+        numbers = {key: plain(value) for key, value in metrics.items()}
+        self._write(
+            "eval", step=step, metrics={k: v for k, v in numbers.items() if v is None or isinstance(v, int | float)}
+        )
+
+    def save(self, step: int) -> None:
+        """A checkpoint was saved."""
+        self._write("save", step=step)
+
+    def end(self, step: int, callback_s: dict[str, float]) -> None:
+        """The last line."""
+        self._write("end", step=step, callback_s=callback_s)
+
+    def close(self) -> None:
+        """Closes the file; nothing may follow."""
+        self._file.close()
+
+
+# -- reading ----------------------------------------------------------------------------------------------------------
+
+
+def find_run_log(path: str | os.PathLike[str]) -> Path:
+    """The record of a run.
+
+    Args:
+        path: The file, its folder, or the output directory above.
+
+    Raises:
+        RunLogError: there is none.
+    """
+    given = Path(path)
+    for found in (given, given / FILE_NAME, given / FOLDER_NAME / FILE_NAME):
+        if found.is_file():
+            return found
+    raise RunLogError(f"there is no {FILE_NAME}", where=str(given), fix=_REMEDY)
+
+
+def read_run_log(path: str | os.PathLike[str]) -> RunLog:
+    """Reads a record.
+
+    Args:
+        path: As for `find_run_log`.
+
+    Raises:
+        RunLogError: there is none, or a line is none; the message names the line.
+    """
+    found = find_run_log(path)
+    lines = found.read_bytes().split(b"\n")
+    torn = lines.pop()  # a whole file ends with a newline
+    run: RunLog | None = None
+    steps: dict[int, StepRecord] = {}
+    for number, line in enumerate(lines, start=1):
+        where = f"{found}:{number}"
+        try:
+            data = json.loads(line)
+            kind = data["kind"]
+            if kind == "header":
+                run = _with_header(run, data, str(found))
+            elif run is None:
+                raise ValueError("the first line is no header")
+            elif kind == "step":
+                record = _step_record(data)
+                steps[record.step] = record
+                run.memory = [_count(n) for n in data["memory"]] if "memory" in data else run.memory
+            elif kind == "eval":
+                metrics = {str(k): None if v is None else _number(v) for k, v in data["metrics"].items()}
+                run.evaluations.append((_count(data["step"]), metrics))
+            elif kind == "save":
+                run.saves.append(_count(data["step"]))
+            elif kind == "end":
+                run.callback_s = {str(k): _number(v) for k, v in data["callback_s"].items()}
+            if run is not None:
+                run.ended = kind == "end"
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
+            raise RunLogError(f"this line is not one of a run's record: {reason}", where=where, fix=_REMEDY) from error
+    if run is None:
+        raise RunLogError(
+            "the record is empty" if not torn else "the record has no whole line", where=f"{found}:1", fix=_REMEDY
+        )
+    run.steps = [steps[step] for step in sorted(steps)]
+    return run
+
+
+def _number(value: Any) -> float:
+    if type(value) not in (int, float) or not math.isfinite(value):
+        raise TypeError(f"{value!r} is no finite number")
+    return float(value)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise TypeError(f"{value!r} is no count")
+    return value
+
+
+def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
+    if data["format"] != FORMAT:
+        raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
+    facts = RunFacts(**{f.name: data[f.name] for f in fields(RunFacts)})
+    _count(facts.world_size)
+    for bucket in facts.buckets:
+        _count(bucket["low"]), _count(bucket["longest"]), _count(bucket["pack_tokens"])
+        if not isinstance(bucket["strategy"], str):
+            raise TypeError("the strategy of a bucket is no text")
+    if not all(isinstance(d, dict) for d in (facts.versions, facts.machine, facts.model, facts.settings)):
+        raise TypeError("versions, machine, model or settings are no objects")
+    if facts.lengths is not None and not is_histogram(facts.lengths):
+        raise ValueError("the lengths are no histogram")
+    if facts.plan is not None:
+        for name in ("seconds", "static_s"):
+            _number(facts.plan[name])
+        if not isinstance(facts.plan["rows"], list) or not isinstance(facts.plan["static"], str):
+            raise TypeError("the plan has no rows or no best single strategy")
+    if run is None:
+        return RunLog(path, facts, _number(data["time"]))
+    run.facts, run.starts = facts, run.starts + 1
+    return run
+
+
+_PHASE_FIELDS = {f.name: f.type for f in fields(PhaseReport)}
+_STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks")}
+
+
+def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
+    """The known fields, each of its type; a newer version may have written more."""
+    found: dict[str, Any] = {}
+    for name, kind in types.items():
+        value = data[name]
+        if kind is int:
+            found[name] = _count(value)
+        elif kind is str:
+            if not isinstance(value, str):
+                raise TypeError(f"{name} is no text")
+            found[name] = value
+        else:
+            found[name] = None if value is None and kind is not float else _number(value)
+    return found
+
+
+def _step_record(data: dict[str, Any]) -> StepRecord:
+    report = data["report"]
+    phases = tuple(PhaseReport(**_checked(phase, _PHASE_FIELDS)) for phase in report["phases"])
+    return StepRecord(
+        step=_count(data["step"]),
+        time=_number(data["time"]),
+        wall_s=_number(data["wall_s"]),
+        lr=None if data["lr"] is None else _number(data["lr"]),
+        report=StepReport(**_checked(report, _STEP_FIELDS), phases=phases),
+    )

@@ -1,0 +1,195 @@
+"""What a record says in a few numbers and sentences: totals, rates by strategy, and whether switching paid.
+
+Pure functions of a `RunLog`. Promises: a claim that was measured says so, and one that rests on a prediction or a rate
+taken from other lengths says that.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from hf_hotspa.report import PhaseReport
+from hf_hotspa.reporting.run_log import RunLog, StepRecord
+
+_CLEAR = 0.03
+"""Differences below this are not called a gain or a loss."""
+_MUCH_SWITCHING = 0.25
+_MUCH_WAITING = 0.2
+
+
+@dataclass(frozen=True)
+class StrategyTotals:
+    """Sums over all phases of one strategy."""
+
+    strategy: str
+    num_phases: int
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    compute_s: float
+    wait_s: float
+    switch_s: float
+    hidden_s: float
+    switch_bytes: int
+    predicted_s: float | None
+    measured_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens by seconds of computation."""
+        return self.num_tokens / self.compute_s if self.compute_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A run in numbers. Seconds are those of `StepReport.total_s`: forward, backward and switches."""
+
+    num_steps: int
+    num_tokens: int
+    seconds: float
+    wall_s: float
+    switch_s: float
+    hidden_s: float
+    wait_s: float
+    first_loss: float | None
+    last_loss: float | None
+    strategies: tuple[StrategyTotals, ...]
+    median_step_s: float
+    callback_s: float
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Over wall-clock time of steps, optimizer included."""
+        return self.num_tokens / self.wall_s if self.wall_s > 0 else 0.0
+
+    @property
+    def switch_share(self) -> float:
+        """Exposed seconds of switches by seconds of steps, 0 to 1."""
+        return self.switch_s / self.seconds if self.seconds > 0 else 0.0
+
+
+def strategy_order(run: RunLog) -> list[str]:
+    """The strategies of a run, shortest bucket first; those that no bucket names at the end."""
+    named = [bucket["strategy"] for bucket in run.facts.buckets]
+    ran = [phase.strategy for record in run.steps for phase in record.report.phases]
+    return list(dict.fromkeys([*named, *ran]))
+
+
+def summarize(run: RunLog) -> Summary:
+    """The numbers of a run; all zero for one without steps."""
+    reports = [record.report for record in run.steps]
+    phases: dict[str, list[PhaseReport]] = {strategy: [] for strategy in strategy_order(run)}
+    for report in reports:
+        for phase in report.phases:
+            phases[phase.strategy].append(phase)
+    last = reports[-max(1, len(reports) // 10) :]
+    return Summary(
+        num_steps=len(reports),
+        num_tokens=sum(r.num_tokens for r in reports),
+        seconds=sum(r.total_s for r in reports),
+        wall_s=sum(record.wall_s for record in run.steps),
+        switch_s=sum(r.switch_s for r in reports),
+        hidden_s=sum(r.hidden_s for r in reports),
+        wait_s=sum(p.wait_s for r in reports for p in r.phases),
+        first_loss=reports[0].loss if reports else None,
+        last_loss=sum(r.loss for r in last) / len(last) if last else None,
+        strategies=tuple(_totals(strategy, found) for strategy, found in phases.items() if found),
+        median_step_s=median(r.total_s for r in reports) if reports else 0.0,
+        callback_s=sum(run.callback_s.values()),
+    )
+
+
+def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
+    known = [phase for phase in phases if phase.predicted_s is not None]
+    return StrategyTotals(
+        strategy=strategy,
+        num_phases=len(phases),
+        num_packs=sum(p.num_packs for p in phases),
+        num_sequences=sum(p.num_sequences for p in phases),
+        num_tokens=sum(p.num_tokens for p in phases),
+        compute_s=sum(p.compute_s for p in phases),
+        wait_s=sum(p.wait_s for p in phases),
+        switch_s=sum(p.switch_s for p in phases),
+        hidden_s=sum(p.hidden_s for p in phases),
+        switch_bytes=sum(p.switch_bytes for p in phases),
+        predicted_s=sum(p.predicted_s or 0.0 for p in known) if known else None,
+        measured_s=sum(p.seconds for p in known),
+    )
+
+
+def measured_steps(run: RunLog) -> list[StepRecord]:
+    """The steps that timings are taken from: without the first, which warms up, where there are others."""
+    return run.steps[1:] if len(run.steps) > 2 else run.steps
+
+
+def verdict(run: RunLog) -> list[str]:
+    """Whether switching paid, in sentences; the first is the answer, a heading without a full stop."""
+    summary = summarize(run)
+    if not summary.num_steps:
+        return ["No mini-batch was recorded"]
+    used = summary.strategies
+    if len(used) < 2:
+        name = used[0].strategy if used else "none"
+        foretold = (
+            ["Predicted: for these lengths switching is not worth it here."] if run.facts.plan is not None else []
+        )
+        return [f"One strategy trained everything ({name}): nothing was switched", *foretold]
+    cost = (
+        f"Measured: moving weights and gradients took {summary.switch_share:.1%} of the step time "
+        f"({summary.switch_s:.2f} s)"
+        + (f", and {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else ".")
+    )
+    plan = run.facts.plan
+    predicted = [s for s in used if s.predicted_s]
+    if plan is not None and plan["static_s"] > 0 and predicted:
+        seconds = median(sum(phase.seconds for phase in record.report.phases) for record in measured_steps(run))
+        # how far the model is off in what ran is taken for how far it is off in what did not
+        ratio = sum(s.measured_s for s in predicted) / sum(s.predicted_s or 0.0 for s in predicted)
+        alone = plan["static_s"] * ratio
+        basis = (
+            f"The phases of a median step took {seconds:.3f} s; the best single strategy, {plan['static']}, would take "
+            f"about {alone:.3f} s on a typical mini-batch: {plan['static_s']:.3f} s as predicted, times {ratio:.2f}, "
+            "measured by predicted seconds of what ran."
+        )
+        return [_answer(alone / seconds if seconds else 1.0) + " (against a prediction)", basis, cost]
+    widest = used[-1]
+    computing = sum(s.compute_s for s in used)
+    if not widest.tokens_per_s or not computing:
+        return ["Whether switching paid is not known", cost]
+    alone = summary.num_tokens / widest.tokens_per_s + widest.switch_s
+    answer = _answer(alone / (computing + summary.switch_s))
+    basis = (
+        f"Everything under {widest.strategy}, which fits the longest sequences, would have taken about {alone:.2f} s at "
+        f"the rate it had on its own bucket, instead of {computing:.2f} s of computation and {summary.switch_s:.2f} s of "
+        f"switches. That rate was measured on its longer sequences, so this is rough: hf-hotspa compare with a run "
+        f"under {widest.strategy} alone measures it."
+    )
+    return [answer + " (an estimate)", basis, cost]
+
+
+def _answer(gain: float) -> str:
+    if gain > 1 + _CLEAR:
+        return f"Switching paid: about {gain:.2f}x"
+    if gain < 1 - _CLEAR:
+        return f"Switching did not pay: about {gain:.2f}x"
+    return "Switching made no clear difference"
+
+
+def advice(run: RunLog) -> list[str]:
+    """What to do about what costs most; empty when nothing stands out."""
+    summary = summarize(run)
+    found = []
+    if len(summary.strategies) > 1 and summary.switch_share > _MUCH_SWITCHING:
+        found.append(
+            f"Switches take {summary.switch_share:.0%} of the step: use a larger hotspa_mini_batch_size, fewer strategies, "
+            "or hotspa_overlap_load and hotspa_overlap_return."
+        )
+    if summary.seconds > 0 and summary.wait_s / summary.seconds > _MUCH_WAITING:
+        found.append(
+            f"Ranks wait for the busiest one for {summary.wait_s / summary.seconds:.0%} of the step: use smaller packs "
+            "(strategy:longest@tokens) or a larger mini-batch, so that replicas balance."
+        )
+    if summary.callback_s > 0.01 * summary.wall_s and summary.num_steps > 10:
+        worst = max(run.callback_s, key=lambda name: run.callback_s[name])
+        found.append(f"Callbacks take {summary.callback_s / summary.wall_s:.1%} of the time, most in {worst}.")
+    return found

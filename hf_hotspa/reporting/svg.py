@@ -1,0 +1,259 @@
+"""Small charts as inline SVG: histograms, bars, stacked bars and lines, in the colours of the page's style sheet.
+
+Every function returns one well-formed `<svg>` element that scales with its column. Colours are classes (`s0` ... `s5`
+for strategies, `switch`, `wait`, `other`, `hidden`), so that light and dark are a matter of the style sheet. What can be
+pointed at carries its text in `data-tip`, which the page's script shows.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from xml.sax.saxutils import escape, quoteattr
+
+WIDTH, HEIGHT = 420, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
+_MOST_POINTS = 160
+
+
+@dataclass(frozen=True)
+class Series:
+    """A named row of numbers.
+
+    Args:
+        name: For the legend and tips.
+        style: The CSS class of its colour.
+        values: One for each x; None where there is none.
+    """
+
+    name: str
+    style: str
+    values: Sequence[float | None]
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A vertical line at an x, with a text."""
+
+    x: float
+    text: str
+
+
+def short(value: float) -> str:
+    """A number of about three digits: 12.3k, 0.0041."""
+    size = abs(value)
+    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if size >= limit:
+            return f"{value / limit:.3g}{unit}"
+    return f"{value:.3g}"
+
+
+def ticks(low: float, high: float, most: int = 5) -> list[float]:
+    """At most `most + 1` round numbers that span `[low, high]`."""
+    span = high - low
+    if not span > 0:
+        return [low]
+    raw = span / most
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(power * m for m in (1, 2, 2.5, 5, 10) if power * m >= raw * (1 - 1e-9))
+    first = math.ceil(low / step - 1e-9)
+    count = math.floor(high / step + 1e-9) - first + 1
+    return [round((first + i) * step, 12) for i in range(count)]
+
+
+def thinned(xs: Sequence[float], series: Sequence[Series]) -> tuple[list[float], list[Series]]:
+    """At most some hundred points: means over neighbours, at the x of the last one."""
+    size = -(-len(xs) // _MOST_POINTS)
+    if size <= 1:
+        return list(xs), list(series)
+    groups = [range(begin, min(begin + size, len(xs))) for begin in range(0, len(xs), size)]
+
+    def mean(values: Sequence[float | None], group: range) -> float | None:
+        known = [v for v in (values[i] for i in group) if v is not None]
+        return sum(known) / len(known) if known else None
+
+    means = [Series(s.name, s.style, [mean(s.values, group) for group in groups]) for s in series]
+    return [xs[group[-1]] for group in groups], means
+
+
+class _Frame:
+    """The axes of a chart, and what is drawn in them."""
+
+    def __init__(self, label: str, x_range: tuple[float, float], y_range: tuple[float, float], unit: str) -> None:
+        self.label, self.unit = label, unit
+        self.x_low, self.x_high = x_range
+        self.y_low, self.y_high = y_range
+        self.parts: list[str] = []
+
+    def x(self, value: float) -> float:
+        span = self.x_high - self.x_low
+        return _LEFT + (WIDTH - _LEFT - _RIGHT) * ((value - self.x_low) / span if span else 0.5)
+
+    def y(self, value: float) -> float:
+        span = self.y_high - self.y_low
+        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * ((value - self.y_low) / span if span else 0.5)
+
+    def rect(self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "") -> None:
+        """A bar in data coordinates of y and pixels of x."""
+        top, bottom = self.y(high), self.y(low)
+        attribute = f" data-tip={quoteattr(tip)}" if tip else ""
+        self.parts.append(
+            f'<rect class="{style}" x="{x0:.1f}" y="{top:.1f}" width="{max(x1 - x0, 0.5):.1f}" '
+            f'height="{max(bottom - top, 0):.1f}"{attribute}/>'
+        )
+
+    def text(self, x: float, y: float, text: str, anchor: str = "middle", style: str = "tick") -> None:
+        self.parts.append(f'<text class="{style}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{escape(text)}</text>')
+
+    def hover(self, x: float, width: float, tip: str) -> None:
+        """A column that is not seen and can be pointed at."""
+        left, right = max(x - width / 2, _LEFT), min(x + width / 2, WIDTH - _RIGHT)
+        self.parts.append(
+            f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.5):.1f}" '
+            f'height="{HEIGHT - _TOP - _BOTTOM}" data-tip={quoteattr(tip)}/>'
+        )
+
+    def svg(self, x_label: str, x_ticks: Sequence[tuple[float, str]]) -> str:
+        head = [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label={quoteattr(self.label)}>'
+        ]
+        for value in ticks(self.y_low, self.y_high):
+            y = self.y(value)
+            head.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            head.append(
+                f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(short(value) + self.unit)}</text>'
+            )
+        for x, text in x_ticks:
+            head.append(
+                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 15}" text-anchor="middle">{escape(text)}</text>'
+            )
+        head.append(
+            f'<text class="label" x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>'
+        )
+        return "".join([*head, *self.parts, "</svg>"])
+
+
+def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
+    found = [t for t in ticks(frame.x_low, frame.x_high) if t == int(t)]
+    return [(frame.x(t), f"{int(t)}") for t in found or [round(frame.x_low)]]
+
+
+def _top(values: Sequence[float], least: float = 0.0) -> float:
+    return max([*values, least], default=least) * 1.06 or 1.0
+
+
+def lines(
+    label: str,
+    xs: Sequence[float],
+    series: Sequence[Series],
+    unit: str = "",
+    scale: float = 1.0,
+    from_zero: bool = True,
+) -> str:
+    """Lines over steps. Values are multiplied by `scale` and shown with `unit`; None leaves a gap."""
+    xs, series = thinned(
+        xs, [Series(s.name, s.style, [None if v is None else v * scale for v in s.values]) for s in series]
+    )
+    known = [v for s in series for v in s.values if v is not None]
+    low, high = min(known, default=0.0), max(known, default=1.0)
+    if from_zero:
+        y_range = (min(0.0, low), _top([high]))
+    else:
+        margin = (high - low) * 0.08 or abs(high) * 0.05 or 1.0
+        y_range = (low - margin, high + margin)
+    frame = _Frame(label, (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1), y_range, unit)
+    for s in series:
+        run: list[str] = []
+        pieces: list[list[str]] = [run]
+        points = [(x, v) for x, v in zip(xs, s.values, strict=True) if v is not None]
+        for x, value in zip(xs, s.values, strict=True):
+            if value is None and s.style != "eval":
+                run = []
+                pieces.append(run)
+            elif value is not None:
+                run.append(f"{frame.x(x):.1f},{frame.y(value):.1f}")
+        frame.parts += [f'<polyline class="line {s.style}" points="{" ".join(p)}"/>' for p in pieces if len(p) > 1]
+        if len(points) <= 24:
+            frame.parts += [
+                f'<circle class="dot {s.style}" cx="{frame.x(x):.1f}" cy="{frame.y(v):.1f}" r="2.5"/>'
+                for x, v in points
+            ]
+    column = (WIDTH - _LEFT - _RIGHT) / max(len(xs) - 1, 1)
+    for i, x in enumerate(xs):
+        shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i]) is not None]
+        if shown:
+            frame.hover(frame.x(x), column, f"step {int(x)}: " + ", ".join(shown))
+    return frame.svg("step", _step_ticks(frame))
+
+
+def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str = "") -> str:
+    """Stacked bars over steps, the first series at the bottom."""
+    xs, series = thinned(xs, series)
+    totals = [sum(s.values[i] or 0.0 for s in series) for i in range(len(xs))]
+    frame = _Frame(label, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, _top(totals)), unit)
+    slot = (WIDTH - _LEFT - _RIGHT) / len(xs)
+    for i, x in enumerate(xs):
+        middle = _LEFT + slot * (i + 0.5)
+        base = 0.0
+        for s in series:
+            value = s.values[i] or 0.0
+            if value > 0:
+                frame.rect(s.style, middle - slot * 0.42, middle + slot * 0.42, base, base + value)
+                base += value
+        shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i])]
+        frame.hover(middle, slot, f"step {int(x)}: {short(base)}{unit}; " + ", ".join(shown))
+    count = min(6, len(xs))
+    at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
+    return frame.svg("step", [(_LEFT + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
+
+
+def bars(label: str, names: Sequence[str], values: Sequence[float], unit: str, x_label: str, style: str = "s0") -> str:
+    """One bar for each name; names are thinned out where they do not fit."""
+    frame = _Frame(label, (0, len(names)), (0.0, _top(values)), unit)
+    slot = (WIDTH - _LEFT - _RIGHT) / len(names)
+    every = -(-len(names) // 12)
+    for i, (name, value) in enumerate(zip(names, values, strict=True)):
+        x = _LEFT + slot * (i + 0.5)
+        frame.rect(style, x - slot * 0.4, x + slot * 0.4, 0.0, value, f"{x_label} {name}: {short(value)}{unit}")
+    return frame.svg(x_label, [(_LEFT + slot * (i + 0.5), names[i]) for i in range(0, len(names), every)])
+
+
+def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
+    """Shares (0 to 1) by bins side by side, with marks between or inside bins.
+
+    Args:
+        label: For readers of screens.
+        edges: [B + 1], of the bins.
+        series: Each with [B] shares.
+        marks: At values of the edges' axis.
+        x_label: What the edges count.
+    """
+    bins = len(edges) - 1
+    values = [v or 0.0 for s in series for v in s.values]
+    frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")
+    slot = (WIDTH - _LEFT - _RIGHT) / bins
+    bar = slot * 0.84 / len(series)
+    for i in range(bins):
+        tip = f"{edges[i] + 1} to {edges[i + 1]} {x_label}: " + ", ".join(
+            f"{(s.values[i] or 0.0) * 100:.1f}% of {s.name}" for s in series
+        )
+        for j, s in enumerate(series):
+            x = _LEFT + slot * (i + 0.08) + bar * j
+            frame.rect(s.style, x, x + bar, 0.0, (s.values[i] or 0.0) * 100)
+        frame.hover(_LEFT + slot * (i + 0.5), slot, tip)
+    for n, mark in enumerate(marks):
+        place = _between(edges, mark.x)
+        x = _LEFT + slot * place
+        frame.parts.append(
+            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" data-tip={quoteattr(mark.text)}/>'
+        )
+        frame.text(x - 3, _TOP + 9 + 12 * (n % 4), mark.text, "end" if place > bins * 0.3 else "start", "marktext")
+    every = -(-bins // 7)
+    return frame.svg(x_label, [(_LEFT + slot * (i + 1), short(edges[i + 1])) for i in range(every - 1, bins, every)])
+
+
+def _between(edges: Sequence[int], value: float) -> float:
+    """The place of a value on the axis of bins."""
+    for i in range(len(edges) - 1):
+        if value <= edges[i + 1]:
+            return i + max(0.0, (value - edges[i]) / (edges[i + 1] - edges[i]))
+    return float(len(edges) - 1)

@@ -1,0 +1,63 @@
+"""Tables in a terminal: with rich where somebody looks at one, aligned plain text in a pipe or a file."""
+
+import sys
+from collections.abc import Sequence
+from io import StringIO
+from typing import TextIO
+
+_shown: set[str] = set()
+
+
+def is_terminal(stream: TextIO | None = None) -> bool:
+    """Whether somebody looks at the stream (standard output by default)."""
+    stream = sys.stdout if stream is None else stream
+    return bool(getattr(stream, "isatty", lambda: False)())
+
+
+def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """A title and aligned columns; the first row is the heading, `left` columns are flush left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [title] if title else []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, width: int | None = None) -> str:
+    """The same, drawn by rich with colours."""
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    for i, name in enumerate(rows[0]):
+        table.add_column(Text(name), justify="left" if i < left else "right", style="bold" if i < left else "")
+    for row in rows[1:]:
+        table.add_row(*map(Text, row))
+    out = StringIO()
+    Console(file=out, force_terminal=True, width=width).print(table)
+    return out.getvalue().rstrip("\n")
+
+
+def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:
+    """A table as text.
+
+    Args:
+        title: The line above; may be empty.
+        rows: Cells; the first row is the heading.
+        left: Columns that are flush left.
+        terminal: Whether it is for a terminal; None: whether standard output is one.
+    """
+    if is_terminal() if terminal is None else terminal:
+        return rich_table(title, rows, left)
+    return plain_table(title, rows, left)
+
+
+def once(key: str) -> bool:
+    """True the first time in this process, then False: for warnings that are worth saying once."""
+    if key in _shown:
+        return False
+    _shown.add(key)
+    return True

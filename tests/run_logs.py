@@ -1,0 +1,76 @@
+"""Made-up runs for the tests of reports: known numbers, no training."""
+
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.report import PhaseReport, RankMeasures, RunFacts, StepReport
+from hf_hotspa.reporting.histogram import length_histogram
+from hf_hotspa.reporting.run_log import RunLogWriter
+
+SHORT, LONG = "dp2tp1pp1", "dp1tp2pp1"
+LENGTHS = [3, 5, 5, 9, 17, 33, 60, 100]
+
+
+def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes: Any) -> PhaseReport:
+    """A phase of `seconds`: a tenth each for load and return, the rest computation."""
+    numbers: dict[str, Any] = {
+        "num_packs": 4, "num_sequences": 10, "num_tokens": 200, "load_s": seconds / 10, "compute_s": seconds * 0.8,
+        "wait_s": seconds / 20, "return_s": seconds / 10, "load_bytes": 2_000_000, "return_bytes": 4_000_000,
+        "hidden_load_s": seconds / 50, "predicted_s": seconds * 1.1 if predicted else None, "room_tokens": 256,
+        "busiest_tokens": 110, "longest_tokens": 60,
+    }  # fmt: skip
+    return PhaseReport(strategy=strategy, **{**numbers, **changes})
+
+
+def made_report(step: int, *phases: PhaseReport, loss: float = 2.0, world_size: int = 2) -> StepReport:
+    """A mini-batch of two phases, with 10 ms of agreement and 10 ms at the end."""
+    phases = phases or (made_phase(SHORT, 0.4), made_phase(LONG, 0.8))
+    rows, start = [], 0.0
+    for p in phases:
+        rows.append([p.load_s, p.compute_s, p.wait_s, p.return_s, p.hidden_load_s, 0.0, 1e6, 2e6, start])
+        start += p.seconds + p.wait_s
+    ranks = RankMeasures([0.01] * world_size, [(5 + rank) << 20 for rank in range(world_size)], [rows] * world_size)
+    return StepReport(
+        step=step, loss=loss, grad_norm=1.0, num_labels=390, num_rows=20, num_truncated=0, num_split=0, num_dropped=0,
+        num_empty=0, phases=phases, total_s=start + 0.02, ranks=ranks,
+    )  # fmt: skip
+
+
+def made_facts(**changes: Any) -> RunFacts:
+    """The facts of a run with two buckets."""
+    facts: dict[str, Any] = {
+        "world_size": 2,
+        "versions": {"hf_hotspa": "0.1.0", "torch": "2.13.0"},
+        "machine": {"device": "cpu", "cpu_cores": 2},
+        "model": {"name": "LlamaForCausalLM <&>", "family": "llama", "parameters": 12345},
+        "settings": {"strategies": "auto", "pipeline_schedule": "auto"},
+        "buckets": [
+            {"strategy": SHORT, "low": 0, "longest": 16, "pack_tokens": 64},
+            {"strategy": LONG, "low": 16, "longest": 100, "pack_tokens": 100},
+        ],
+        "plan": {
+            "seconds": 1.2, "switch_s": 0.2, "static": LONG, "static_s": 2.4,
+            "rows": [{"strategy": SHORT, "compute_s": 0.3, "switch_s": 0.1}],
+        },
+        "lengths": length_histogram(LENGTHS),
+    }  # fmt: skip
+    return RunFacts(**{**facts, **changes})
+
+
+def write_run(
+    folder: Path, steps: int = 6, *, begin: int = 1, faster: float = 1.0, end: bool = True, **facts: Any
+) -> Path:
+    """Writes a record and returns its folder; a run that is twice as `faster` takes half the seconds."""
+    writer = RunLogWriter(folder, goes_on=begin > 1)
+    writer.header(made_facts(**facts))
+    for step in range(begin, begin + steps):
+        phases = (made_phase(SHORT, 0.4 / faster), made_phase(LONG, 0.8 / faster))
+        report = made_report(step, *phases, loss=3.0 - 0.1 * step)
+        writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
+        if step % 2 == 0:
+            writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})
+    writer.save(begin + steps - 1)
+    if end:
+        writer.end(begin + steps - 1, {"ReportCallback": 0.002, "ProgressCallback": 0.001})
+    writer.close()
+    return folder

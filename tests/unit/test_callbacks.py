@@ -1,0 +1,282 @@
+"""The trace, report and progress callbacks, and how callbacks are called, without training."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+
+from hf_hotspa.callbacks import (
+    PhaseProgressCallback,
+    ReportCallback,
+    SwitchOverheadCallback,
+    TraceCallback,
+    switch_overhead,
+    trace,
+)
+from hf_hotspa.callbacks import progress as progress_module
+from hf_hotspa.errors import CallbackError, HotspaConfigError
+from hf_hotspa.report import PhaseEvent
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.events import CallbackEvents
+from tests.run_logs import LONG, SHORT, made_facts, made_phase, made_report
+
+
+def run_callback(callback, folder, steps, *, first=1, main=True, end=True):
+    """Calls the callback as a run of some steps does."""
+    args = SimpleNamespace(output_dir=str(folder))
+    state = TrainerState(is_world_process_zero=main)
+    state.global_step = first - 1
+    optimizer = SimpleNamespace(param_groups=[{"lr": 0.25}])
+    callback.on_run_begin(args, state, None, run=made_facts(), callback_seconds=lambda: {"X": 0.5})
+    callback.on_train_begin(args, state, None)
+    for step in range(first, first + steps):
+        callback.on_step_begin(args, state, None)
+        callback.on_step_report(args, state, None, report=made_report(step))
+        callback.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
+        state.global_step = step
+        callback.on_step_end(args, state, None)
+    if end:
+        callback.on_train_end(args, state, None)
+
+
+def traced_steps(folder):
+    data = json.loads((folder / "perfetto_trace.json").read_text())
+    return sorted({e["name"] for e in data["traceEvents"] if e.get("cat") == "mini-batch"})
+
+
+@pytest.mark.parametrize(
+    ("steps", "wanted", "traced"),
+    [(6, 3, ["step 2", "step 3", "step 4"]), (1, 3, ["step 1"]), (3, 5, ["step 2", "step 3"])],
+)
+def test_the_trace_leaves_out_the_first_step_where_it_can(tmp_path, steps, wanted, traced):
+    run_callback(TraceCallback(tmp_path, steps=wanted), tmp_path, steps)
+    assert traced_steps(tmp_path) == traced
+    run = read_run_log(tmp_path)
+    assert len(run.steps) == steps
+    assert run.ended
+    assert run.steps[0].lr == 0.25
+    assert run.callback_s == {"X": 0.5}
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_no_trace_and_other_ranks_write_nothing(tmp_path):
+    run_callback(TraceCallback(tmp_path / "a", steps=0), tmp_path, 3)
+    assert [p.name for p in (tmp_path / "a").iterdir()] == ["hotspa_trace.jsonl"]
+    run_callback(ReportCallback(tmp_path / "b"), tmp_path, 3, main=False)
+    assert not (tmp_path / "b").exists()
+    with pytest.raises(HotspaConfigError, match="hotspa_trace_steps"):
+        TraceCallback(steps=-1)
+
+
+def test_the_flags_are_checked(tmp_path):
+    common = {"output_dir": str(tmp_path), "use_cpu": True, "hotspa_strategies": "dp1:64"}
+    args = HotSPaTrainingArguments(**common)
+    assert args.hotspa_report
+    assert args.hotspa_trace_steps == 3
+    with pytest.raises(HotspaConfigError, match="hotspa_trace_steps is -1"):
+        HotSPaTrainingArguments(**common, hotspa_trace_steps=-1)
+
+
+def test_the_page_comes_at_the_end_and_says_where_it_is(tmp_path, capsys):
+    run_callback(ReportCallback(), tmp_path, 3)
+    page = tmp_path / "hotspa_report" / "report.html"
+    assert page.exists()
+    assert str(page) in capsys.readouterr().out
+
+
+def test_a_run_that_was_killed_and_resumed(tmp_path):
+    run_callback(ReportCallback(tmp_path), tmp_path, 3, end=False)
+    assert len(read_run_log(tmp_path).steps) == 3
+    run_callback(ReportCallback(tmp_path), tmp_path, 2, first=4)
+    run = read_run_log(tmp_path)
+    assert [r.step for r in run.steps] == [1, 2, 3, 4, 5]
+    assert run.starts == 2
+
+
+def test_a_full_disk_stops_the_record_and_not_the_training(tmp_path, monkeypatch, caplog):
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(trace.RunLogWriter, "step", full)
+    run_callback(ReportCallback(tmp_path), tmp_path, 4)
+    assert [r.message for r in caplog.records].count(
+        "the record of the run ends here, training goes on: [Errno 28] No space left on device"
+    ) == 1
+    assert not (tmp_path / "report.html").exists()
+
+
+# -- progress and tables ----------------------------------------------------------------------------------------------
+
+
+class Bar:
+    """Stands for a tqdm bar."""
+
+    made: list["Bar"] = []
+
+    def __init__(self, total, **kwargs):
+        self.total, self.texts, self.done, self.closed = total, [], 0, False
+        self.made.append(self)
+
+    def set_description_str(self, text):
+        self.texts.append(text)
+
+    def update(self, count):
+        self.done += count
+
+    def close(self):
+        self.closed = True
+
+
+def _phases(callback, main=True):
+    state = SimpleNamespace(is_world_process_zero=main)
+    for step in (1, 2):
+        for index, strategy in enumerate((SHORT, LONG)):
+            phase = PhaseEvent(step, index, 2, strategy, num_packs=3, num_sequences=5, num_tokens=70)
+            callback.on_phase_begin(None, state, None, phase=phase)
+            callback.on_phase_end(None, state, None, phase=phase)
+
+
+def test_progress_shows_a_line_a_phase(monkeypatch):
+    monkeypatch.setattr(progress_module, "tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    _phases(PhaseProgressCallback(disable=False))
+    assert len(Bar.made) == 2
+    for step, bar in enumerate(Bar.made, start=1):
+        assert bar.texts == [f"step {step}: {s}, 3 packs, 70 tokens" for s in (SHORT, LONG)]
+        assert (bar.done, bar.total, bar.closed) == (2, 2, True)
+
+
+def test_progress_is_quiet_in_a_pipe_and_on_other_ranks(monkeypatch):
+    monkeypatch.setattr(progress_module, "tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    monkeypatch.setattr(progress_module.sys, "stderr", SimpleNamespace(isatty=lambda: False))
+    _phases(PhaseProgressCallback())
+    _phases(PhaseProgressCallback(disable=False), main=False)
+    assert Bar.made == []
+    monkeypatch.setattr(progress_module.sys, "stderr", SimpleNamespace(isatty=lambda: True))
+    _phases(PhaseProgressCallback())
+    assert len(Bar.made) == 2
+
+
+def test_much_switching_is_said_once(monkeypatch, caplog):
+    monkeypatch.setattr(switch_overhead, "once", _first_time())
+    state = SimpleNamespace(is_world_process_zero=True)
+    for _ in range(2):
+        callback = SwitchOverheadCallback()
+        for step in range(1, 15):
+            slow = made_phase(SHORT, 1.0, load_s=2.0)
+            callback.on_step_report(None, state, None, report=made_report(step, slow, made_phase(LONG, 0.5)))
+    said = [r.message for r in caplog.records if "switches take" in r.message]
+    assert len(said) == 1
+    assert "hotspa_mini_batch_size" in said[0]
+
+
+def _first_time():
+    seen = set()
+    return lambda key: key not in seen and not seen.add(key)
+
+
+def test_buckets_are_printed_with_the_tables(capsys):
+    state = SimpleNamespace(is_world_process_zero=True)
+    SwitchOverheadCallback(print_table=True).on_run_begin(None, state, None, run=made_facts())
+    assert capsys.readouterr().out.splitlines() == [
+        "buckets on 2 ranks",
+        "tokens    strategy   pack tokens",
+        "1 - 16    dp2tp1pp1           64",
+        "17 - 100  dp1tp2pp1          100",
+    ]
+
+
+# -- how callbacks are called -----------------------------------------------------------------------------------------
+
+
+class Failing(TrainerCallback):
+    """Raises in every event that it has."""
+
+    def on_step_end(self, args, state, control, **kwargs):
+        raise KeyError("lost")
+
+    def on_phase_end(self, args, state, control, phase, **kwargs):
+        raise RuntimeError("broken")
+
+
+class Counting(TrainerCallback):
+    """Counts."""
+
+    def __init__(self):
+        self.events = []
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        self.events.append(("step", model))
+        control.should_log = True
+        return control
+
+    def on_phase_end(self, args, state, control, phase, **kwargs):
+        self.events.append(("phase", phase))
+
+    def pop_metrics(self):
+        return {"mine": 1.0}
+
+
+@pytest.fixture
+def events(tmp_path):
+    handler = CallbackHandler([DefaultFlowCallback, Failing(), Counting()], "the model", None, None, None)
+    args = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    state = TrainerState(max_steps=10, logging_steps=500, save_steps=500, eval_steps=500)
+    state.global_step = 4
+    return CallbackEvents(handler), args, state
+
+
+def test_an_error_waits_is_named_and_others_are_called(events):
+    handler, args, state = events
+    with handler.deferring_errors():
+        control = handler.on_step_end(args, state, TrainerControl())
+        handler.dispatch("on_phase_end", args, state, control, phase="p")
+        error = handler.take_error()
+        assert handler.take_error() is None
+    assert type(error) is CallbackError
+    assert str(error).startswith("HSP-320 Callback: Failing.on_step_end raised KeyError: 'lost' | Where: step 4")
+    assert control.should_log
+    assert handler.callbacks[-1].events == [("step", "the model"), ("phase", "p")]
+
+
+def test_outside_of_training_an_error_is_raised_where_it_is(events):
+    handler, args, state = events
+    with pytest.raises(KeyError, match="lost"):
+        handler.on_step_end(args, state, TrainerControl())
+    assert handler.take_error() is None
+
+
+def test_an_error_of_a_training_before_is_forgotten(events):
+    handler, args, state = events
+    with handler.deferring_errors():
+        handler.dispatch("on_phase_end", args, state, TrainerControl(), phase="p")
+    with handler.deferring_errors():
+        assert handler.take_error() is None
+
+
+def test_interrupts_are_not_held_back(events):
+    handler, args, state = events
+    handler.callbacks[-1].on_step_end = _interrupted
+    with handler.deferring_errors(), pytest.raises(KeyboardInterrupt):
+        handler.on_step_end(args, state, TrainerControl())
+
+
+def _interrupted(*args, **kwargs):
+    raise KeyboardInterrupt
+
+
+def test_seconds_inside_callbacks(events):
+    handler, args, state = events
+    assert handler.defined("on_phase_end")
+    assert not handler.defined("on_switch")
+    assert handler.pop_metrics(1) == {"mine": 1.0}
+    for _ in range(4):
+        handler.dispatch("on_step_report", args, state, TrainerControl(), report=None)
+    handler.seconds["Counting"] += 2.0
+    assert handler.pop_metrics(5)["hotspa/callback_s"] == pytest.approx(0.5, abs=0.05)
+    assert handler.pop_metrics(6) == {"mine": 1.0}
+    assert set(handler.seconds) == {"Counting"}

@@ -1,0 +1,221 @@
+"""The page of a run: whole and well-formed, every panel with data, nothing from the network, light and dark."""
+
+import re
+import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from hf_hotspa.reporting import svg
+from hf_hotspa.reporting.compare import compare, compare_page
+from hf_hotspa.reporting.page import report_page, save_page
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import advice, summarize, verdict
+from hf_hotspa.reporting.svg import Series
+from tests.run_logs import LONG, SHORT, write_run
+
+PANELS = {
+    "lengths", "time", "share", "loss", "rate", "padding", "memory", "prediction", "plan", "strategies", "run",
+}  # fmt: skip
+CHARTS = PANELS - {"plan", "strategies", "run"}
+_VOID = {"meta", "link"}
+
+
+class Page(HTMLParser):
+    """What a page holds: panels with their points, and whether all tags are closed."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.points, self.stack, self.tags, self.attributes = {}, [], [], []
+        self.feed(text)
+        self.close()
+        assert self.stack == []
+
+    def handle_starttag(self, tag, attrs):
+        found = dict(attrs)
+        self.tags.append(tag)
+        self.attributes += found.items()
+        if tag == "figure":
+            self.points[found["id"].removeprefix("panel-")] = int(found["data-points"])
+        if tag not in _VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append(tag)
+        self.attributes += dict(attrs).items()
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+
+def charts(text):
+    return [ElementTree.fromstring(found) for found in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+
+
+def check_page(text):
+    page = Page(text)
+    for name, value in page.attributes:
+        if name in ("href", "src", "action", "data", "poster"):
+            assert value == "data:,", f"{name}={value}: a page needs no network"
+    assert "@import" not in text
+    assert "url(" not in text
+    assert "fetch(" not in text
+    assert set(re.findall(r"https?://[^\s\"']+", text)) <= {"http://www.w3.org/2000/svg"}
+    assert "prefers-color-scheme: dark" in text
+    assert 'name="viewport"' in text
+    for chart in charts(text):
+        assert chart.get("viewBox")
+        for element in chart.iter():
+            for name in ("x", "y", "width", "height", "x1", "x2", "y1", "y2", "cx", "cy"):
+                if (value := element.get(name)) is not None:
+                    assert -1 <= float(value) <= 500, f"{element.tag} {name}={value} is outside of the chart"
+    styles = set(re.findall(r"var\((--\w+)\)", text))
+    light, dark = text.split("prefers-color-scheme: dark", 1)
+    for style in styles:
+        assert f"{style}:" in light
+        assert f"{style}:" in dark
+    return page
+
+
+def test_every_panel_has_data(tmp_path):
+    text = report_page(read_run_log(write_run(tmp_path)))
+    page = check_page(text)
+    assert set(page.points) == PANELS
+    assert all(points > 0 for points in page.points.values()), page.points
+    assert len(charts(text)) == len(CHARTS)
+    assert page.tags.count("script") == 1
+    assert "LlamaForCausalLM &lt;&amp;&gt; on 2 ranks" in text
+    for part in ("dp2tp1pp1 to 16", "Switching paid", "tokens per second", "2.13.0"):
+        assert part in text
+
+
+def test_charts_draw_what_was_recorded(tmp_path):
+    text = report_page(read_run_log(write_run(tmp_path)))
+    tips = re.findall(r'data-tip="([^"]*)"', text)
+    assert "step 3: training 2.7" in tips
+    assert "step 4: training 2.6, evaluation 2.7" in tips
+    assert any(t.startswith("step 1: 1.28 s; dp2tp1pp1 0.32 s, dp1tp2pp1 0.64 s, switches 0.24 s") for t in tips), tips
+    assert "rank 1: 6" in tips
+    assert any(t.startswith("step 2: measured 1.2 s, predicted 1.32 s") for t in tips)
+    time = next(c for c in charts(text) if c.get("aria-label") == "Seconds of a step")
+    heights = [float(e.get("height")) for e in time.iter() if e.get("class") == "s0"]
+    assert len(heights) == 6
+    assert heights == pytest.approx([heights[0]] * 6)
+
+
+def test_a_run_that_knows_little(tmp_path):
+    """A stream, strategies that were given, no step yet: the page says why there is nothing to see."""
+    text = report_page(read_run_log(write_run(tmp_path, steps=0, end=False, plan=None, lengths=None)))
+    page = check_page(text)
+    assert set(page.points) == PANELS
+    assert {name for name, points in page.points.items() if not points} == CHARTS | {"strategies"}
+    assert text.count('class="empty"') == len(CHARTS) + 1
+    assert "the run is going on, or was stopped" in text
+
+
+@pytest.mark.parametrize("steps", [1, 2, 1000])
+def test_short_and_long_runs(tmp_path, steps):
+    text = report_page(read_run_log(write_run(tmp_path, steps=steps)))
+    check_page(text)
+    assert len(text) < 600_000
+
+
+def test_a_page_is_written_whole(tmp_path):
+    path = save_page(tmp_path / "new" / "page.html", "text")
+    assert path.read_text() == "text"
+    assert [p.name for p in path.parent.iterdir()] == ["page.html"]
+
+
+# -- what it says -----------------------------------------------------------------------------------------------------
+
+
+def test_the_summary_adds_up(tmp_path):
+    run = read_run_log(write_run(tmp_path))
+    found = summarize(run)
+    assert found.num_steps == 6
+    assert found.num_tokens == 6 * 400
+    assert found.seconds == pytest.approx(sum(r.report.total_s for r in run.steps))
+    assert found.switch_s == pytest.approx(6 * 0.24)
+    assert found.switch_share == pytest.approx(0.24 / 1.28)
+    assert [s.strategy for s in found.strategies] == [SHORT, LONG]
+    assert found.strategies[0].tokens_per_s == pytest.approx(200 / 0.32)
+    assert found.strategies[0].predicted_s == pytest.approx(6 * 0.44)
+    assert found.first_loss == pytest.approx(2.9)
+    assert found.last_loss == pytest.approx(2.4)
+
+
+@pytest.mark.parametrize(
+    ("plan", "answer"),
+    [
+        ({"static_s": 2.64}, "Switching paid: about 2.00x (against a prediction)"),
+        ({"static_s": 0.66}, "Switching did not pay: about 0.50x (against a prediction)"),
+        ({"static_s": 1.32}, "Switching made no clear difference (against a prediction)"),
+        # 400 tokens at 200 / 0.64 s, and a switch of 0.16 s: 1.44 s instead of 0.96 + 0.24
+        (None, "Switching paid: about 1.20x (an estimate)"),
+    ],
+)
+def test_whether_it_paid(tmp_path, plan, answer):
+    whole = {"seconds": 1.0, "static": LONG, "rows": [], **plan} if plan else None
+    sentences = verdict(read_run_log(write_run(tmp_path, plan=whole)))
+    assert sentences[0] == answer
+    assert "18.7% of the step time" in sentences[-1]
+
+
+def test_one_strategy_is_no_comparison(tmp_path):
+    run = read_run_log(write_run(tmp_path))
+    run.steps = [replace(r, report=replace(r.report, phases=r.report.phases[:1])) for r in run.steps]
+    foretold = "Predicted: for these lengths switching is not worth it here."
+    assert verdict(run) == [f"One strategy trained everything ({SHORT}): nothing was switched", foretold]
+    run.steps = []
+    assert verdict(run) == ["No mini-batch was recorded"]
+
+
+def test_advice_only_where_something_stands_out(tmp_path):
+    run = read_run_log(write_run(tmp_path / "a"))
+    assert advice(run) == []
+    run.steps = [type(r)(r.step, r.time, r.wall_s, r.lr, _slow_switch(r.report)) for r in run.steps]
+    [said] = advice(run)
+    assert "hotspa_mini_batch_size" in said
+
+
+def _slow_switch(report):
+    return replace(report, phases=tuple(replace(p, load_s=p.load_s * 10) for p in report.phases), total_s=3.0)
+
+
+# -- charts -----------------------------------------------------------------------------------------------------------
+
+
+def test_ticks_are_round_and_inside():
+    assert svg.ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
+    assert svg.ticks(3.0, 3.0) == [3.0]
+    for low, high in ((0, 7), (0.013, 0.0141), (-5, 12345)):
+        found = svg.ticks(low, high)
+        assert 2 <= len(found) <= 6
+        assert low - 1e-9 <= found[0] <= found[-1] <= high + 1e-9
+
+
+def test_thinning_keeps_means():
+    xs = [float(i) for i in range(1000)]
+    [few, [series]] = svg.thinned(xs, [Series("a", "s0", [None if i % 2 else float(i) for i in range(1000)])])
+    assert len(few) == len(series.values) <= 160
+    known = [v for v in series.values if v is not None]
+    assert sum(known) / len(known) == pytest.approx(499, abs=4)
+
+
+def test_short_numbers():
+    assert [svg.short(v) for v in (0, 0.00412, 12.34, 12345, 2.5e9)] == ["0", "0.00412", "12.3", "12.3k", "2.5G"]
+
+
+# -- two runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_equal_runs_do_not_differ(tmp_path):
+    a, b = (read_run_log(write_run(tmp_path / name)) for name in "ab")
+    found = compare(a, b)
+    assert set(found.loss_differences) == {0.0}
+    assert found.largest_relative == 0.0
+    assert found.speed_up == 1.0
+    assert [pair.speed_up for pair in found.strategies] == [1.0, 1.0]
+    page = check_page(compare_page(a, b, found))
+    assert all(page.points.values())

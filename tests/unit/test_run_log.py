@@ -1,0 +1,167 @@
+"""The record of a run: written line by line, read back whole, robust where a run was killed, strict elsewhere."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from hf_hotspa.errors import RunLogError
+from hf_hotspa.report import MEASURES
+from hf_hotspa.reporting.histogram import bin_edges, is_histogram, length_histogram
+from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, find_run_log, plain, read_run_log
+from hf_hotspa.runtime.measures import PhaseMeasure
+from tests.run_logs import made_facts, made_report, write_run
+
+
+def test_a_record_comes_back_as_it_was_written(tmp_path):
+    run = read_run_log(write_run(tmp_path))
+    assert run.facts == made_facts()
+    assert run.ended
+    assert [r.step for r in run.steps] == [1, 2, 3, 4, 5, 6]
+    written = made_report(3, loss=3.0 - 0.1 * 3)
+    assert run.steps[2].report.to_dict() == written.to_dict()
+    assert run.steps[2].report.ranks is None
+    assert run.steps[2].lr == 1e-3 / 3
+    assert run.steps[2].wall_s == written.total_s + 0.05
+    assert run.memory == [5 << 20, 6 << 20]
+    assert run.evaluations[0] == (2, {"eval_loss": 3.1 - 0.2, "eval_runtime": 0.5})
+    assert run.saves == [6]
+    assert run.callback_s == {"ReportCallback": 0.002, "ProgressCallback": 0.001}
+    assert (run.starts, len(run.steps)) == (1, 6)
+
+
+def test_the_columns_are_those_of_the_engine():
+    assert PhaseMeasure._fields == MEASURES
+
+
+def test_memory_is_written_when_it_grows(tmp_path):
+    write_run(tmp_path)
+    lines = [json.loads(line) for line in (tmp_path / FILE_NAME).read_text().splitlines()]
+    assert ["memory" in line for line in lines if line["kind"] == "step"] == [True] + [False] * 5
+
+
+@pytest.mark.parametrize("where", ["file", "folder", "output directory"])
+def test_it_is_found(tmp_path, where):
+    folder = write_run(tmp_path / "hotspa_report")
+    given = {"file": folder / FILE_NAME, "folder": folder, "output directory": tmp_path}[where]
+    assert find_run_log(given) == folder / FILE_NAME
+
+
+@pytest.mark.parametrize("cut", [1, 20, 300])
+def test_a_torn_last_line_is_left_out(tmp_path, cut):
+    path = write_run(tmp_path, end=False) / FILE_NAME
+    data = path.read_bytes()
+    last = len(data.splitlines()[-1]) + 1
+    path.write_bytes(data[: -min(cut, last - 1)])
+    run = read_run_log(path)
+    assert len(run.steps) == 6
+    assert run.saves == []
+    assert not run.ended
+
+
+def test_a_resumed_run_goes_on_and_replaces_what_it_trains_again(tmp_path):
+    path = write_run(tmp_path, steps=6, end=False) / FILE_NAME
+    path.write_bytes(path.read_bytes()[:-7])
+    write_run(tmp_path, steps=4, begin=5, faster=2.0)
+    run = read_run_log(tmp_path)
+    assert [r.step for r in run.steps] == list(range(1, 9))
+    assert run.starts == 2
+    seconds = [round(r.report.total_s, 6) for r in run.steps]
+    assert seconds == [seconds[0]] * 4 + [seconds[-1]] * 4
+    assert seconds[0] > seconds[-1]
+
+
+def test_a_new_run_keeps_the_record_before(tmp_path):
+    write_run(tmp_path, steps=2)
+    write_run(tmp_path, steps=3)
+    assert len(read_run_log(tmp_path).steps) == 3
+    assert len(read_run_log(tmp_path / "hotspa_trace.previous.jsonl").steps) == 2
+
+
+def _changed(line, **changes):
+    data = json.loads(line)
+    for path, value in changes.items():
+        *parents, name = path.split("__")
+        place = data
+        for parent in parents:
+            place = place[int(parent) if parent.isdigit() else parent]
+        place[name] = value
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("number", "change"),
+    [
+        (1, lambda line: _changed(line, format=99)),
+        (1, lambda line: _changed(line, lengths__edges=[3, 2])),
+        (1, lambda line: _changed(line, buckets=[{"strategy": "dp2"}])),
+        (1, lambda line: _changed(line, plan__static_s="fast")),
+        (1, lambda line: _changed(line, kind="step")),
+        (2, lambda line: "not json"),
+        (2, lambda line: ""),
+        (2, lambda line: "[1]"),
+        (2, lambda line: _changed(line, report__loss=None)),
+        (2, lambda line: _changed(line, report__total_s="1.0")),
+        (2, lambda line: _changed(line, report__phases__0__num_tokens=-1)),
+        (2, lambda line: _changed(line, report__phases__0__compute_s=True)),
+        (2, lambda line: line.replace('"loss":', '"los":')),
+        (2, lambda line: line.replace('"wall_s":', '"wall_s":NaN,"x":')),
+        (4, lambda line: _changed(line, metrics={"eval_loss": "low"})),
+    ],
+)
+def test_what_is_no_record_is_refused_with_its_line(tmp_path, number, change):
+    path = write_run(tmp_path) / FILE_NAME
+    lines = path.read_text().splitlines()
+    lines[number - 1] = change(lines[number - 1])
+    path.write_text("\n".join(lines) + "\n")
+    with pytest.raises(RunLogError, match=rf"{FILE_NAME}:{number}\b"):
+        read_run_log(path)
+
+
+def test_no_record_at_all(tmp_path):
+    with pytest.raises(RunLogError, match="there is no hotspa_trace.jsonl"):
+        read_run_log(tmp_path)
+    for text in ("", '{"kind":"hea'):
+        (tmp_path / FILE_NAME).write_text(text)
+        with pytest.raises(RunLogError, match="the record"):
+            read_run_log(tmp_path)
+
+
+def test_numbers_that_json_has_not(tmp_path):
+    assert plain({"a": [math.nan, 1.5, np.float32(2.5), np.int64(3)], 4: (math.inf, True, None)}) == {
+        "a": [None, 1.5, 2.5, 3],
+        "4": [None, True, None],
+    }
+    writer = RunLogWriter(tmp_path)
+    writer.header(made_facts())
+    writer.evaluation(1, {"eval_loss": math.nan})
+    writer.close()
+    assert read_run_log(tmp_path).evaluations == [(1, {"eval_loss": None})]
+
+
+def test_a_newer_field_is_no_obstacle(tmp_path):
+    path = write_run(tmp_path) / FILE_NAME
+    lines = path.read_text().splitlines()
+    lines[1] = _changed(lines[1], report__phases__0__new_field=1, report__newer=2, newest=3)
+    path.write_text("\n".join(lines) + "\n")
+    assert len(read_run_log(path).steps) == 6
+
+
+# -- lengths ----------------------------------------------------------------------------------------------------------
+
+
+def test_edges_double_every_second_one():
+    assert bin_edges(1) == [1]
+    assert bin_edges(2) == [1, 2]
+    assert bin_edges(13) == [1, 2, 3, 4, 6, 8, 12, 16]
+
+
+@pytest.mark.parametrize("lengths", [[1], [0, 0], [7, 7, 7], [0, 1, 2, 3, 4, 5, 1000], list(range(1, 300))])
+def test_every_length_is_counted_once(lengths):
+    found = length_histogram(lengths)
+    assert is_histogram(found)
+    assert sum(found["sequences"]) == sum(n > 0 for n in lengths)
+    assert sum(found["tokens"]) == sum(lengths)
+    for low, high, count in zip(found["edges"], found["edges"][1:], found["sequences"], strict=False):
+        assert count == sum(low < n <= high for n in lengths)
