@@ -62,7 +62,8 @@ train: $(INSTALLED)  ## Fine-tune a small model on PROCESSES=4 CPU processes, sw
 
 .PHONY: test
 test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones really ran
-	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" $(PYTEST_ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 tests/unit tests/contract $(PYTEST_ARGS)
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" tests/gloo $(PYTEST_ARGS)
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## The slow tests

@@ -4,6 +4,7 @@
     python benchmarks/step.py --ranks 4 --model 0.9M --dtype bf16 --rounds 5 --json out/step.json
     python benchmarks/step.py --hot dp4:512@1024,dp2tp2:2048,tp4:4096 --lengths lengths.json
     python benchmarks/step.py --trainer-overhead          # only the last part
+    python benchmarks/step.py --distributions --model 0.9M --rounds 7     # auto against static: distributions.py
 
 Printed last: the share of a step that `HotSPaTrainer` spends outside of the engine.
 
@@ -27,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, short_name
+from distributions import NAMES, compare_distributions
 from trainer_overhead import trainer_overhead
 from worlds import run_world
 
@@ -276,10 +278,20 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile")
     parser.add_argument("--trainer-overhead", action="store_true", help="only the overhead of HotSPaTrainer")
     parser.add_argument("--trainer-steps", type=int, default=8, help="steps of HotSPaTrainer; 0 leaves that part out")
+    parser.add_argument(
+        "--distributions", nargs="*", choices=NAMES, metavar="NAME", help="only auto, over these distributions (all)"
+    )
+    parser.add_argument("--tokens", type=int, default=6144, help="tokens of a mini-batch, about, with --distributions")
+    parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
     options = parser.parse_args()
     if options.rounds < 1 or options.ranks < 1 or options.trainer_steps in (1, *range(-9, 0)):
         parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2, or 0")
+    if options.distributions == []:
+        options.distributions = list(NAMES)
+    if options.quick:
+        options.model, options.rounds, options.warmup, options.budget, options.trainer_steps = "0.9M", 2, 1, 64, 0
+        options.num_short, options.long, options.tokens = 8, 256, 512
     return options
 
 
@@ -288,6 +300,14 @@ def main() -> None:
     lengths = mini_batch_lengths(options)
     facts = machine_facts(options)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
+    if options.distributions:
+        print(
+            f"model {options.model} {options.dtype}; sequences up to {options.long}, about {options.tokens} tokens a mini-batch;"
+            f" {options.rounds} rounds",
+            flush=True,
+        )
+        write_json(options, {"machine": facts, "options": vars(options)} | compare_distributions(options))
+        return
     print(
         f"model {options.model} {options.dtype}; mini-batch of {len(lengths)} sequences, {sum(lengths)} tokens, longest "
         f"{max(lengths)}; budget {options.budget} x {options.budget_rule.replace('-', ' x ')} tokens per pack;"
@@ -299,6 +319,11 @@ def main() -> None:
         result |= compare_steps(options, lengths)
     if options.trainer_steps:
         result["trainer_overhead"] = trainer_overhead(options, lengths)
+    write_json(options, result)
+
+
+def write_json(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Everything, where it was asked for."""
     if options.json:
         Path(options.json).parent.mkdir(parents=True, exist_ok=True)
         Path(options.json).write_text(json.dumps(result, indent=1) + "\n")

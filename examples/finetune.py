@@ -1,10 +1,14 @@
 """Fine-tunes (or trains) a causal language model with hot-switched strategies.
 
 Without further flags: a small Llama-type model on the source files of Python's standard library, text with a long tail
-of lengths that is on every machine. On 4 CPU processes:
+of lengths that is on every machine. On 4 CPU processes, with strategies that are chosen by what the machine measures:
+
+    accelerate launch --multi_gpu --num_processes 4 examples/finetune.py --use_cpu
+
+or with strategies of your own:
 
     accelerate launch --multi_gpu --num_processes 4 examples/finetune.py --use_cpu \\
-        --hotspa_strategies "dp4:1024@4096,dp2tp2:4096,tp2pp2:8192" --hotspa_overlong split
+        --hotspa_strategies "dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"
 
 A model and data of your own, on 8 GPUs:
 
@@ -37,8 +41,10 @@ DEFAULTS = {
     "lr_scheduler_type": "cosine",
     "warmup_steps": 3,
     "logging_steps": 2,
+    "hotspa_overlong": "split",
     "hotspa_phase_table": True,
 }
+LONGEST = 8192  # of the new small model, where neither strategies nor --hotspa_longest say
 
 
 @dataclass
@@ -86,7 +92,7 @@ def make_model(script: ScriptArguments, args: HotSPaTrainingArguments, tokenizer
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        max_position_embeddings=max(bucket.longest for bucket in args.hotspa_buckets),
+        max_position_embeddings=max((b.longest for b in args.hotspa_buckets), default=args.hotspa_longest or LONGEST),
         bos_token_id=tokenizer.eos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,

@@ -1,22 +1,28 @@
-"""The command `hf-hotspa`: what to rent and how to cut a model, before anything is rented.
+"""The command `hf-hotspa`: what to rent and how to cut a model, before anything is rented; and what a machine can do.
 
 `plan` chooses strategies, buckets and packs for a model, machines and lengths; `estimate` says what one strategy keeps
-in memory. Both read a config.json and data sheets, import neither torch nor transformers, and answer in seconds. What
-is wrong with the input is said in one message on stderr, with exit code 2.
+in memory. Both read a config.json and data sheets, import neither torch nor transformers, and answer in seconds.
+`calibrate` measures the machine at hand, with torch; what it writes is what `plan --calibration` reads. What is wrong with the input is said in one message on stderr, with exit code 2.
 """
 
 import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
+from hf_hotspa.checkpoint.commands import COMMANDS as CHECKPOINT_COMMANDS
+from hf_hotspa.checkpoint.commands import add_parsers as add_checkpoint_parsers
+from hf_hotspa.checkpoint.commands import run as run_checkpoint_command
+from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.hardware import PRESETS
 from hf_hotspa.cost.histogram import DISTRIBUTIONS
 from hf_hotspa.cost.model_config import preset_names
 from hf_hotspa.cost.planning import LONGEST, Estimate, Plan, Setup, make_estimate, make_plan
-from hf_hotspa.cost.tables import check_plot, estimate_text, plan_text, save_plot
+from hf_hotspa.cost.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.reporting import commands as reporting
 
 USAGE_ERROR = 2
 
@@ -24,26 +30,29 @@ USAGE_ERROR = 2
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-hotspa", description="Plans hot-switched training without any device.")
     commands = parser.add_subparsers(dest="command", required=True)
-    common = argparse.ArgumentParser(add_help=False)
-    common.add_argument(
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument(
         "--model", required=True, help=f"a config.json, its folder, or one of: {', '.join(preset_names())}"
     )
+    model.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    common = argparse.ArgumentParser(add_help=False, parents=[model])
     common.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
     common.add_argument(
         "--memory-limit", metavar="SIZE", help="of a device, such as 70GiB; all of its memory by default"
     )
-    common.add_argument("--dtype", default="bfloat16", help="of weights and activations (default: %(default)s)")
+    common.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
     common.add_argument(
         "--sequence-parallel", action="store_true", help="norms and residuals divided over tp (not in the trainer yet)"
     )
     common.add_argument(
         "--recompute", action="store_true", help="layers keep their input only (not in the trainer yet)"
     )
-    common.add_argument("--json", action="store_true", help="print JSON instead of tables")
     machines = f"{', '.join(PRESETS)}, or a YAML file"
 
     plan = commands.add_parser("plan", parents=[common], help="choose strategies, buckets and packs")
-    plan.add_argument("--hardware", required=True, help=machines)
+    source = plan.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hardware", help=machines)
+    source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
     plan.add_argument("--lengths", required=True, help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram")
     plan.add_argument(
         "--longest",
@@ -62,6 +71,22 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--hardware", help=f"{machines}; gives the limit")
     memory.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
     memory.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
+
+    measure = commands.add_parser(
+        "calibrate",
+        parents=[model],
+        help="measure this machine",
+        description="Measures a model on the machine at hand, seconds long. Under torchrun or accelerate launch it runs "
+        "on the processes that are there, and else starts its own.",
+    )
+    measure.add_argument(
+        "--processes", type=int, metavar="N", help="started where no launcher did (default: GPUs, else cores)"
+    )
+    measure.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
+    measure.add_argument("--output", metavar="FILE", help="also write the calibration here")
+    measure.add_argument("--force", action="store_true", help="measure although the cache holds it")
+    reporting.add_parsers(commands)
+    add_checkpoint_parsers(commands)
     return parser
 
 
@@ -71,6 +96,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         args.nodes,
         args.hardware,
         args.memory_limit,
+        getattr(args, "calibration", None),
         dtype=args.dtype,
         recompute=args.recompute,
         sequence_parallel=args.sequence_parallel,
@@ -91,6 +117,28 @@ def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
     return found, "" if args.json else estimate_text(found)
 
 
+def _calibrate(args: argparse.Namespace) -> tuple[Calibration | None, str]:
+    from hf_hotspa.calibrate_command import run  # the one command that imports torch
+
+    found = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
+    if found is not None and args.output:
+        found.save(args.output)
+    return found, "" if args.json or found is None else calibration_text(found)
+
+
+def _reporting(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+    return args, reporting.run(args)
+
+
+_COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, str]]] = {
+    "plan": _plan,
+    "estimate": _estimate,
+    "calibrate": _calibrate,
+    "report": _reporting,
+    "compare": _reporting,
+}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command.
 
@@ -98,11 +146,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Its arguments; those of the process when None.
 
     Returns:
-        The exit code: 0, or 2 when the input is wrong or does not fit.
+        The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
     """
     args = _parser().parse_args(argv)
     try:
-        found, text = _plan(args) if args.command == "plan" else _estimate(args)
+        if args.command in CHECKPOINT_COMMANDS:
+            return run_checkpoint_command(args)
+        found, text = _COMMANDS[args.command](args)
+        if found is None:  # a rank that has nothing to say
+            return 0
         print(json.dumps(found.to_dict(), indent=1) if args.json else text, flush=True)
         if isinstance(found, Estimate) and not found.fits:
             found.setup.memory.check_pool({found.strategy: found.memory.pack_tokens}, found.setup.limit_bytes)

@@ -184,7 +184,7 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
     """
     example = "write strategy:longest[@pack tokens], shortest first, such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192"
     if text.strip() == "auto":
-        raise StrategyError("hotspa_strategies 'auto' is not supported yet", fix=example)
+        raise StrategyError("'auto' is no list of buckets; the Trainer makes one of it", fix=example)
     buckets: list[Bucket] = []
     for entry in text.split(","):
         name, colon, lengths = entry.strip().partition(":")

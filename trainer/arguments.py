@@ -8,29 +8,22 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import IntervalStrategy, SaveStrategy
-from transformers.training_args import OptimizerNames
+from transformers.trainer_utils import HubStrategy
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
+from hf_hotspa.trainer.optimizers import check_optimizer_name
 
-ELEMENTWISE_OPTIMIZERS = (
-    OptimizerNames.ADAMW_TORCH,
-    OptimizerNames.ADAMW_TORCH_FUSED,
-    OptimizerNames.SGD,
-    OptimizerNames.ADAGRAD,
-    OptimizerNames.RMSPROP,
-)
-"""The values of `--optim` whose update of an element depends on that element only, so that it is exact on shards."""
+AUTO = "auto"
+"""The value of `hotspa_strategies` that leaves the choice to the program."""
 
 ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 """The values of the flags that may also decide themselves, as the engine takes them."""
 
-_CHECKPOINTS = "checkpoints do not exist yet; save the model at the end with trainer.save_model()"
-_EVALUATION = "evaluation does not exist yet; evaluate the saved model with the stock Trainer"
+_EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
 _OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
 
 # name -> (values that are fine, why another one is refused or what to use instead)
@@ -47,23 +40,21 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ddp_broadcast_buffers": ((None,), "there is no DistributedDataParallel; drop the option"),
     "ddp_static_graph": ((None,), "there is no DistributedDataParallel; drop the option"),
     "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
-    "neftune_noise_alpha": ((None,), "its noise depends on the row, and a row here is a pack of many sequences"),
-    "label_smoothing_factor": ((0, 0.0), "the vocabulary-parallel loss has no smoothing"),
-    "activation_checkpointing": ((False, None), "recomputation does not exist yet; lower the tokens per pack"),
     "auto_find_batch_size": ((False,), "memory is bounded by the tokens per pack: strategy:longest@tokens"),
     "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
     "torch_empty_cache_steps": ((None,), "the engine keeps its memory between phases; drop the option"),
-    "save_strategy": ((SaveStrategy.NO,), _CHECKPOINTS),
-    "load_best_model_at_end": ((False,), _CHECKPOINTS),
-    "enable_jit_checkpoint": ((False,), _CHECKPOINTS),
-    "resume_from_checkpoint": ((None, False), _CHECKPOINTS),
-    "push_to_hub": ((False,), "push the saved model with model.push_to_hub()"),
-    "eval_strategy": ((IntervalStrategy.NO,), _EVALUATION),
-    "eval_on_start": ((False,), _EVALUATION),
+    "enable_jit_checkpoint": ((False,), "the ranks do not agree on when it saves; use save_steps"),
+    "save_on_each_node": (
+        (False,),
+        "a checkpoint is one directory that all ranks write into; use a shared file system",
+    ),
     "train_sampling_strategy": (
         ("random", "sequential"),
         "lengths are grouped inside each mini-batch, without changing which sequences it holds; use random",
     ),
+    "dataloader_in_order": ((True,), "every rank must get the mini-batches in the same order; drop the option"),
+    "label_names": ((None, ["labels"]), "the loss of a causal language model knows 'labels' only; rename the column"),
+    "eval_use_gather_object": ((False,), "every rank has all predictions anyway; drop the option"),
     "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
     "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
 }
@@ -78,14 +69,29 @@ class HotSPaTrainingArguments(TrainingArguments):
         UnsupportedError: another setting cannot be honoured; the message says what to use instead.
     """
 
-    save_strategy: SaveStrategy | str = field(
-        default="no", metadata={"help": "Only 'no': checkpoints do not exist yet. Save with trainer.save_model()."}
-    )
     hotspa_strategies: str | None = field(
-        default=None,
+        default="auto",
         metadata={
             "help": "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
-            "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192."
+            "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
+            "by measured speed and memory, and anew for each mini-batch among those."
+        },
+    )
+    hotspa_longest: int | None = field(
+        default=None,
+        metadata={
+            "help": "With auto: the longest sequence that must fit, in tokens. Default: the longest of the data; where "
+            "hotspa_overlong takes care of longer ones, the longest that model and memory allow."
+        },
+    )
+    hotspa_max_buckets: int = field(
+        default=3, metadata={"help": "With auto: the most buckets, each with a strategy of its own. 1 never switches."}
+    )
+    hotspa_calibration: str | None = field(
+        default=None,
+        metadata={
+            "help": "With auto: a calibration file of hf-hotspa calibrate. Default: measured at the start (seconds) and "
+            "kept in the cache for this machine, model and these versions."
         },
     )
     hotspa_mini_batch_size: int | None = field(
@@ -149,7 +155,8 @@ class HotSPaTrainingArguments(TrainingArguments):
         default=None,
         metadata={
             "help": "MiB that weights, gradients, master store and switch buffers may take on a device; what is free on an "
-            "accelerator when left out. Strategies that need more are refused at the start."
+            "accelerator when left out. Strategies that need more are refused at the start. With auto, optimizer state "
+            "and activations count, too, and on CPU the default is the free memory of the machine, shared by its processes."
         },
     )
     hotspa_switch_timeout: float = field(
@@ -159,8 +166,56 @@ class HotSPaTrainingArguments(TrainingArguments):
             "waiting for a peer is waiting for its computation, ddp_timeout holds instead."
         },
     )
+    hotspa_async_save: bool = field(
+        default=False,
+        metadata={
+            "help": "Write checkpoints in the background, from a copy of the master store and the optimizer state in host "
+            "memory. A checkpoint exists from the first step on at which all ranks have written it."
+        },
+    )
+    hotspa_max_failed_saves: int = field(
+        default=3,
+        metadata={
+            "help": "How many saves in a row may fail (full disk, ...), with a warning each, before training stops."
+        },
+    )
+    hotspa_allow_data_order_change: bool = field(
+        default=False,
+        metadata={
+            "help": "Resume although seed, mini-batch size or data set changed, so that sequences may be trained twice or "
+            "not at all."
+        },
+    )
+    hotspa_eval_strategy: str = field(
+        default="longest",
+        metadata={
+            "help": "What evaluate() and predict() run under: longest (all lengths under the strategy of the longest "
+            "bucket, which fits them all), buckets (each length as it is trained), or one of hotspa_strategies, such as "
+            "dp4."
+        },
+    )
+    hotspa_skip_non_finite: int = field(
+        default=0,
+        metadata={
+            "help": "How many mini-batches in a row may be skipped because their loss or gradient is not finite. A skipped "
+            "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error."
+        },
+    )
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
+    )
+    hotspa_report: bool = field(
+        default=True,
+        metadata={
+            "help": "Write what the steps did into output_dir/hotspa_report: a record (hotspa_trace.jsonl), and at the "
+            "end one page of it (report.html). hf-hotspa report makes the page of a run that was stopped."
+        },
+    )
+    hotspa_trace_steps: int = field(
+        default=3,
+        metadata={
+            "help": "How many steps go into perfetto_trace.json beside the record, from the second on; 0 for none."
+        },
     )
 
     def __post_init__(self) -> None:
@@ -168,10 +223,13 @@ class HotSPaTrainingArguments(TrainingArguments):
         if not self.hotspa_strategies:
             raise HotspaConfigError(
                 "hotspa_strategies is not set",
-                fix="give strategy:longest sequence[@tokens per pack], shortest first, such as "
+                fix="use auto, or give strategy:longest sequence[@tokens per pack], shortest first, such as "
                 f"dp{self.world_size}:2048@8192 for plain data parallelism on these {self.world_size} processes",
             )
-        check_launch(self.hotspa_buckets, self.world_size)
+        if self.hotspa_auto:
+            self._check_auto()
+        else:
+            check_launch(self.hotspa_buckets, self.world_size)
         check_policy(self.hotspa_overlong)
         check_schedule(self.hotspa_pipeline_schedule)
         if self.hotspa_staging_mb < 1:
@@ -188,6 +246,18 @@ class HotSPaTrainingArguments(TrainingArguments):
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
             )
+        if self.hotspa_max_failed_saves < 0:
+            raise HotspaConfigError(
+                f"hotspa_max_failed_saves is {self.hotspa_max_failed_saves}", fix="use 0 to stop at the first one"
+            )
+        if self.hotspa_trace_steps < 0:
+            raise HotspaConfigError(
+                f"hotspa_trace_steps is {self.hotspa_trace_steps}", fix="use 0 for no trace, or some; 3 is the default"
+            )
+        if self.hotspa_skip_non_finite < 0:
+            raise HotspaConfigError(
+                f"hotspa_skip_non_finite is {self.hotspa_skip_non_finite}", fix="use 0 to skip none, or a small number"
+            )
         self._refuse()
         if self.hotspa_mini_batch_size is None:
             accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
@@ -198,14 +268,50 @@ class HotSPaTrainingArguments(TrainingArguments):
         self.gradient_accumulation_steps = 1
 
     @property
+    def hotspa_auto(self) -> bool:
+        """Whether strategies are chosen by themselves."""
+        return (self.hotspa_strategies or "").strip() == AUTO
+
+    @property
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
-        """`hotspa_strategies`, parsed."""
-        return parse_buckets(self.hotspa_strategies or "")
+        """`hotspa_strategies`, parsed; empty for `auto`, where the engine knows them (`trainer.engine.buckets`)."""
+        return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
+
+    def _check_auto(self) -> None:
+        if self.hotspa_longest is not None and self.hotspa_longest < 1:
+            raise HotspaConfigError(
+                f"hotspa_longest is {self.hotspa_longest}", fix="use at least 1 token, or leave it out"
+            )
+        if self.hotspa_max_buckets < 1:
+            raise HotspaConfigError(
+                f"hotspa_max_buckets is {self.hotspa_max_buckets}", fix="use at least 1; 3 is the default"
+            )
 
     @property
     def place_model_on_device(self) -> bool:
         """False: the model object stays where it is; what runs on the devices are the engine's replicas."""
         return False
+
+    @property
+    def hotspa_recompute_every(self) -> int:
+        """`activation_checkpointing`: every n-th layer of a stage is recomputed; 0 for none.
+
+        Raises:
+            UnsupportedError: an option of `activation_checkpointing_kwargs` cannot be honoured.
+        """
+        if not self.activation_checkpointing:
+            return 0
+        options = dict(self.activation_checkpointing_kwargs or {})
+        every = options.pop("every_n_layers", 1)
+        if options.get("use_reentrant") is False:
+            del options["use_reentrant"]
+        if options or not isinstance(every, int) or every < 1:
+            raise UnsupportedError(
+                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} cannot be honoured",
+                why="layers are recomputed by torch's checkpoint without re-entrance",
+                fix="use every_n_layers alone, or nothing",
+            )
+        return every
 
     def _refuse(self) -> None:
         for name, (fine, why) in _REFUSED.items():
@@ -213,10 +319,19 @@ class HotSPaTrainingArguments(TrainingArguments):
             if value not in fine:
                 shown = getattr(value, "value", value)
                 raise UnsupportedError(f"the training argument {name}={shown!r} cannot be honoured", fix=why)
-        if self.optim not in ELEMENTWISE_OPTIMIZERS:
-            names = ", ".join(o.value for o in ELEMENTWISE_OPTIMIZERS)
+        config: Any = self.accelerator_config
+        for name, default in (("split_batches", False), ("dispatch_batches", None), ("use_seedable_sampler", True)):
+            if getattr(config, name, default) != default:
+                raise UnsupportedError(
+                    f"accelerator_config={{{name!r}: {getattr(config, name)!r}}} cannot be honoured",
+                    why="mini-batches are not dealt out to ranks by accelerate",
+                    fix=f"leave {name} out",
+                )
+        if self.push_to_hub and self.hub_strategy != HubStrategy.END:
             raise UnsupportedError(
-                f"the optimizer {self.optim.value!r} cannot be honoured",
-                why="every rank updates a flat share of each weight, and only elementwise optimizers are exact on that",
-                fix=f"use one of {names}",
+                f"the training argument hub_strategy={self.hub_strategy.value!r} cannot be honoured",
+                why="checkpoints are in a format of their own; what can be pushed is the saved model",
+                fix="use hub_strategy='end' and trainer.save_model()",
             )
+        check_optimizer_name(self.optim)
+        _ = self.hotspa_recompute_every

@@ -10,11 +10,17 @@ Owns the order of rows and what one item of the loader is. Promises:
   read, in the worker processes if there are any; so skipping mini-batches costs nothing, and accelerate's
   `skip_first_batches`, which the Trainer calls when it resumes, works on it as it is: it rebuilds a plain DataLoader
   around the batch sampler, whose `set_epoch` the Trainer then finds.
+* With a `PhaseChooser` the batch sampler, which runs in the main process, also chooses the buckets of each mini-batch,
+  one ahead of what is asked for, in a thread beside the training step. The choice for a mini-batch depends on the one
+  before, so it is a chain, walked once and in order; workers only plan and read. Mini-batches that were trained before
+  the iteration began (a resumed run skips them) are not chosen at all.
 * What is wrong with rows comes back in `MiniBatch.error`; it is never raised on some ranks only.
 """
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +28,7 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
+from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.data.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.data.mini_batch import MiniBatchPlan
@@ -30,9 +37,23 @@ from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.strategy import Bucket
 
 
+class ChosenRows(list[int]):
+    """The rows of a mini-batch, and the buckets that were chosen for them."""
+
+    def __init__(self, rows: Iterable[int], buckets: tuple[Bucket, ...]) -> None:
+        super().__init__(rows)
+        self.buckets = buckets
+
+    def __reduce__(self) -> tuple[Any, ...]:  # to workers
+        return ChosenRows, (list(self), self.buckets)
+
+
 @dataclass(frozen=True)
 class Planner:
-    """Rows -> plan: the arguments of `plan_mini_batch` that stay the same for a whole run."""
+    """Rows -> plan: the arguments of `plan_mini_batch` that stay the same for a whole run.
+
+    `buckets` are used where none were chosen for the rows.
+    """
 
     table: SequenceTable
     buckets: tuple[Bucket, ...]
@@ -40,7 +61,8 @@ class Planner:
     policy: str
 
     def __call__(self, rows: Sequence[int]) -> MiniBatchPlan:
-        return plan_mini_batch(rows, self.table, self.buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
+        buckets = rows.buckets if isinstance(rows, ChosenRows) else self.buckets
+        return plan_mini_batch(rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
 
 
 class MiniBatchSampler(Sampler[list[int]]):
@@ -51,10 +73,20 @@ class MiniBatchSampler(Sampler[list[int]]):
         mini_batch_size: Rows of a mini-batch.
         seed: Seed of the order; the order of epoch e depends on ``seed + e`` only. None keeps the rows in their order.
         drop_last: Leave out a last mini-batch that is not full.
+        chooser: Chooses the buckets of each mini-batch; None for those of the planner.
     """
 
-    def __init__(self, num_rows: int, mini_batch_size: int, *, seed: int | None, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        num_rows: int,
+        mini_batch_size: int,
+        *,
+        seed: int | None,
+        drop_last: bool = False,
+        chooser: PhaseChooser | None = None,
+    ) -> None:
         self.num_rows, self.mini_batch_size, self.drop_last = num_rows, mini_batch_size, drop_last
+        self.chooser, self.epoch = chooser, 0
         rows = range(num_rows)
         self.row_sampler: Sampler[int] = (
             SequentialSampler(rows) if seed is None else SeedableRandomSampler(rows, data_seed=seed)
@@ -62,6 +94,7 @@ class MiniBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, hence the order, of the next iteration."""
+        self.epoch = epoch
         if isinstance(self.row_sampler, SeedableRandomSampler):
             self.row_sampler.set_epoch(epoch)
 
@@ -70,6 +103,31 @@ class MiniBatchSampler(Sampler[list[int]]):
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
+        return self._rows() if self.chooser is None else self._chosen(self.chooser)
+
+    def _chosen(self, chooser: PhaseChooser) -> Iterator[list[int]]:
+        """The rows with their buckets. The chain is walked by one thread, one mini-batch ahead of what is yielded."""
+        begin, previous = chooser.num_trained, chooser.previous
+
+        def choose(number: int, rows: list[int]) -> ChosenRows:
+            nonlocal previous
+            chosen = chooser.choose(number, rows, previous)
+            previous = chosen.strategies
+            return ChosenRows(rows, chosen.buckets)
+
+        ahead: deque[Future[ChosenRows]] = deque()
+        with ThreadPoolExecutor(1, "hotspa-chooser") as thread:
+            for number, rows in enumerate(self._rows(), self.epoch * len(self)):
+                if number < begin:
+                    yield rows  # trained already: nobody will look at it
+                    continue
+                ahead.append(thread.submit(choose, number, rows))
+                if len(ahead) > 1:
+                    yield ahead.popleft().result()
+            while ahead:
+                yield ahead.popleft().result()
+
+    def _rows(self) -> Iterator[list[int]]:
         rows: list[int] = []
         for row in self.row_sampler:
             rows.append(row)
@@ -131,6 +189,14 @@ class RankRows(Dataset[Any]):
         )
 
 
+def planned_ahead(num_workers: int, prefetch_factor: int | None) -> int:
+    """How many mini-batches behind the one in training may have been chosen already.
+
+    torch's workers are given `prefetch_factor` (2) mini-batches each, and the sampler chooses one more.
+    """
+    return (num_workers * (2 if prefetch_factor is None else prefetch_factor)) + 1
+
+
 def _as_it_is(item: dict[str, MiniBatch]) -> dict[str, MiniBatch]:
     """The collate function: `RankRows` has collated already. Module-level, so that workers can unpickle it."""
     return item
@@ -153,6 +219,8 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         drop_last: Leave out a last mini-batch that is not full.
         num_workers, prefetch_factor, persistent_workers, pin_memory, in_order, multiprocessing_context,
             worker_init_fn: As for torch's DataLoader.
+        chooser: Chooses the buckets of each mini-batch among those of its pool; `buckets` are then used for none but
+            mini-batches that were trained before. Its `delay` must be `planned_ahead` of this loader, or more.
 
     Raises:
         HotspaConfigError: the mini-batch size is not positive, or the policy is unknown.
@@ -181,6 +249,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         in_order: bool = True,
         multiprocessing_context: Any = None,
         worker_init_fn: Callable[[int], None] | None = None,
+        chooser: PhaseChooser | None = None,
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
@@ -196,7 +265,11 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         check_lengths(table, max(b.longest for b in buckets), policy)
         self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
         rows = RankRows(dataset, self.planner, PackedBucketCollator(rank, vocab_size, table))
-        sampler = MiniBatchSampler(len(dataset), mini_batch_size, seed=seed if shuffle else None, drop_last=drop_last)
+        sampler = MiniBatchSampler(
+            len(dataset), mini_batch_size, seed=seed if shuffle else None, drop_last=drop_last, chooser=chooser
+        )
+        if chooser is not None and chooser.delay < (needed := planned_ahead(num_workers, prefetch_factor)):
+            raise HotspaConfigError(f"the chooser's delay is {chooser.delay} mini-batches", fix=f"use {needed} or more")
         super().__init__(
             rows,
             batch_sampler=sampler,
@@ -228,6 +301,8 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         """The plans of an epoch without reading a row; iterating does not disturb the loader."""
         sampler = self.batch_sampler
         seed = sampler.row_sampler.initial_seed if isinstance(sampler.row_sampler, SeedableRandomSampler) else None
-        fresh = MiniBatchSampler(sampler.num_rows, sampler.mini_batch_size, seed=seed, drop_last=sampler.drop_last)
+        fresh = MiniBatchSampler(
+            sampler.num_rows, sampler.mini_batch_size, seed=seed, drop_last=sampler.drop_last, chooser=sampler.chooser
+        )
         fresh.set_epoch(epoch)
         yield from map(self.planner, fresh)

@@ -6,6 +6,7 @@ of the data loader is one whole mini-batch.
 """
 
 import atexit
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,18 +14,30 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
 from transformers.data.data_collator import DataCollatorWithFlattening, DefaultDataCollator
+from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
+from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
+from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.prepare import prepare_dataset
-from hf_hotspa.data.scan import scan_dataset
-from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, UnsupportedError
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
+from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
+from hf_hotspa.trainer.evaluation import EvaluationMixin
+from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
+from hf_hotspa.trainer.hub import HubMixin
+from hf_hotspa.trainer.optimizers import check_elementwise
+from hf_hotspa.trainer.rows import is_stream, scanned
+from hf_hotspa.trainer.run_facts import run_facts
+from hf_hotspa.trainer.skipping import SkippedMiniBatches
+from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 
 _COLLATORS = (PackedBucketCollator, DataCollatorWithFlattening, DefaultDataCollator)
 """Collators that only arrange rows, which packing replaces."""
@@ -43,7 +56,7 @@ class _MasterModule(nn.Module):
         )
 
 
-class HotSPaTrainer(Trainer):
+class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
     Takes the arguments of `Trainer`. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as
@@ -59,6 +72,7 @@ class HotSPaTrainer(Trainer):
     """
 
     args: HotSPaTrainingArguments
+    callback_handler: CallbackHandler
     optimizer: torch.optim.Optimizer | None
 
     def __init__(self, model: Any = None, args: HotSPaTrainingArguments | None = None, **kwargs: Any) -> None:
@@ -70,10 +84,19 @@ class HotSPaTrainer(Trainer):
         self.engine: HotSPaEngine | None = None
         self.last_report: StepReport | None = None
         self._wrapped: _MasterModule | None = None
+        self._auto: AutoStrategies | None = None
+        self._loaded_state: dict[str, Any] = {}
+        self._scan: tuple[Any, Any, SequenceTable] | None = None
         self._model_is_current, self._model_digest = True, ""
+        self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
+        self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
         super().__init__(model, args, **kwargs)
+        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
+        self.callback_handler = CallbackEvents(self.callback_handler)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
             self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
+        if args.hotspa_report and not any(isinstance(c, TraceCallback) for c in self.callback_handler.callbacks):
+            self.add_callback(ReportCallback(steps=args.hotspa_trace_steps))
         # gloo processes that leave with a live group abort now and then, after a correct run
         atexit.register(_destroy_default_group)
 
@@ -100,23 +123,31 @@ class HotSPaTrainer(Trainer):
                 why="the optimizer must be built on the master store, which exists only inside train()",
                 fix="set --optim, --optim_args and --lr_scheduler_type, or pass optimizer_cls_and_kwargs",
             )
-        for name in ("compute_metrics", "preprocess_logits_for_metrics"):
-            if kwargs.get(name) is not None:
-                raise UnsupportedError(f"{name} cannot be honoured", why="evaluation does not exist yet")
+        if type(self).prediction_step is not Trainer.prediction_step:
+            raise UnsupportedError(
+                "a prediction step of your own (prediction_step is overridden) cannot be honoured",
+                why="evaluation runs under a parallel strategy, and no rank has a model that could be called",
+                fix="use compute_metrics and preprocess_logits_for_metrics",
+            )
+        chosen = kwargs.get("optimizer_cls_and_kwargs")
+        if chosen is not None:
+            check_elementwise(*chosen)
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _start_engine(self) -> HotSPaEngine:
+    def _start_engine(self, training: bool = True) -> HotSPaEngine:
         args = self.args
         if self.engine is not None:
             changed = self._model_is_current and weights_digest(self.model) != self._model_digest
-            if not self.engine.any_rank(changed or self.model_init is not None):
+            if not self.engine.any_rank(changed or (training and self.model_init is not None)):
                 return self.engine  # the optimizer goes on, too
             self._model_is_current = True  # somebody gave the model other weights: they count
             self.close_engine()
+        if args.hotspa_auto:
+            self._auto = prepare_auto(self.model, args, self._table_for_auto, self.get_total_train_batch_size(args))
         self.engine = HotSPaEngine(
             self.model,
-            args.hotspa_buckets,
+            self._auto.buckets if self._auto is not None else args.hotspa_buckets,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
             device=args.device,
             pipeline_schedule=args.hotspa_pipeline_schedule,
@@ -128,38 +159,68 @@ class HotSPaTrainer(Trainer):
             planner=args.hotspa_planner,
             second_source=ON_OFF[args.hotspa_second_source],
             memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
+            label_smoothing=args.label_smoothing_factor,
+            recompute_every=args.hotspa_recompute_every,
+            neftune_alpha=args.neftune_noise_alpha,
+            seed=args.seed,
         )
+        self.engine.observer = PhaseDispatcher(self)
+        self._model_is_current, self._model_digest = True, weights_digest(self.model)
         self._wrapped = None
         self.model_wrapped = self.model
         return self.engine
 
-    def get_train_dataloader(self) -> MiniBatchLoader:
+    def get_train_dataloader(self) -> MiniBatchLoader | StreamLoader:
         """Every rank walks through the same mini-batches. Called first in training, so the engine starts here."""
+        if self.args.activation_checkpointing:
+            self.model.disable_input_require_grads()  # a hook of the Trainer's on a model that does not run
         engine = self._start_engine()
         loader, error = None, None
         try:
             loader = self._make_loader(engine)
+            self._check_data_order(loader)
         except HotspaError as found:
             error = found
         engine.agree(error, "data set")
         assert loader is not None
+        table = None if is_stream(self.train_dataset) else self._scanned()[1]
+        facts = run_facts(engine, self.model, self.args, table, self._auto.plan if self._auto is not None else None)
+        self.callback_handler.dispatch(
+            "on_run_begin",
+            self.args,
+            self.state,
+            self.control,
+            run=facts,
+            callback_seconds=lambda: dict(self.callback_handler.seconds),
+        )
         return loader
 
-    def _make_loader(self, engine: HotSPaEngine) -> MiniBatchLoader:
-        args, dataset = self.args, self.train_dataset
-        if dataset is None:
-            raise DataError("there is no train_dataset", fix="pass train_dataset to HotSPaTrainer")
-        # one rank scans, the others read its cache
-        with args.main_process_first(desc="scan of the sequence lengths"):
-            columns = getattr(dataset, "column_names", None)
-            if columns and self.processing_class is not None and "input_ids" not in columns:
-                dataset = prepare_dataset(dataset, self.processing_class)
-            table = scan_dataset(dataset, disable_progress=args.disable_tqdm or args.process_index != 0)
+    def _make_loader(self, engine: HotSPaEngine) -> MiniBatchLoader | StreamLoader:
+        args = self.args
         shape = engine.description.shape
+        if is_stream(self.train_dataset):
+            rows = StreamRows(
+                self.train_dataset,
+                engine.buckets,
+                mini_batch_size=self.get_total_train_batch_size(args),
+                rank=args.process_index,
+                vocab_size=shape.vocab_size,
+                any_rank=engine.any_rank,
+                quadratic_cost=shape.quadratic_cost,
+                policy=args.hotspa_overlong,
+                drop_last=args.dataloader_drop_last,
+                tokenizer=self.processing_class,
+            )
+            return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
+        dataset, table = self._scanned()
+        chooser = None
+        if self._auto is not None:
+            chooser = self._auto.start(table)
+            self.load_hotspa_state(self._loaded_state)
         return MiniBatchLoader(
             dataset,
             table,
-            args.hotspa_buckets,
+            engine.buckets,
             mini_batch_size=self.get_total_train_batch_size(args),
             rank=args.process_index,
             vocab_size=shape.vocab_size,
@@ -173,7 +234,47 @@ class HotSPaTrainer(Trainer):
             persistent_workers=args.dataloader_persistent_workers,
             pin_memory=args.dataloader_pin_memory,
             multiprocessing_context=args.dataloader_multiprocessing_context,
+            chooser=chooser,
         )
+
+    def _scanned(self) -> tuple[Any, SequenceTable]:
+        """The train data set with token ids, and its scan."""
+        given = self.train_dataset
+        if given is None:
+            raise DataError("there is no train_dataset", fix="pass train_dataset to HotSPaTrainer")
+        if self._scan is None or self._scan[0] is not given:
+            self._scan = given, *scanned(given, self.processing_class, self.args)
+        return self._scan[1:]
+
+    def _table_for_auto(self) -> SequenceTable:
+        """The lengths that strategies are chosen for: those that are trained, or where none are, evaluated."""
+        if is_stream(self.train_dataset):
+            raise UnsupportedError(
+                "hotspa_strategies=auto cannot choose strategies for a stream",
+                why="it looks at the lengths of all rows before training starts",
+                fix="give hotspa_strategies, such as hf-hotspa plan prints them for a histogram of lengths, or use a "
+                "data set with random access",
+            )
+        if self.train_dataset is None and self.eval_dataset is not None and not isinstance(self.eval_dataset, dict):
+            return scanned(self.eval_dataset, self.processing_class, self.args)[1]
+        return self._scanned()[1]
+
+    def hotspa_state(self) -> dict[str, Any]:
+        """What a resumed run needs of the choice of strategies beside the Trainer's own state; JSON-ready."""
+        return {"auto": self._auto.state_dict()} if self._auto is not None else {}
+
+    def load_hotspa_state(self, state: dict[str, Any]) -> None:
+        """Goes on from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
+
+        Raises:
+            HotspaConfigError: the state is damaged.
+        """
+        if self._auto is None or self._auto.chooser is None:
+            self._loaded_state = dict(state)
+            return
+        self._loaded_state = {}
+        if "auto" in state:
+            self._auto.load_state_dict(state["auto"])
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """The optimizer of `--optim` on this rank's share of the master store, with Hugging Face's parameter groups."""
@@ -200,12 +301,19 @@ class HotSPaTrainer(Trainer):
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One mini-batch through the engine. Returns its loss, the same on all ranks."""
         assert self.engine is not None
-        report = self.last_report = self.engine.forward_backward(inputs["mini_batch"])
+        mini_batch, error = inputs["mini_batch"], self.callback_handler.take_error()
+        if error is not None:  # of a callback since the last mini-batch; raised by all ranks
+            mini_batch = replace(mini_batch, error=error)
         self._model_is_current = False
-        for callback in self.callback_handler.callbacks:
-            on_step_report = getattr(callback, "on_step_report", None)
-            if on_step_report is not None:
-                on_step_report(self.args, self.state, self.control, report=report)
+        try:
+            report = self.engine.forward_backward(mini_batch, step=self.state.global_step)
+        except NonFiniteError as failure:
+            return self._skipped.skip(self.engine, failure).to(self.args.device)
+        self._skipped.trained(report.loss)
+        if self._auto is not None:
+            report = self._auto.trained(self.state.global_step, inputs["mini_batch"].plan, report)
+        self.last_report = report
+        self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int | None:
@@ -233,11 +341,16 @@ class HotSPaTrainer(Trainer):
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""
         if "loss" in logs:
-            for callback in self.callback_handler.callbacks:
-                pop_metrics = getattr(callback, "pop_metrics", None)
-                if pop_metrics is not None:
-                    logs.update(pop_metrics())
+            self._skipped.correct(logs)
+            logs.update(self.callback_handler.pop_metrics(self.state.global_step))
         super().log(logs, start_time)
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        with self.callback_handler.deferring_errors():
+            output = super()._inner_training_loop(*args, **kwargs)
+            if self.engine is not None:
+                self.engine.agree(self.callback_handler.take_error(), "end of training")
+        return output
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -263,31 +376,6 @@ class HotSPaTrainer(Trainer):
             self.engine.close()
             self.engine = self._wrapped = None
             self.optimizer = self.lr_scheduler = None
-
-    # -- refused until they exist -------------------------------------------------------------------------------------
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trains; `resume_from_checkpoint` is refused."""
-        if resume_from_checkpoint:
-            raise UnsupportedError("resuming from a checkpoint does not exist yet", fix="start from the saved model")
-        return super().train(None, *args, **kwargs)
-
-    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        raise UnsupportedError(
-            "checkpoints do not exist yet",
-            why="a callback asked for one",
-            fix="save the model with trainer.save_model()",
-        )
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Refused."""
-        raise UnsupportedError(
-            "evaluation does not exist yet", fix="save the model and evaluate it with the stock Trainer"
-        )
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused."""
-        raise UnsupportedError("prediction does not exist yet", fix="save the model and predict with the stock Trainer")
 
 
 def _destroy_default_group() -> None:

@@ -36,6 +36,7 @@ class MicroBatch:
         cu_seqlens: [S1] int32, where each sequence begins, and T at the end.
         lengths: The S sequence lengths, on the host.
         num_labels: Targets that count, on the host (no device is asked).
+        keys: For each sequence the dataset row and the first token it was taken from; (-1, 0) for padding.
     """
 
     input_ids: torch.Tensor
@@ -44,6 +45,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     lengths: tuple[int, ...]
     num_labels: int
+    keys: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +84,7 @@ class MicroBatch:
             torch.cat([self.cu_seqlens, end]),
             (*self.lengths, pad),
             self.num_labels,
+            (*self.keys, (-1, 0)) if self.keys else (),
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
@@ -111,11 +114,17 @@ class MiniBatch:
         phases: One for each phase of the plan, on every rank, in the same order.
         error: What was found wrong while the rows were read, to be agreed on and raised by all ranks; the phases are
             empty then.
+        content: A digest of the tokens, where ranks read them from streams of their own.
     """
 
     plan: MiniBatchPlan
     phases: tuple[PhaseBatch, ...]
     error: HotspaError | None = None
+    content: str = ""
+
+    def digests(self) -> dict[str, str]:
+        """What must be the same on all ranks before the first transfer, by name."""
+        return {"mini-batch (data order, seed or data set)": self.plan.digest() + self.content}
 
     @property
     def num_labels(self) -> int:
@@ -212,6 +221,7 @@ class PackedBucketCollator:
             torch.from_numpy(np.concatenate([[0], ends]).astype(np.int32)),
             lengths,
             pack.num_labels,
+            tuple((sequence.row, sequence.start) for sequence in pack.sequences),
         )
 
     def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack) -> None:

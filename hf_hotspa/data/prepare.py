@@ -15,7 +15,7 @@ render each beginning of a conversation as a beginning of the whole, token by to
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,23 +60,9 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         raise DataError("the dataset is empty", fix="check the split and the filters that were applied to it")
     names = dataset.column_names
     if "input_ids" in names:
-        masks = sorted(set(_MASKS) & set(names))
-        if masks and "labels" not in names:
-            raise DataError(
-                f"the dataset has 'input_ids' and {masks}, but no 'labels'",
-                why="the mask would be ignored and every token trained",
-                fix=f"turn it into 'labels': input_ids, with {IGNORED_LABEL} where a token does not count",
-            )
+        check_masks(names)
         return dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
-    function: Callable[..., _Columns]
-    if "messages" in names:
-        function = _tokenize_messages
-    elif "prompt" in names and "completion" in names:
-        function = _tokenize_completions
-    elif "text" in names:
-        function = _tokenize_texts
-    else:
-        raise DataError(f"the dataset has the columns {names}", fix=f"give it one of: {_ACCEPTED}")
+    function = _tokenizing(names)
     features = {"input_ids": List(Value("int32"))}
     if function is not _tokenize_texts:
         features["labels"] = List(Value("int32"))
@@ -91,6 +77,51 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         num_proc=num_proc,
         desc="Tokenising",
     )
+
+
+def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Mapping[str, Any]]:
+    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are.
+
+    Raises:
+        DataError: a row has none of the accepted columns, rows differ in them, or labels cannot be exact.
+    """
+    if not rows or all("input_ids" in row for row in rows):
+        return list(rows)
+    names = list(rows[0])
+    function = _tokenizing(names)
+    for number, row in enumerate(rows):
+        if set(row) != set(names):
+            raise DataError(
+                f"a row has the columns {sorted(row)}, and the first one {sorted(names)}", where=f"dataset row {number}"
+            )
+    columns = function({name: [row[name] for row in rows] for name in names}, list(range(len(rows))), tokenizer)
+    return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def check_masks(names: Collection[str]) -> None:
+    """Refuses columns that say which tokens count in a way that nobody reads here.
+
+    Raises:
+        DataError: there is a mask and no `labels`.
+    """
+    masks = sorted(set(_MASKS) & set(names))
+    if masks and "labels" not in names:
+        raise DataError(
+            f"the dataset has 'input_ids' and {masks}, but no 'labels'",
+            why="the mask would be ignored and every token trained",
+            fix=f"turn it into 'labels': input_ids, with {IGNORED_LABEL} where a token does not count",
+        )
+
+
+def _tokenizing(names: Sequence[str]) -> Callable[..., _Columns]:
+    """What tokenises rows of these columns."""
+    if "messages" in names:
+        return _tokenize_messages
+    if "prompt" in names and "completion" in names:
+        return _tokenize_completions
+    if "text" in names:
+        return _tokenize_texts
+    raise DataError(f"the dataset has the columns {list(names)}", fix=f"give it one of: {_ACCEPTED}")
 
 
 def load_source(path_or_name: str, split: str = "train") -> Any:

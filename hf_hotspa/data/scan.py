@@ -193,9 +193,9 @@ def scan_dataset(
         )
     if _is_stream(dataset):
         raise UnsupportedError(
-            f"a stream cannot be trained on: {type(dataset).__name__} has no length or no random access",
-            why="mini-batches are planned from the lengths of all rows",
-            fix="load the dataset without streaming, or save the part you need to disk first",
+            f"a stream cannot be scanned: {type(dataset).__name__} has no length or no random access",
+            why="the lengths of all rows are needed, as hotspa_strategies=auto does, and a stream shows them one by one",
+            fix="give the strategies (hotspa_strategies), which trains streams, or load the dataset without streaming",
         )
     if len(dataset) == 0:
         raise DataError("the dataset is empty", fix="check the split and the filters that were applied to it")

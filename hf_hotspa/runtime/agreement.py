@@ -120,10 +120,19 @@ class Agreement:
         dist.all_gather(rows, values, group=self.group)
         return rows
 
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text; a collective call."""
+        data = text.encode()
+        sizes = [int(size) for size in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
+        return [found[:size].decode() for found, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
+
+    def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
+        """Every rank's bytes, filled with zeros to the longest."""
+        padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self._gather(padded)]
+
     def _raise_first(self, text: bytes, longest: int) -> NoReturn:
-        padded = torch.zeros(longest, dtype=torch.uint8)
-        padded[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
-        texts = [bytes(row.tolist()).rstrip(b"\0") for row in self._gather(padded)]
+        texts = [found.rstrip(b"\0") for found in self._gather_bytes(text, longest)]
         first = next(rank for rank, found in enumerate(texts) if found)
         raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
 

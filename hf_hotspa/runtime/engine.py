@@ -27,13 +27,15 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
+from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
+from hf_hotspa.runtime.evaluation import Evaluation
 from hf_hotspa.runtime.master import MasterStore
-from hf_hotspa.runtime.measures import PhaseMeasure, step_report
+from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model, weights_digest
+from hf_hotspa.runtime.non_finite import raise_non_finite
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
@@ -66,6 +68,11 @@ class HotSPaEngine:
             accelerators, where a second copy of the weights is small beside the memory.
         memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
             is free on an accelerator; no limit on CPU.
+        label_smoothing: As `label_smoothing_factor` of transformers.
+        recompute_every: Recompute every n-th layer of a stage in the backward instead of keeping its activations; 0
+            for none.
+        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
+        seed: Seed of that noise.
 
     Raises:
         HotspaError: on every rank, naming what does not fit (launch, strategy, model, differing ranks).
@@ -88,6 +95,10 @@ class HotSPaEngine:
         planner: str = "relay",
         second_source: bool | None = None,
         memory_limit: int | None = None,
+        label_smoothing: float = 0.0,
+        recompute_every: int = 0,
+        neftune_alpha: float | None = None,
+        seed: int = 0,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -105,6 +116,10 @@ class HotSPaEngine:
             planner,
             second_source,
             memory_limit,
+            label_smoothing,
+            recompute_every,
+            neftune_alpha,
+            seed,
         )
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
@@ -130,12 +145,14 @@ class HotSPaEngine:
                 buffers,
                 pipeline_schedule,
                 self.overlap,
+                options,
             )
             for strategy in self._switching.pool.strategies
         }
         self._agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
         self._switching.prepare()
+        self.observer = Observer()
         self._steps = 0
         self._grad_norm = 0.0
 
@@ -241,14 +258,19 @@ class HotSPaEngine:
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, mini_batch: MiniBatch) -> StepReport:
+    def forward_backward(self, mini_batch: MiniBatch, step: int | None = None) -> StepReport:
         """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
+
+        Args:
+            mini_batch: The mini-batch.
+            step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
 
         Raises:
             HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
                 differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
         """
         begin = time.perf_counter()
+        self._steps = self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
         error = mini_batch.error
         if error is None and mini_batch.num_labels == 0:
@@ -258,7 +280,8 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        self._agreement.check({"mini-batch (data order, seed or data set)": mini_batch.plan.digest()}, error, where)
+        self._agreement.check(mini_batch.digests(), error, where)
+        self._agreed = time.perf_counter()  # about the same moment on all ranks
         self.master.zero_gradients()
         self.master.bind_gradients()
         measures: list[PhaseMeasure] = []
@@ -266,6 +289,7 @@ class HotSPaEngine:
         order = self._order(mini_batch)
         for index in order:
             phase = mini_batch.phases[index]
+            self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
                 phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels, previous)
             except BaseException as failure:
@@ -275,6 +299,7 @@ class HotSPaEngine:
                 # unwrapped, it keeps its own cause: the wrapper's would be a circle
                 raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
             loss += phase_loss
+            self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
             previous = self.phases[phase.bucket.strategy]
         self._steps += 1
@@ -298,6 +323,8 @@ class HotSPaEngine:
 
     def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
         runner = self.phases[phase.bucket.strategy]
+        if runner.replica.noise is not None:
+            runner.replica.noise.step = self._steps
         clock = [time.perf_counter()]
 
         def lap() -> float:
@@ -333,6 +360,7 @@ class HotSPaEngine:
             return_job.busy_s if return_job is not None else 0.0,
             float(load.sent_bytes),
             float(returned.sent_bytes),
+            clock[0] - self._agreed,
         )
 
     def _finish(
@@ -344,32 +372,24 @@ class HotSPaEngine:
         begin: float,
         where: str,
     ) -> StepReport:
-        values = [loss, self.master.squared_norm(), *(number for phase in measures for number in phase)]
+        mine = [self._agreed - begin, float(peak_memory(self.device))]
+        values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
         rows = self._agreement.gather(values)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
         if not (torch.isfinite(rows[:, :2]).all()):
-            self._raise_non_finite(total_loss, where)
-        per_phase = rows[:, 2:].view(self.world_size, len(order), -1)
+            raise_non_finite(mini_batch.plan, self.phases, self.master, self._agreement, total_loss, where)
+        per_phase, ranks = rows[:, 4:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        return step_report(self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s)
-
-    def _raise_non_finite(self, loss: float, where: str) -> None:
-        names = self.master.non_finite_parameters()
-        mine = None
-        if names:
-            mine = NonFiniteError(
-                f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
-                where=where,
-                why="the weights were not changed",
-                fix="lower the learning rate, clip gradients, or look for broken samples in this mini-batch",
-            )
-        self._agreement.check({}, mine, where)
-        raise NonFiniteError(f"the loss is {loss}", where=where, why="the weights were not changed")
+        return step_report(self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks)
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
             torch.cuda.current_stream(self.device).synchronize()
+
+    def evaluation(self) -> Evaluation:
+        """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
+        return Evaluation(self.phases, self._agreement, self._groups, self._failed)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

@@ -68,6 +68,15 @@ class MasterStore:
             high = max(min(spec.stop, held.stop), held.start) - held.start
             yield spec, segment.index, low, max(low, high)
 
+    def owned_ranges(self) -> dict[str, tuple[ParameterSpec, int, int]]:
+        """Parameter name -> `(spec, start, stop)`: the elements of its storage that this rank owns (perhaps none)."""
+        ranges = {}
+        for spec, segment_index, low, high in self._shares():
+            held = self._owned.get(segment_index)
+            start = held.start + low - spec.offset if held is not None and high > low else 0
+            ranges[spec.name] = (spec, start, start + high - low)
+        return ranges
+
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
         """Takes this rank's share of full parameters, one parameter at a time.

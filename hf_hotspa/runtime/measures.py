@@ -1,12 +1,15 @@
 """What a rank measures of a phase, and how the measures of all ranks become reports."""
 
+import resource
+import sys
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from hf_hotspa.data.mini_batch import MiniBatchPlan, PhasePlan
-from hf_hotspa.report import PhaseReport, StepReport
+from hf_hotspa.report import PhaseEvent, PhaseReport, RankMeasures, StepReport, SwitchEvent
 
 
 class PhaseMeasure(NamedTuple):
@@ -21,6 +24,7 @@ class PhaseMeasure(NamedTuple):
         return_busy_s: The return, where it ran beside the computation.
         load_bytes: Bytes sent by the load.
         return_bytes: Bytes sent by the return.
+        start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
     """
 
     load_s: float
@@ -31,6 +35,52 @@ class PhaseMeasure(NamedTuple):
     return_busy_s: float
     load_bytes: float
     return_bytes: float
+    start_s: float = 0.0
+
+
+class Observer:
+    """Who is told of the phases of a mini-batch while it runs: nobody. Others must not raise and not communicate."""
+
+    def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
+        """Before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""
+
+    def phase_ended(
+        self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
+    ) -> None:
+        """After its gradients were returned."""
+
+
+def phase_event(
+    step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure | None = None
+) -> PhaseEvent:
+    """The begin of a phase, or its end, when it was measured; arguments as for `Observer`."""
+    phase = plan.phases[order[index]]
+    return PhaseEvent(
+        step,
+        index,
+        len(order),
+        str(phase.bucket.strategy),
+        num_packs=phase.num_packs,
+        num_sequences=phase.num_sequences,
+        num_tokens=phase.num_tokens,
+        seconds=None if measured is None else measured._asdict(),
+    )
+
+
+def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[SwitchEvent]:
+    """The load and the return of a phase on this rank."""
+    return [
+        SwitchEvent(step, "load", strategy, measured.load_s, measured.load_busy_s, int(measured.load_bytes)),
+        SwitchEvent(step, "return", strategy, measured.return_s, measured.return_busy_s, int(measured.return_bytes)),
+    ]
+
+
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this rank has held at most: allocated by torch on an accelerator, resident on CPU."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return int(peak) * (1 if sys.platform == "darwin" else 1024)
 
 
 def step_report(
@@ -41,6 +91,7 @@ def step_report(
     order: Sequence[int],
     measures: Tensor,
     total_s: float,
+    ranks: Tensor | None = None,
 ) -> StepReport:
     """The report of a mini-batch.
 
@@ -52,6 +103,7 @@ def step_report(
         order: The phases of the plan in the order in which they ran.
         measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
         total_s: Wall seconds on this rank.
+        ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
     """
     return StepReport(
         step=step,
@@ -68,6 +120,9 @@ def step_report(
             for index, measured in zip(order, measures.unbind(1), strict=True)
         ),
         total_s=total_s,
+        ranks=None
+        if ranks is None
+        else RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
     )
 
 
@@ -89,4 +144,7 @@ def _phase_report(phase: PhasePlan, measured: Tensor) -> PhaseReport:
         # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
         hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
         hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
+        room_tokens=phase.num_packs * phase.bucket.pack_tokens,
+        busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
+        longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
     )

@@ -28,6 +28,10 @@ class EngineOptions:
     planner: str = "relay"
     second_source: bool | None = None
     memory_limit: int | None = None
+    label_smoothing: float = 0.0
+    recompute_every: int = 0
+    neftune_alpha: float | None = None
+    seed: int = 0
 
     def check(self) -> None:
         """Refuses values that cannot be meant.
@@ -43,6 +47,13 @@ class EngineOptions:
             )
         if self.memory_limit is not None and self.memory_limit < 1:
             raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise HotspaConfigError(f"the label smoothing is {self.label_smoothing}", fix="use a number from 0 to 1")
+        if self.recompute_every < 0:
+            raise HotspaConfigError(
+                f"recompute_every is {self.recompute_every}",
+                fix="use 1 for every layer, 2 for every second, 0 for none",
+            )
 
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""

@@ -18,6 +18,7 @@ from torch import Tensor
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, Overlap, WeightGuard
 from hf_hotspa.runtime.pipeline import PipelineRunner
 from hf_hotspa.runtime.replica import Replica
@@ -39,6 +40,7 @@ class PhaseRunner:
         buffers: The model's buffers by name.
         schedule: The pipeline schedule, one of `pipeline.SCHEDULES`.
         overlap: Which switches will be submitted to a worker; none when None.
+        options: The engine's options, for what the replica itself takes from them.
     """
 
     def __init__(
@@ -50,11 +52,12 @@ class PhaseRunner:
         buffers: Mapping[str, Tensor],
         schedule: str,
         overlap: Overlap | None = None,
+        options: EngineOptions | None = None,
     ) -> None:
         self.mesh, self._switching, self._master = mesh, switching, master
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
-        self.replica = Replica(description, mesh, master.device, buffers)
+        self.replica = Replica(description, mesh, master.device, buffers, options)
         pad = description.config.get_text_config().pad_token_id
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
@@ -90,6 +93,16 @@ class PhaseRunner:
         self._guard.arm(job)
         self._bind()
         return job
+
+    def load_for_forward(self) -> SwitchStats:
+        """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
+        switching = self._switching
+        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
+        plan, epoch = switching.pool.load(self.mesh.strategy, None), switching.next_epoch()
+        stats = switching.executor.run(plan, self._master.weights, self.weights, switching.weight_dtypes, epoch)
+        self.replica.bind(self.weights, None)
+        self.replica.model.eval()
+        return stats
 
     def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
         """Takes this phase's buffers; the plan that fills them, and the second source that it draws on."""
@@ -131,6 +144,13 @@ class PhaseRunner:
         self._disarm()
         if self._watch is not None:
             self._watch.disarm()
+        return self._counted(loss)
+
+    def compute_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it."""
+        return self._counted(self._runner.run_forward(micro_batches, scale))
+
+    def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
         return loss if self.replica.is_last and self.mesh.coord.tp == 0 else torch.zeros_like(loss)
 
@@ -154,6 +174,7 @@ class PhaseRunner:
             self._watch.drop()
         self._return_job = None
         self.replica.release()
+        self.replica.model.train()
         self._gradients = []
 
     def _disarm(self) -> None:

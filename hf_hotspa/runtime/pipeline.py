@@ -93,6 +93,17 @@ class PipelineRunner:
         longest = max(m.num_tokens for m in micro_batches)
         return self._torch.run(kind, [m.padded_to(longest, self._pad_token_id) for m in micro_batches], scale)
 
+    @torch.no_grad()
+    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
+        if self._group is None:
+            total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+            for micro_batch in micro_batches:
+                total += self._stage.forward(micro_batch, None, scale)
+            return total
+        own = _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages)
+        return own.run_forward(micro_batches, scale)
+
     def _choose(self, micro_batches: Sequence[MicroBatch]) -> str:
         fills = len(micro_batches) >= self._num_stages
         if self._schedule == "auto":
@@ -146,6 +157,16 @@ class _OneForwardOneBackward:
             hidden = self._exchange(message, self._wanted_hidden(micro_batches, i + 1) if i + 1 < total else None)
         for i in range(total - warm_up, total):  # drain
             self._exchange(self._backward(i, self._exchange(None, self._wanted_gradient(i))), None)
+        for work, _ in self._pending:
+            work.wait()
+        return self._loss
+
+    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        for i in range(len(micro_batches)):
+            hidden = self._exchange(None, self._wanted_hidden(micro_batches, i))
+            out = self._forward(micro_batches, i, hidden, scale)
+            del self._in_flight[i]
+            self._exchange(self._forward_message(out, i), None)
         for work, _ in self._pending:
             work.wait()
         return self._loss

@@ -7,11 +7,13 @@ and later stages get the hidden state as `inputs_embeds`: no family needs a forw
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from accelerate import init_empty_weights
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
@@ -20,6 +22,8 @@ from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.noise import EmbeddingNoise
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.storage import from_storage
@@ -41,12 +45,28 @@ class Replica:
         mesh: The strategy, this rank's place in it, and its groups.
         device: Where it computes.
         buffers: The model's buffers by name (rotary tables and the like), copied to the device.
+        options: The engine's options: label smoothing, recomputation and noise are applied here.
+
+    Attributes:
+        losses: On the last stage, the scaled loss of each micro-batch since the last `bind`, in their order.
+        logits: When a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
+        noise: The noise on embeddings, on the first stage.
+        vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
     """
 
     def __init__(
-        self, description: ModelDescription, mesh: StrategyMesh, device: torch.device, buffers: Mapping[str, Tensor]
+        self,
+        description: ModelDescription,
+        mesh: StrategyMesh,
+        device: torch.device,
+        buffers: Mapping[str, Tensor],
+        options: EngineOptions | None = None,
     ) -> None:
+        options = options or EngineOptions()
         self.mesh, self.device = mesh, device
+        self.losses: list[Tensor] = []
+        self.logits: list[Tensor] | None = None
+        self._smoothing, self._vocab_size = options.label_smoothing, description.shape.vocab_size
         strategy, coord = mesh.strategy, mesh.coord
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
@@ -64,7 +84,21 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
+        if options.recompute_every:
+            if not self.model.supports_gradient_checkpointing:
+                raise ModelError(
+                    f"{type(self.model).__name__} cannot recompute its layers",
+                    fix="leave activation_checkpointing off, or lower the tokens per pack",
+                )
+            # the models' own enabling also puts hooks on embeddings, which later stages do not have
+            recompute = partial(checkpoint, use_reentrant=False)
+            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=options.recompute_every)
+        self.noise: EmbeddingNoise | None = None
+        if options.neftune_alpha is not None and self.is_first:
+            self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
+            self.model.get_input_embeddings().register_forward_hook(self.noise)
         self.release()
 
     # -- construction -------------------------------------------------------------------------------------------------
@@ -128,7 +162,8 @@ class Replica:
             for module in description.styles
         }
         modules = dict(self.model.named_modules())
-        self._first_vocabulary_row = sum(widths[description.head][: tensor.shard])
+        self.vocabulary_widths = widths[description.head]
+        self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
         local = {name for name, style in description.styles.items() if style in (COLWISE, ROWWISE)}
         for name in description.attention_layers:
             query = next((f"{name}.{leaf}" for leaf in ("q_proj", "qkv_proj") if f"{name}.{leaf}" in local), None)
@@ -145,16 +180,21 @@ class Replica:
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
-    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> None:
+    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None] | None) -> None:
         """Makes the parameters views into flat buffers.
 
         Args:
             weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
-            gradients: By segment, 1-D, of the segment's master dtype; None where nothing is trained.
+            gradients: By segment, 1-D, of the segment's master dtype; None where nothing is trained. None altogether
+                where only forwards will run.
         """
+        self.losses = []
         for parameter, slot in self._parameters:
             parameter.data = _view(weights[slot.segment], slot)
-            parameter.grad = _view(gradients[slot.segment], slot) if slot.spec.trainable else None
+            if gradients is None or not slot.spec.trainable:
+                parameter.grad = None
+            else:
+                parameter.grad = _view(gradients[slot.segment], slot)
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
@@ -194,6 +234,8 @@ class Replica:
         }
         if self.is_first:
             inputs["input_ids"] = micro_batch.input_ids
+            if self.noise is not None:
+                self.noise.micro_batch = micro_batch
         else:
             inputs["inputs_embeds"] = hidden
         if self.is_last:
@@ -201,7 +243,18 @@ class Replica:
             logits = self.model(**inputs).logits.squeeze(0)
             tensor = self.mesh.tensor
             first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
-            out = vocab_parallel_cross_entropy(logits, micro_batch.labels[0], scale, first_row, group)
+            out = vocab_parallel_cross_entropy(
+                logits,
+                micro_batch.labels[0],
+                scale,
+                first_row,
+                group,
+                smoothing=self._smoothing,
+                vocab_size=self._vocab_size,
+            )
+            self.losses.append(out.detach())
+            if self.logits is not None:
+                self.logits.append(logits)
         else:
             out = self._base(**inputs).last_hidden_state
         self._after_forward()

@@ -38,6 +38,11 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/data/bucketing.py",
         "hf_hotspa/data/mini_batch.py",
         "hf_hotspa/data/scan.py",
+        "hf_hotspa/reporting/*.py",
+        "hf_hotspa/checkpoint/disk.py",
+        "hf_hotspa/checkpoint/manifest.py",
+        "hf_hotspa/checkpoint/folder.py",
+        "hf_hotspa/checkpoint/reading.py",
     ),
     3: (
         "hf_hotspa/runtime/mesh.py",
@@ -46,6 +51,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/pipeline.py",
         "hf_hotspa/runtime/attention.py",
         "hf_hotspa/runtime/loss.py",
+        "hf_hotspa/runtime/noise.py",
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/agreement.py",
         "hf_hotspa/runtime/storage.py",
@@ -67,11 +73,27 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/options.py",
         "hf_hotspa/runtime/switching.py",
         "hf_hotspa/runtime/overlap.py",
+        "hf_hotspa/runtime/probe_links.py",
     ),
-    5: ("hf_hotspa/runtime/engine.py", "hf_hotspa/runtime/phase.py", "hf_hotspa/runtime/checkpoint.py"),
+    5: (
+        "hf_hotspa/runtime/evaluation.py",
+        "hf_hotspa/runtime/non_finite.py",
+        "hf_hotspa/runtime/engine.py",
+        "hf_hotspa/runtime/phase.py",
+        "hf_hotspa/checkpoint/tensors.py",
+        "hf_hotspa/checkpoint/rng.py",
+        "hf_hotspa/checkpoint/saving.py",
+        "hf_hotspa/checkpoint/export.py",
+        "hf_hotspa/checkpoint/commands.py",
+        "hf_hotspa/runtime/probe.py",
+        "hf_hotspa/runtime/calibration.py",
+    ),
     6: ("callbacks/*.py",),
     7: ("trainer/*.py",),
-    8: ("hf_hotspa/cli.py",),
+    8: (
+        "hf_hotspa/calibrate_command.py",
+        "hf_hotspa/cli.py",
+    ),
 }
 # The package root finds and re-exports; the __init__ files of torch-free and runtime folders hold a docstring only.
 ROOT_FILES = ("hf_hotspa/__init__.py", "hf_hotspa/_source_tree.py")
@@ -81,6 +103,8 @@ DOCSTRING_ONLY = (
     "hf_hotspa/cost/__init__.py",
     "hf_hotspa/data/__init__.py",
     "hf_hotspa/runtime/__init__.py",
+    "hf_hotspa/checkpoint/__init__.py",
+    "hf_hotspa/reporting/__init__.py",
 )
 PACKAGE_FOLDERS = ("hf_hotspa", "trainer", "callbacks")
 TORCH_FREE_LAYERS = 2

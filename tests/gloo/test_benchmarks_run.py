@@ -50,3 +50,40 @@ def test_slow_link(tmp_path: Path, nics: tuple[str, ...]) -> None:
     for side in (direct, relay):
         assert len(side["all_seconds"]) == found["options"]["rounds"]
         assert side["predicted"]["groups"] >= side["predicted"]["ports"] > 0
+
+
+def test_cost_model(tmp_path: Path) -> None:
+    text, found = run_quick("cost_model.py", tmp_path / "cost_model.json", "--cache", str(tmp_path / "cache"))
+    (model,) = found["models"]
+    assert len(list((tmp_path / "cache").glob("*.json"))) == 1
+    cases = {row["case"] for row in model["rows"]}
+    assert cases == {"32", "64", "mixed"}
+    assert {row["strategy"] for row in model["rows"]} == {"dp2", "tp2", "pp2"}
+    for row in model["rows"]:
+        assert len(row["all_seconds"]) == found["options"]["rounds"]
+        assert row["predicted_s"] == row["predicted_compute_s"] + row["predicted_switch_s"]
+        assert row["measured_s"] >= row["measured_compute_s"] > 0
+        assert row["predicted_cpu_s"] > 0
+        assert row["measured_cpu_s"] > 0
+    assert -1 <= model["summary"]["all"]["tau"] <= 1
+    assert model["summary"]["all"]["worst_regret"] >= 0
+    assert "over all: tau" in text
+
+
+@pytest.mark.slow
+def test_auto_over_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
+    path = tmp_path / "auto.json"
+    names = ["all equal", "commoncrawl"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--quick", "--json", str(path)]
+    done = subprocess.run([*command, "--distributions", *names], cwd=ROOT, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert [row["distribution"] for row in found["rows"]] == names
+    for row in found["rows"]:
+        assert {"auto", "static again"} < set(row["seconds"])
+        assert all(
+            len(values) == found["options"]["rounds"] == len(row["phases"]) for values in row["seconds"].values()
+        )
+        assert row["wall"]["noise"] >= 0
+        assert row["distribution"] in done.stdout

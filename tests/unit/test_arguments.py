@@ -3,9 +3,11 @@
 import pytest
 import torch
 from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, HfArgumentParser, Trainer
+from transformers.training_args import OptimizerNames
 
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
-from hf_hotspa.trainer.arguments import ELEMENTWISE_OPTIMIZERS, HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.oracle import random_rows, relative_error
@@ -39,25 +41,25 @@ REFUSED = [
     {"ddp_find_unused_parameters": False},
     {"ddp_bucket_cap_mb": 25},
     {"use_liger_kernel": True},
-    {"neftune_noise_alpha": 5.0},
-    {"label_smoothing_factor": 0.1},
-    {"activation_checkpointing": True},
     {"auto_find_batch_size": True},
     {"average_tokens_across_devices": False},
     {"torch_empty_cache_steps": 4},
-    {"save_strategy": "steps"},
-    {"save_strategy": "epoch"},
+    {"save_on_each_node": True},
     {"enable_jit_checkpoint": True},
-    {"eval_strategy": "steps"},
-    {"eval_on_start": True},
     {"train_sampling_strategy": "group_by_length"},
     {"train_sampling_strategy": "batch_rebalance"},
+    {"fp16_full_eval": True},
+    {"bf16_full_eval": True},
+    {"eval_use_gather_object": True},
+    {"dataloader_in_order": False},
+    {"label_names": ["targets"]},
+    {"accelerator_config": {"use_seedable_sampler": False}},
+    {"accelerator_config": {"split_batches": True}},
     {"optim": "adafactor"},
     {"optim": "lomo"},
     {"optim": "galore_adamw"},
     {"optim": "adamw_8bit"},
     {"optim": "stable_adamw"},
-    {"push_to_hub": True},
     {"debug": "underflow_overflow"},
 ]
 
@@ -84,9 +86,10 @@ def test_elementwise_optimizers_train(tmp_path, optim):
 @pytest.mark.parametrize(
     ("options", "error", "fragment"),
     [
-        ({"hotspa_strategies": None}, HotspaConfigError, "hotspa_strategies is not set"),
+        ({"hotspa_strategies": ""}, HotspaConfigError, "hotspa_strategies is not set"),
         ({"hotspa_strategies": "dp4:64"}, LaunchError, "--multi_gpu --num_processes 4"),
-        ({"hotspa_strategies": "auto"}, StrategyError, "not supported yet"),
+        ({"hotspa_strategies": "auto", "hotspa_longest": 0}, HotspaConfigError, "hotspa_longest is 0"),
+        ({"hotspa_strategies": "auto", "hotspa_max_buckets": 0}, HotspaConfigError, "hotspa_max_buckets is 0"),
         ({"hotspa_strategies": "dp1+sp:64"}, StrategyError, "'sp'"),
         ({"hotspa_strategies": "dp1"}, StrategyError, "longest"),
         ({"hotspa_overlong": "cut"}, HotspaConfigError, "split"),
@@ -99,6 +102,18 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
+        ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
+        ({"push_to_hub": True}, UnsupportedError, "hub_strategy='every_save'"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            UnsupportedError,
+            "without re-entrance",
+        ),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+            UnsupportedError,
+            "every_n_layers alone",
+        ),
     ],
 )
 def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
@@ -145,6 +160,11 @@ class _OwnLoss(HotSPaTrainer):
         return super().compute_loss(model, inputs, *args, **kwargs) * 2
 
 
+class _OwnPrediction(HotSPaTrainer):
+    def prediction_step(self, *args, **kwargs):
+        return super().prediction_step(*args, **kwargs)
+
+
 def test_a_loss_or_collator_of_ones_own_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="compute_loss is overridden"):
         make_trainer(tmp_path, trainer_class=_OwnLoss)
@@ -154,18 +174,47 @@ def test_a_loss_or_collator_of_ones_own_is_refused(tmp_path):
         make_trainer(tmp_path, data_collator=DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling))
     with pytest.raises(UnsupportedError, match="optimizer or scheduler object"):
         make_trainer(tmp_path, optimizers=(torch.optim.SGD([torch.zeros(1)]), None))
-    with pytest.raises(UnsupportedError, match="compute_metrics"):
-        make_trainer(tmp_path, compute_metrics=lambda p: {})
+    with pytest.raises(UnsupportedError, match="prediction_step is overridden"):
+        make_trainer(tmp_path, trainer_class=_OwnPrediction)
     make_trainer(tmp_path, data_collator=DataCollatorWithFlattening())
     with pytest.raises(HotspaConfigError, match="HotSPaTrainingArguments"):
         HotSPaTrainer(model=tiny_model("llama_gqa_bias"))
 
 
-def test_what_does_not_exist_yet_says_so(tmp_path):
-    trainer = make_trainer(tmp_path)
-    for call in (trainer.evaluate, lambda: trainer.predict(None), lambda: trainer.train(resume_from_checkpoint=True)):
-        with pytest.raises(UnsupportedError, match="does not exist yet"):
-            call()
+@pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - {o.value for o in ELEMENTWISE_OPTIMIZERS}))
+def test_every_other_optimizer_is_refused_with_its_reason(tmp_path, optim):
+    with pytest.raises(UnsupportedError) as caught:
+        make_arguments(tmp_path, optim=optim)
+    reason = next(
+        (reason for part, reason in REASONS.items() if part in optim),
+        "another package or device, and nobody has tested it",
+    )
+    assert reason in str(caught.value)
+    assert repr(optim) in str(caught.value)
+
+
+REASONS = {
+    "galore": "whole matrices",
+    "apollo": "whole matrices",
+    "adafactor": "whole matrices",
+    "lomo": "whole matrices",
+    "stable": "whole matrices",
+    "grok": "whole matrices",
+    "8bit": "whole blocks",
+    "4bit": "whole blocks",
+    "schedule_free": "weights of its own",
+}
+
+
+@pytest.mark.parametrize("chosen", [(torch.optim.Adafactor, {}), (torch.optim.Muon, {}), (torch.optim.LBFGS, {})])
+def test_optimizer_classes_that_need_more_than_elements_are_refused(tmp_path, chosen):
+    with pytest.raises(UnsupportedError, match=chosen[0].__name__):
+        make_trainer(tmp_path, optimizer_cls_and_kwargs=chosen)
+
+
+@pytest.mark.parametrize("name", ["Adam", "AdamW", "Adamax", "NAdam", "RAdam", "Adadelta", "ASGD", "Rprop"])
+def test_elementwise_optimizer_classes_are_accepted(tmp_path, name):
+    make_trainer(tmp_path, optimizer_cls_and_kwargs=(getattr(torch.optim, name), {"lr": 1e-3}))
 
 
 def test_a_model_changed_after_it_was_built_is_refused(tmp_path):

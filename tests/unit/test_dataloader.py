@@ -1,16 +1,22 @@
 """The train dataloader: the stock Trainer's order, the same on every rank, through workers and after a resume."""
 
+import json
+
 import datasets
 import pytest
 import torch
 from accelerate import PartialState, skip_first_batches
 from transformers import Trainer, TrainingArguments
 
+from hf_hotspa.cost.chooser import PhaseChooser
+from hf_hotspa.cost.coefficients import Cost
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.cost.trust import PhaseSeconds
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, TokenRangeError
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.dataloader import MiniBatchLoader
+from hf_hotspa.trainer.dataloader import MiniBatchLoader, planned_ahead
 
 BUCKETS = parse_buckets("dp4:6@12,dp2tp2:16,tp2pp2:40")
 NUM_ROWS = 23
@@ -267,3 +273,101 @@ def test_what_cannot_work_is_refused_when_the_loader_is_made():
         MiniBatchLoader(
             ROWS, scan_dataset(ROWS[1:], disable_progress=True), BUCKETS, mini_batch_size=2, rank=0, vocab_size=100
         )
+
+
+# ------------------------------------------------------------------------------------- buckets chosen for mini-batches
+
+TIME = TimeModel("test", (1,) * 4, 0, {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 3e-6, 1e-5)})
+
+
+def chooser(**options):
+    table = scan_dataset(ROWS, disable_progress=True)
+    return PhaseChooser(BUCKETS, TIME, {b.strategy: 1e-5 for b in BUCKETS}, table, **{"delay": 8} | options)
+
+
+def chosen_plans(batches):
+    return [b["mini_batch"].plan.digest() for b in batches]
+
+
+def train(loader, chooser, epoch, ran, stop=None, skip=0):
+    """Walks through an epoch as the Trainer does; phases take 3 times as long as predicted, dp 20 times."""
+    batches = skip_first_batches(loader, skip) if skip else loader
+    batches.set_epoch(epoch) if hasattr(batches, "set_epoch") else batches.batch_sampler.batch_sampler.set_epoch(epoch)
+    number = epoch * len(loader) + skip
+    for batch in batches:
+        plan = batch["mini_batch"].plan
+        ran.append((number, plan.digest()))
+        measured = {
+            p.strategy: PhaseSeconds(p.strategy, p.compute_s * (20.0 if p.strategy.dp == 4 else 3.0), p.switch_s)
+            for p in chooser._uncorrected(plan)
+        }
+        chooser.trained(number, plan, measured)
+        number += 1
+        if number == stop:
+            return
+
+
+def whole_run(num_workers, epochs=4):
+    PartialState()
+    mine, ran = chooser(), []
+    batches = loader(chooser=mine, num_workers=num_workers)
+    for epoch in range(epochs):
+        train(batches, mine, epoch, ran)
+    return ran, mine.state_dict()
+
+
+def test_choices_are_a_chain_that_workers_do_not_change():
+    ran, state = whole_run(0)
+    assert whole_run(2) == (ran, state)
+    assert len(ran) == 20
+    assert state["in_force"][-1][1]  # something was corrected on the way
+    plain = [plan.digest() for epoch in range(4) for plan in loader().plans(epoch)]
+    assert [digest for _, digest in ran] != plain
+    # the plans of an epoch can be looked at without training it
+    assert [p.digest() for p in loader(chooser=chooser()).plans(0)][:1] == [ran[0][1]]
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 3, 5, 8, 14])
+def test_a_resumed_loader_chooses_as_the_whole_run(stop, num_workers):
+    PartialState()
+    ran, state = whole_run(0)
+    first, head = chooser(), []
+    batches = loader(chooser=first)
+    for epoch in range(-(-stop // 5)):
+        train(batches, first, epoch, head, stop)
+    saved = json.loads(json.dumps(first.state_dict()))
+    second = chooser()
+    batches = loader(chooser=second, num_workers=num_workers)
+    second.load_state_dict(saved)
+    train(batches, second, stop // 5, head, skip=stop % 5)
+    for epoch in range(stop // 5 + 1, 4):
+        train(batches, second, epoch, head)
+    assert head == ran
+    assert second.state_dict() == state
+
+
+def test_skipped_mini_batches_are_not_chosen(monkeypatch):
+    PartialState()
+    mine = chooser()
+    asked = []
+    choose = mine.choose
+    monkeypatch.setattr(mine, "choose", lambda number, *rest: asked.append(number) or choose(number, *rest))
+    mine.load_state_dict(chooser().state_dict() | {"num_trained": 3})
+    assert len(list(skip_first_batches(loader(chooser=mine), 3))) == 2
+    assert asked == [3, 4]
+    # who looks at them anyway gets the buckets of the pool
+    assert planned_rows(next(iter(loader(chooser=mine)))) == planned_rows(next(iter(loader())))
+
+
+def test_a_chooser_that_decides_too_late_is_refused():
+    assert planned_ahead(2, None) == 5
+    with pytest.raises(HotspaConfigError, match="delay is 3"):
+        loader(chooser=chooser(delay=3), num_workers=2)
+
+
+def test_an_overlong_row_ends_the_iteration_on_every_rank():
+    table = scan_dataset(ROWS, disable_progress=True)
+    short = loader(chooser=PhaseChooser(BUCKETS[:1], TIME, {BUCKETS[0].strategy: 0.0}, table))
+    with pytest.raises(OverlongError):  # in the thread that chooses
+        list(short)

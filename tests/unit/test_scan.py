@@ -181,7 +181,7 @@ class Unsized(torch.utils.data.Dataset):
     "stream", [Stream(), Unsized(), datasets.Dataset.from_list(ROWS).to_iterable_dataset(), iter(ROWS)], ids=type
 )
 def test_streams_are_refused_by_name(stream):
-    with pytest.raises(UnsupportedError, match=f"stream cannot be trained on: {type(stream).__name__}"):
+    with pytest.raises(UnsupportedError, match=f"stream cannot be scanned: {type(stream).__name__}"):
         quiet(stream)
 
 

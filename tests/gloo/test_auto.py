@@ -1,0 +1,239 @@
+"""`hotspa_strategies=auto` in a world: the stock Trainer's losses, the same choices everywhere, errors on all ranks."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.families import tiny_model
+from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _LossRecorder, _pad
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows
+
+pytestmark = pytest.mark.gloo
+
+FAMILY = "llama_gqa_bias"
+LONGEST = {1: 200, 2: 100, 4: 200}
+# under 3 MiB a device only tp holds the longest sequences; dp is faster for the others
+LIMITED = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
+
+
+def data_of(world_size, vocab_size):
+    return random_rows(90, vocab_size, longest=LONGEST[world_size], seed=3)
+
+
+def stock_run(rank, world_size, dtype, output_dir, of_world):
+    from transformers import TrainingArguments
+
+    model = tiny_model(FAMILY, dtype)
+    args = TrainingArguments(
+        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
+    )
+    rows = data_of(of_world, model.config.vocab_size)
+    trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
+    with exact_in_double(dtype):
+        trainer.train()
+    return trainer.losses
+
+
+def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
+    """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
+    from hf_hotspa.cost.coefficients import Cost
+    from hf_hotspa.report import PhaseReport
+    from hf_hotspa.trainer import auto
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+    from tests.calibrations import made_calibration
+
+    class Recorder(HotSPaTrainer):
+        def training_step(self, *args, **kwargs):
+            loss = super().training_step(*args, **kwargs)
+            losses.append(self.last_report.loss)
+            phases.append([p.strategy for p in self.last_report.phases])
+            assert all(p.predicted_s > 0 for p in self.last_report.phases)
+            return loss
+
+    losses, phases = [], []
+    model = tiny_model(FAMILY, dtype)
+    costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5), 4: Cost(1e-9, 1.6e-6, 3e-5)}
+    calibration = made_calibration(model, world_size, costs)
+
+    def calibrate(config, **kwargs):
+        assert "hotspa_calibration" not in extra
+        return calibration
+
+    auto.calibrate = calibrate  # this process ends with the test
+    if slow != 1.0:  # what is measured depends on the predicted seconds only
+        trained = auto.AutoStrategies.trained
+
+        def slowed(self, step, plan, report):
+            predicted = {str(p.strategy): p for p in self.chooser._uncorrected(plan)}
+            shown = [
+                PhaseReport(
+                    p.strategy,
+                    1,
+                    1,
+                    1,
+                    predicted[p.strategy].switch_s,
+                    predicted[p.strategy].compute_s * slow,
+                    0,
+                    0,
+                    0,
+                    0,
+                )
+                for p in report.phases
+            ]
+            return trained(self, step, plan, type(report)(**{**vars(report), "phases": tuple(shown)}))
+
+        auto.AutoStrategies.trained = slowed
+    options = {"save_strategy": "no", **COMMON, **extra}
+    resume = options.pop("resume", None)
+    args = HotSPaTrainingArguments(output_dir=folder, hotspa_mini_batch_size=MINI_BATCH, **options)
+    rows = data_of(world_size, model.config.vocab_size) if rows is None else rows
+    trainer = Recorder(model=model, args=args, train_dataset=rows)
+    with exact_in_double(dtype):
+        trainer.train(resume_from_checkpoint=resume)
+    state = json.loads(json.dumps(trainer.hotspa_state()))
+    refits = [str(refit) for refit in trainer._auto.refits]
+    logs = trainer.state.log_history
+    trainer.close_engine()
+    return losses, phases, state, refits, logs
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
+    dtype = torch.float64
+    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)
+    limit = {"hotspa_memory_limit_mb": 4, "hotspa_staging_mb": 1}
+    per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limit, 1.1)
+    losses, phases, state, refits, logs = per_rank[0]
+    assert len(losses) == len(expected) == STEPS
+    for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):
+        assert math.isclose(a, b, rel_tol=1e-11), f"step {step}: loss {a} instead of {b}"
+    assert {len(p) for p in phases} == {1, 2}  # some mini-batches switch, some need not
+    assert not refits
+    assert state["auto"]["chooser"]["num_trained"] == STEPS
+    assert all("hotspa/prediction_error" in log for log in logs if "loss" in log)
+    for other in per_rank[1:]:
+        assert other[:4] == (losses, phases, state, refits)
+
+
+def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):
+    dtype = torch.float32
+    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), 2)
+    extra = {**LIMITED, "dataloader_num_workers": 1}
+    per_rank = run_ranks(2, auto_run, dtype, str(tmp_path), extra, 3.0)
+    losses, phases, state, refits, _ = per_rank[0]
+    assert all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(losses, expected, strict=True))
+    assert len(refits) == 1
+    assert "the time model is refitted" in refits[0]
+    assert all(c == pytest.approx(3.0) for c, _ in state["auto"]["chooser"]["trust"]["factors"].values())
+    for other in per_rank[1:]:
+        assert other[1:4] == (phases, state, refits)
+
+
+def test_without_a_limit_one_strategy_is_enough_and_determinism_refits_nothing(tmp_path):
+    for losses, phases, _, refits, _ in run_ranks(
+        2, auto_run, torch.float32, str(tmp_path), {"full_determinism": True}, 5.0
+    ):
+        assert len(losses) == STEPS
+        assert len({tuple(p) for p in phases}) == 1
+        assert not refits
+
+
+def test_a_resumed_run_goes_on_with_the_choices_of_the_whole_one(tmp_path):
+    extra = {**LIMITED, "save_strategy": "steps", "save_steps": 9, "max_steps": 16}
+    whole = run_ranks(2, auto_run, torch.float32, str(tmp_path), extra, 3.0)[0]
+    extra |= {"resume": str(tmp_path / "checkpoint-9"), "save_strategy": "no"}
+    resumed = run_ranks(2, auto_run, torch.float32, str(tmp_path), extra, 3.0)[0]
+    assert len(whole[3]) == 1
+    assert resumed[0] == whole[0][9:]
+    assert resumed[1] == whole[1][9:]
+    assert resumed[2] == whole[2]
+
+
+def refused_run(rank, world_size, folder, extra, rows=None):
+    from hf_hotspa.errors import HotspaError
+
+    with pytest.raises(HotspaError) as caught:
+        auto_run(rank, world_size, torch.float32, folder, extra, 1.0, rows)
+    return type(caught.value).__name__, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("extra", "name", "words"),
+    [
+        ({"hotspa_memory_limit_mb": 1}, "DeviceMemoryError", ["a limit of ", "MiB", "hotspa_memory_limit_mb"]),
+        ({"hotspa_longest": 20}, "OverlongError", ["over the limit", "at least 100 tokens"]),
+        ({"hotspa_longest": 1000}, "OverlongError", ["256 positions", "hotspa_longest"]),
+    ],
+)
+def test_bad_input_is_refused_on_every_rank(extra, name, words, tmp_path):
+    found = run_ranks(2, refused_run, str(tmp_path), extra)
+    assert found[0] == found[1]
+    assert found[0][0] == name
+    assert all(word in found[0][1] for word in words), found[0][1]
+
+
+def broken_file(folder, kind, model):
+    from hf_hotspa.cost.coefficients import Cost
+    from tests.calibrations import save_calibration
+
+    costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
+    path = Path(save_calibration(folder, model, 4 if kind == "world" else 2, costs))
+    if kind == "torn":
+        path.write_text(path.read_text()[:200])
+    if kind == "missing":
+        path.unlink()
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("torn", ["not valid JSON", "calibrate again"]),
+        ("missing", ["cannot be read"]),
+        ("world", ["processes 4 instead of 2"]),
+    ],
+)
+def test_a_calibration_that_cannot_be_used_is_refused_on_every_rank(kind, words, tmp_path):
+    path = broken_file(tmp_path, kind, tiny_model(FAMILY))
+    found = run_ranks(2, refused_run, str(tmp_path), {"hotspa_calibration": path})
+    assert found[0] == found[1]
+    assert all(word in found[0][1] for word in words), found[0][1]
+
+
+def test_a_calibration_file_is_used(tmp_path):
+    path = broken_file(tmp_path, "good", tiny_model(FAMILY))
+    for losses, _, _, _, _ in run_ranks(2, auto_run, torch.float32, str(tmp_path), {"hotspa_calibration": path}):
+        assert len(losses) == STEPS
+
+
+def measured_run(rank, world_size, folder):
+    import os
+
+    os.environ["HF_HOTSPA_CACHE"] = folder
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    model = tiny_model(FAMILY)
+    args = HotSPaTrainingArguments(output_dir=folder, save_strategy="no", **{**COMMON, "max_steps": 2})
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=data_of(1, model.config.vocab_size))
+    trainer.train()
+    first = trainer.engine
+    trainer.train()  # goes on with what is there
+    assert trainer.engine is first
+    found = trainer.hotspa_state()["auto"]
+    trainer.close_engine()
+    return found["pool"], found["chooser"]["num_trained"]
+
+
+@pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_nothing_but_the_trainer_is_needed(world_size, tmp_path):
+    found = run_ranks(world_size, measured_run, str(tmp_path))
+    assert all(pool == found[0][0] and num_trained == 2 for pool, num_trained in found)
+    if world_size == 1:
+        assert found[0][0][0].startswith("dp1tp1pp1:")
+    assert len(list((tmp_path / "calibration").glob("*.json"))) == 1

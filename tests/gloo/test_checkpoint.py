@@ -1,0 +1,514 @@
+"""Saving on several ranks: a death at any point, what the disk refuses, saves in the background, and what is exported."""
+
+import argparse
+import errno
+import json
+import logging
+import os
+import random
+import shutil
+import signal
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers.trainer_callback import ExportableState
+
+from hf_hotspa.checkpoint.commands import add_parsers, run
+from hf_hotspa.checkpoint.disk import Disk
+from hf_hotspa.checkpoint.folder import LOCK, RunFolder, check_step, checkpoints
+from hf_hotspa.checkpoint.manifest import read_manifest, verify
+from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError
+from tests.checkpoints import memory_folder, tiny_manifest, write_rank
+from tests.families import FAMILIES, tiny_model
+from tests.harness import run_ranks
+from tests.training_runs import STEPS, contents, make_trainer, one_run, train
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def tmp_path():
+    with memory_folder() as folder:
+        yield folder
+
+
+class FaultyDisk(Disk):
+    """Counts the changes of a rank, and does something at one of them."""
+
+    def __init__(self, fatal=None, action=None):
+        self.count, self.fatal, self.action = 0, fatal, action
+
+    def before(self, change, path):
+        self.count += 1
+        if self.count - 1 == self.fatal:
+            self.action(change, path)
+
+
+def die(change, path):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def refuse(change, path):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def writer_of(rank, folder, disk):
+    import torch.distributed as dist
+
+    from hf_hotspa.checkpoint.saving import CheckpointWriter
+    from hf_hotspa.runtime.agreement import Agreement
+
+    return CheckpointWriter(RunFolder(Path(folder), disk), Agreement(dist.group.WORLD, rank))
+
+
+def save_step(writer, rank, step, **options):
+    writer.save(
+        step,
+        lambda temporary: write_rank(writer.folder.disk, temporary, step, rank),
+        lambda files: tiny_manifest(step, files, writer.folder.run),
+        limit=2,
+        **options,
+    )
+
+
+def save_twice(rank, world, folder, victim, fatal):
+    """Saves steps 2 and 3 beside step 1; one rank dies at a change of step 3. Returns its number of changes."""
+    os.fsync = lambda descriptor: None  # a process that dies loses nothing that it has written
+    disk = FaultyDisk()
+    writer = writer_of(rank, folder, disk)
+    for step in (1, 2):
+        save_step(writer, rank, step)
+    before = disk.count
+    if rank == victim:
+        disk.fatal, disk.action = before + fatal, die
+    save_step(writer, rank, 3)
+    writer.close()
+    return disk.count - before
+
+
+def test_a_kill_at_every_write_of_every_rank(tmp_path):
+    changes = run_ranks(2, save_twice, str(tmp_path / "rehearsal"), None, 0)
+    assert changes[0] > changes[1] >= 5
+    for victim, count in enumerate(changes):
+        for point in range(count):
+            path = tmp_path / f"{victim}-{point}"
+            outcomes = run_ranks(2, save_twice, str(path), victim, point, expect_failure=True)
+            assert outcomes[victim].exitcode == -signal.SIGKILL
+            found = checkpoints(path)
+            for checkpoint in found:
+                check_step(checkpoint, verify(checkpoint))
+            assert found[0].name in ("checkpoint-2", "checkpoint-3")
+            assert outcomes[1 - victim].error_type in (None, "RuntimeError", "DistBackendError"), outcomes
+            after = RunFolder(path)
+            after.lock()
+            after.unlock()
+            left = {entry.name for entry in path.iterdir()} - {LOCK}
+            assert left == {checkpoint.name for checkpoint in checkpoints(path)}
+
+
+class Acknowledged(TrainerCallback):
+    """Notes every save that the trainer says is done."""
+
+    def on_save(self, args, state, control, **kwargs):
+        if state.is_world_process_zero:
+            with Path(args.output_dir, "acknowledged").open("a") as file:
+                file.write(f"{state.global_step}\n")
+
+
+def count_changes(rank, world, folder, options):
+    """A whole run; how often this rank changes the disk."""
+    counter = FaultyDisk()
+    Disk.before = lambda self, change, path: counter.before(change, path)
+    one_run(rank, world, folder, None, options)
+    return counter.count
+
+
+def train_and_die(rank, world, folder, victim, fatal, after_s, options):
+    """A run in which one rank is killed: at a change of the disk, or a while after the first step."""
+    if rank == victim:
+        counter = FaultyDisk(fatal, die)
+        Disk.before = lambda self, change, path: counter.before(change, path)
+
+    class Armed(TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            if rank == victim and after_s is not None and state.global_step == 1:
+                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
+
+    return one_run(rank, world, folder, None, {**options, "callbacks": [Acknowledged(), Armed()]})
+
+
+def random_kills(tmp_path, number, seed):
+    """Runs that lose a rank at some moment: what is left is always a run that can go on, bit for bit."""
+    rng = random.Random(seed)
+    options = {"save_total_limit": 3, "hotspa_strategies": "dp2:60@64"}
+    begin = time.perf_counter()
+    changes = run_ranks(2, count_changes, str(tmp_path / "reference"), {**options, "save_total_limit": None})
+    length = (time.perf_counter() - begin) * 0.3
+    reference = {p.name: contents_of_shares(p) for p in checkpoints(tmp_path / "reference")}
+    for index in range(number):
+        path = tmp_path / f"run-{index}"
+        victim, timed, background = rng.randrange(2), rng.random() < 0.3, rng.random() < 0.3
+        fatal, after_s = (None, rng.random() * length) if timed else (rng.randrange(changes[victim]), None)
+        kinds = {**options, "hotspa_async_save": background}
+        outcomes = run_ranks(2, train_and_die, str(path), victim, fatal, after_s, kinds, expect_failure=True)
+        assert timed or outcomes[victim].exitcode == -signal.SIGKILL, (seed, index)
+        acknowledged = [int(line) for line in read_lines(path / "acknowledged")]
+        found = checkpoints(path)
+        steps = [read_manifest(p).step for p in found]
+        for checkpoint in found:
+            check_step(checkpoint, verify(checkpoint))
+            # what a resumed run starts from is what the run that nobody killed had
+            assert contents_of_shares(checkpoint) == reference[checkpoint.name], (seed, index)
+        if acknowledged and not background:
+            assert max(steps) >= max(acknowledged), (seed, index)
+        if index + 1 < number:
+            shutil.rmtree(path)
+    run_ranks(2, one_run, str(path), bool(checkpoints(path)), options)
+    assert contents(path / f"checkpoint-{STEPS}") == contents(tmp_path / "reference" / f"checkpoint-{STEPS}")
+
+
+def read_lines(path):
+    return path.read_text().split() if path.exists() else []
+
+
+def contents_of_shares(path):
+    return {file.name: file.sha256 for file in read_manifest(path).files if file.name.startswith("master")}
+
+
+def test_random_kills(tmp_path):
+    random_kills(tmp_path, 20, time.time_ns())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_a_thousand_random_kills(tmp_path):
+    random_kills(tmp_path, 1000, time.time_ns())
+
+
+# ------------------------------------------------------------------------------------------------ what the disk refuses
+
+
+def refused_at(rank, world, folder, victim, fatal):
+    """The same error on all ranks, nothing left, and the next save works."""
+    os.fsync = lambda descriptor: None
+    disk = FaultyDisk()
+    writer = writer_of(rank, folder, disk)
+    save_step(writer, rank, 1)
+    if rank == victim:
+        disk.fatal, disk.action = disk.count + fatal, refuse
+    error = None
+    try:
+        save_step(writer, rank, 2)
+    except CheckpointError as found:
+        error = str(found)
+    writer.agreement.barrier()  # rank 0 clears up after all have been told
+    left = sorted(os.listdir(folder))
+    writer.agreement.barrier()
+    save_step(writer, rank, 3)
+    writer.close()
+    return error, left
+
+
+@pytest.mark.parametrize(("victim", "fatal"), [(0, 0), (0, 1), (0, 4), (1, 0), (1, 3), (0, 12), (0, 13)])
+def test_a_full_disk_on_one_rank(tmp_path, victim, fatal):
+    outcomes = run_ranks(2, refused_at, str(tmp_path), victim, fatal)
+    assert len({error for error, _ in outcomes}) == 1
+    for error, left in outcomes:
+        assert "No space left on device" in error
+        assert f"rank {victim}" in error
+        assert left == [LOCK, "checkpoint-1"]
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
+
+
+def leftovers(path):
+    return [entry.name for entry in path.iterdir() if entry.name.startswith(".") and entry.name != LOCK]
+
+
+class Warnings(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.messages = []
+
+    def emit(self, record):
+        self.messages.append(record.getMessage())
+
+
+def refuse_steps(trainer, steps):
+    """From now on the disk is full whenever one of these steps is saved."""
+
+    class Full(Disk):
+        def before(self, change, path):
+            if change == "create" and any(f".tmp-checkpoint-{step}-" in str(path) for step in steps):
+                refuse(change, path)
+
+    original = trainer._writer
+
+    def writer(*args):
+        found = original(*args)
+        found.folder.disk = Full()
+        return found
+
+    trainer._writer = writer
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_training_goes_on_when_some_saves_fail(tmp_path, background, caplog):
+    reference = train(make_trainer(str(tmp_path / "a"), 1))
+    trainer = make_trainer(str(tmp_path / "b"), 1, hotspa_max_failed_saves=2, hotspa_async_save=background)
+    refuse_steps(trainer, {2, 3, 5, 6})
+    with caplog.at_level(logging.WARNING, "hf_hotspa"):
+        assert train(trainer) == reference
+    assert caplog.text.count("HSP-210") == 4
+    assert [p.name for p in checkpoints(tmp_path / "b")] == ["checkpoint-7", "checkpoint-4", "checkpoint-1"]
+    assert leftovers(tmp_path / "b") == []
+
+
+class NoJson(TrainerCallback, ExportableState):
+    def state(self):
+        return {"args": {}, "attributes": {"handle": object()}}
+
+
+def odd_callback(rank, world, folder):
+    try:
+        one_run(rank, world, folder, None, {"callbacks": [NoJson()], "hotspa_max_failed_saves": 0})
+    except CheckpointError as error:
+        return str(error)
+    return "trained"
+
+
+def test_what_one_rank_cannot_write_is_said_by_all(tmp_path):
+    for text in run_ranks(2, odd_callback, str(tmp_path)):
+        assert "not JSON serializable" in text
+        assert "rank 0" in text
+    assert leftovers(tmp_path) == []
+
+
+def test_too_many_failed_saves_end_training(tmp_path):
+    trainer = make_trainer(str(tmp_path), 1, hotspa_max_failed_saves=2)
+    refuse_steps(trainer, range(3, 99))
+    with pytest.raises(CheckpointError, match="No space left"):
+        train(trainer)
+    assert trainer.state.global_step == 5
+    assert checkpoints(tmp_path)[0].name == "checkpoint-2"
+
+
+def limited_file_size(rank, world, folder):
+    """The system, not a double, refuses: files may not grow beyond 50 kB."""
+    import resource
+
+    handler = Warnings()
+    logging.getLogger("hf_hotspa").addHandler(handler)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
+    losses = one_run(rank, world, folder, None, {"max_steps": 2})
+    return losses, [message for message in handler.messages if "HSP-210" in message]
+
+
+def test_a_limit_of_the_system(tmp_path):
+    for rank, (losses, messages) in enumerate(run_ranks(2, limited_file_size, str(tmp_path))):
+        assert list(losses) == [1, 2]
+        assert len(messages) == (2 if rank == 0 else 0)
+        assert all("File too large" in message for message in messages)
+    assert leftovers(tmp_path) == []
+    assert checkpoints(tmp_path) == []
+
+
+def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path):
+    (tmp_path / "file").write_text("")
+    trainer = make_trainer(str(tmp_path / "out"), 1)
+    trainer.args.output_dir = str(tmp_path / "file" / "out")
+    with pytest.raises(CheckpointError, match="HSP-210"):
+        train(trainer)
+    assert trainer.state.global_step == 0
+
+
+def second_job(rank, world, folder):
+    from hf_hotspa.checkpoint import folder as folder_module
+
+    folder_module._LOCK_PATIENCE_S = 0.2
+    try:
+        one_run(rank, world, folder, None, {})
+    except CheckpointLockError as error:
+        return str(error)
+    return "trained"
+
+
+def test_two_jobs_in_one_directory(tmp_path):
+    first = RunFolder(tmp_path)
+    first.lock()
+    texts = run_ranks(2, second_job, str(tmp_path))
+    first.unlock()
+    assert all("HSP-212" in text and f'"pid": {os.getpid()}' in text for text in texts)
+    assert checkpoints(tmp_path) == []
+
+
+# ------------------------------------------------------------------------------------------------ in the background
+
+
+def overlapping_saves(rank, world, folder):
+    """A save comes while the one before is still being written: it waits; no more than one is under way."""
+    events = []
+    gate = threading.Event()
+
+    class Slow(Disk):
+        def before(self, change, path):
+            if change == "create" and threading.current_thread().name == "hotspa-checkpoint":
+                events.append(("begin", path.parent.name.split("-")[2]))
+                gate.wait(10)
+
+    writer = writer_of(rank, folder, Slow())
+    save_step(writer, rank, 1, background=True)
+    writer.poll()
+    pending = writer.pending_step
+    exists = Path(folder, "checkpoint-1").exists()
+    threading.Timer(0.3, gate.set).start()
+    save_step(writer, rank, 2, background=True)
+    committed = writer.committed_step
+    while writer.pending_step is not None:
+        writer.poll()
+        time.sleep(0.01)
+    writer.close()
+    return pending, exists, committed, events
+
+
+def test_a_save_waits_for_the_one_before(tmp_path):
+    for pending, exists, committed, events in run_ranks(2, overlapping_saves, str(tmp_path)):
+        assert (pending, exists, committed) == (1, False, 1)
+        steps = [step for _, step in events]
+        assert steps == sorted(steps)
+    assert [path.name for path in checkpoints(tmp_path)] == ["checkpoint-2", "checkpoint-1"]
+    for path in checkpoints(tmp_path):
+        verify(path)
+
+
+def test_a_save_in_the_background_holds_the_state_of_its_step(tmp_path):
+    train(make_trainer(str(tmp_path / "a"), 1))
+    train(make_trainer(str(tmp_path / "b"), 1, hotspa_async_save=True))
+    for step in range(1, STEPS + 1):
+        name = f"checkpoint-{step}"
+        assert contents_of_shares(tmp_path / "a" / name) == contents_of_shares(tmp_path / "b" / name)
+
+
+# ------------------------------------------------------------------------------------------------ rotation and the best
+
+
+class Scores(TrainerCallback):
+    """Says after each step how good the model is, in place of an evaluation."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def on_step_end(self, args, state, control, **kwargs):
+        score = self.scores.get(state.global_step)
+        if score is not None and (state.best_metric is None or score > state.best_metric):
+            state.best_metric, state.best_global_step = score, state.global_step
+
+
+@pytest.mark.parametrize(("limit", "left"), [(None, 7), (3, 3), (2, 2), (1, 1)])
+def test_the_best_checkpoint_stays(tmp_path, limit, left):
+    trainer = make_trainer(
+        str(tmp_path),
+        1,
+        save_total_limit=limit,
+        callbacks=[Scores({2: 0.5, 3: 0.9, 5: 0.7})],
+        metric_for_best_model="loss",
+    )
+    losses = train(trainer)
+    assert len(losses) == STEPS
+    found = [path.name for path in checkpoints(tmp_path)]
+    assert len(found) == left
+    assert "checkpoint-3" in found
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-3")
+
+
+def test_the_best_model_is_loaded_at_the_end(tmp_path):
+    trainer = make_trainer(str(tmp_path / "a"), 1, callbacks=[Scores({3: 0.9})])
+    trainer.args.load_best_model_at_end = True  # which the arguments take only together with an evaluation
+    train(trainer)
+    for step, equal in ((3, True), (STEPS, False)):
+        other = make_trainer(str(tmp_path / f"at-{step}"), 1, max_steps=step, model_seed=4)
+        train(other, str(tmp_path / "a" / f"checkpoint-{step}"))
+        weights = dict(other.model.named_parameters())
+        assert all(torch.equal(p, weights[n]) for n, p in trainer.model.named_parameters()) == equal
+
+
+# ------------------------------------------------------------------------------------------------ export
+
+
+def command(*words):
+    parser = argparse.ArgumentParser()
+    add_parsers(parser.add_subparsers(dest="command", required=True))
+    return run(parser.parse_args([str(word) for word in words]))
+
+
+def tokenizer():
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "def": 2, "return": 3}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>")
+
+
+def train_families(rank, world, folder):
+    found = {}
+    for family in FAMILIES:
+        trainer = make_trainer(f"{folder}/{family}", world, family=family, max_steps=1)
+        trainer.processing_class = tokenizer()
+        train(trainer)
+        trainer.save_model(f"{folder}/{family}-saved")
+        found[family] = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    return found
+
+
+def test_exported_models_load_bit_for_bit(tmp_path, capsys):
+    weights, _ = run_ranks(2, train_families, str(tmp_path))
+    for family in FAMILIES:
+        out, saved = tmp_path / f"{family}-exported", tmp_path / f"{family}-saved"
+        assert command("export", tmp_path / family / "checkpoint-1", out, "--max-shard-size", "30kB") == 0
+        index = json.loads((out / "model.safetensors.index.json").read_text())
+        assert len(set(index["weight_map"].values())) > 2
+        stock = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        loaded = AutoModelForCausalLM.from_pretrained(out)
+        assert type(loaded) is type(tiny_model(family))
+        assert loaded.dtype == torch.float32
+        assert {name for name, _ in loaded.named_parameters()} == weights[family].keys()
+        for name, parameter in loaded.named_parameters():
+            assert torch.equal(parameter, weights[family][name]), name
+            assert torch.equal(parameter, stock.get_parameter(name)), name
+        assert loaded.config.to_dict() == {**stock.config.to_dict(), "_name_or_path": str(out)}
+        # the same names as transformers writes: of tied weights one
+        from safetensors import safe_open
+
+        with safe_open(saved / "model.safetensors", framework="pt") as file:
+            assert set(file.keys()) == set(index["weight_map"])
+        assert loaded.generation_config.to_dict() == stock.generation_config.to_dict()
+        assert AutoTokenizer.from_pretrained(out)("def return")["input_ids"] == [2, 3]
+        assert "trained with hf_hotspa" in (out / "README.md").read_text()
+        # nothing is pickled, neither in checkpoints nor beside a saved model
+        assert not [f for f in tmp_path.rglob("*") if f.suffix in (".bin", ".pt", ".pth", ".pkl")]
+    assert "files of weights" in capsys.readouterr().out
+
+
+def test_export_in_another_dtype_and_in_one_file(tmp_path):
+    trainer = make_trainer(str(tmp_path / "a"), 1, max_steps=1)
+    train(trainer)
+    checkpoint, out = tmp_path / "a" / "checkpoint-1", tmp_path / "out"
+    assert command("export", checkpoint, out, "--dtype", "bfloat16") == 0
+    assert sorted(p.name for p in out.glob("*.safetensors*")) == ["model.safetensors"]
+    loaded = AutoModelForCausalLM.from_pretrained(out, dtype="auto")
+    assert loaded.dtype == torch.bfloat16
+    for name, parameter in trainer.model.named_parameters():
+        assert torch.equal(loaded.get_parameter(name), parameter.to(torch.bfloat16))
+    with pytest.raises(HotspaConfigError, match="exists"):
+        command("export", checkpoint, out)
+    with pytest.raises(HotspaConfigError, match="int4"):
+        command("export", checkpoint, tmp_path / "other", "--dtype", "int4")
+    (checkpoint / "model" / "config.json").write_text("{}")
+    with pytest.raises(HotspaError, match="config.json"):
+        command("export", checkpoint, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+    assert not [p for p in tmp_path.iterdir() if p.name.startswith(".other")]

@@ -1,0 +1,352 @@
+"""Evaluation and prediction: the numbers of the plain model and of the stock Trainer, on any ranks and strategies."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch.nn import functional
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+
+from tests.families import tiny_model
+from tests.gloo.test_trainer import _pad
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.worlds import make_engine, make_mini_batch, worst_error
+
+pytestmark = pytest.mark.gloo
+
+THREE = "dp4:16@32,dp2tp2:32,tp2pp2:60@64"
+CHOICES = ("longest", "buckets", "dp4", "dp2tp2")
+
+
+def plain_logits(model, rows):
+    with torch.no_grad():
+        return [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
+
+
+def plain_loss(logits, rows):
+    total, count = 0.0, 0
+    for out, row in zip(logits, rows, strict=True):
+        labels = torch.tensor(row["labels"])[1:]
+        total += functional.cross_entropy(out[:-1], labels, reduction="sum", ignore_index=-100).item()
+        count += int((labels != -100).sum())
+    return total / count
+
+
+def engine_world(rank, world_size, family, dtype):
+    from hf_hotspa.data.bucketing import plan_mini_batch
+    from hf_hotspa.data.collator import PackedBucketCollator
+    from hf_hotspa.data.scan import scan_dataset
+    from hf_hotspa.trainer.evaluation import evaluation_buckets
+
+    model = tiny_model(family, dtype)
+    rows = random_rows(23, model.config.vocab_size, longest=60, seed=5)
+    rows[3]["labels"] = [-100] * len(rows[3]["labels"])
+    engine = make_engine(model, THREE)
+    table = scan_dataset(rows, disable_progress=True)
+    collator = PackedBucketCollator(rank, model.config.vocab_size, table)
+    found, gradient_bytes = [], engine._switching.arenas.gradients.num_bytes
+    with exact_in_double(dtype):
+        expected = plain_logits(model, rows)
+        loss = plain_loss(expected, rows)
+        for choice in CHOICES:
+            buckets = evaluation_buckets(choice, engine.buckets)
+            loads, total, count, worst = engine._switching._epoch, 0.0, 0, 0.0
+            with engine.evaluation() as evaluation:
+                # uneven: the last mini-batch is a single row, which most replicas have nothing of
+                for begin in range(0, len(rows), 11):
+                    plan = plan_mini_batch(range(begin, min(begin + 11, len(rows))), table, buckets)
+                    batch = collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+                    result = evaluation.run(batch, with_logits=True)
+                    total, count = total + result.loss_sum, count + result.num_labels
+                    keys = sorted(result.logits)
+                    assert keys == [(row, 0) for row in range(begin, min(begin + 11, len(rows))) if table.lengths[row]]
+                    worst = max(worst, *(relative_error(result.logits[k], expected[k[0]]) for k in keys))
+                assert all(p.grad is None for p, _ in evaluation._loaded.replica._parameters)
+                assert not evaluation._loaded.replica.model.training
+            if choice != "buckets":
+                assert engine._switching._epoch == loads + 1, "weights are loaded once"
+            found.append((choice, abs(total / count - loss) / loss, worst))
+        assert engine._switching.arenas.gradients.num_bytes == gradient_bytes
+        # training goes on as if nothing had been
+        reference, gradients = reference_step(model, rows)
+        error, _ = worst_error(engine, make_mini_batch(engine, rows), reference, gradients)
+    assert all(runner.replica.model.training for runner in engine.phases.values())
+    return found, error
+
+
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama_gqa_bias", torch.float64), ("qwen3_qk_norm_tied", torch.float32)]
+)
+def test_loss_and_logits_equal_the_plain_models(family, dtype):
+    exact = dtype == torch.float64
+    for found, error in run_ranks(4, engine_world, family, dtype):
+        for choice, loss_error, logits_error in found:
+            assert loss_error <= (1e-12 if exact else 1e-6), choice
+            assert logits_error <= (1e-12 if exact else 1e-5), choice
+        assert error <= (1e-11 if exact else 1e-5)
+
+
+# ---- the Trainer's methods, against the stock Trainer
+
+ROWS, EVAL_ROWS = 24, 13
+COMMON = {
+    "max_steps": 4, "learning_rate": 1e-2, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
+    "report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "eval_on_start": True, "save_strategy": "no",
+    "include_for_metrics": ["loss", "inputs"],
+}  # fmt: skip
+
+
+def accuracy(seen):
+    """A metric that also keeps what it was shown."""
+
+    def compute(prediction):
+        seen.append(prediction)
+        labels = prediction.label_ids[:, 1:]
+        hits = (prediction.predictions[:, :-1].argmax(-1) == labels) & (labels != -100)
+        return {"accuracy": hits.sum() / (labels != -100).sum(), "confidence": float(prediction.losses.mean())}
+
+    return compute
+
+
+class _Predictions(TrainerCallback):
+    count = 0
+
+    def on_prediction_step(self, args, state, control, eval_dataloader=None, **kwargs):
+        assert eval_dataloader is not None
+        self.count += 1
+
+
+_TIMES = ("runtime", "per_second", "preparation_time")
+
+
+def use_trainer(trainer, eval_rows, seen):
+    counter = _Predictions()
+    trainer.add_callback(counter)
+    before = trainer.evaluate()
+    first_seen = seen[-1]
+    steps = counter.count
+    trainer.train()
+    after = trainer.evaluate()
+    parts = trainer.evaluate({"a": eval_rows[:5], "b": eval_rows[5:]}, metric_key_prefix="check")
+    predicted = trainer.predict(eval_rows[:6])
+    logs = [
+        {k: v for k, v in log.items() if not any(part in k for part in _TIMES)} for log in trainer.state.log_history
+    ]
+    return {
+        "before": before, "after": after, "parts": parts, "logs": logs, "steps": steps,
+        "predictions": predicted.predictions, "label_ids": predicted.label_ids, "metrics": predicted.metrics,
+        "seen": (first_seen.predictions, first_seen.label_ids, first_seen.inputs, first_seen.losses),
+    }  # fmt: skip
+
+
+def stock_world(rank, world_size, folder):
+    model, seen = tiny_model("llama_gqa_bias"), []
+    rows, eval_rows = make_rows(model)
+    args = TrainingArguments(
+        output_dir=folder, per_device_train_batch_size=8, per_device_eval_batch_size=EVAL_ROWS, **COMMON
+    )
+    return use_trainer(
+        Trainer(
+            model=model, args=args, train_dataset=rows, eval_dataset=eval_rows, data_collator=_pad,
+            compute_metrics=accuracy(seen),
+        ),
+        eval_rows,
+        seen,
+    )  # fmt: skip
+
+
+def make_rows(model):
+    size = model.config.vocab_size
+    return random_rows(ROWS, size, longest=60, seed=3), random_rows(EVAL_ROWS, size, longest=60, seed=4)
+
+
+def hot_trainer(folder, strategies, compute_metrics=None, model=None, rows=None, **options):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    model = model or tiny_model("llama_gqa_bias")
+    kwargs = {name: options.pop(name) for name in ("callbacks", "preprocess_logits_for_metrics") if name in options}
+    train_rows, eval_rows = rows or make_rows(model)
+    args = HotSPaTrainingArguments(
+        output_dir=folder, hotspa_mini_batch_size=8, hotspa_strategies=strategies, **{**COMMON, **options}
+    )
+    return HotSPaTrainer(
+        model=model,
+        args=args,
+        train_dataset=train_rows,
+        eval_dataset=eval_rows,
+        compute_metrics=compute_metrics,
+        **kwargs,
+    )
+
+
+def hot_world(rank, world_size, folder, strategies, eval_batch, options):
+    seen = []
+    trainer = hot_trainer(folder, strategies, accuracy(seen), per_device_eval_batch_size=eval_batch, **options)
+    found = use_trainer(trainer, make_rows(trainer.model)[1], seen)
+    trainer.close_engine()
+    return found
+
+
+def same_metrics(found, expected, tolerance=2e-6):
+    """Stock losses are means over batches; with one batch they are token means, as ours."""
+    assert [k for k in found if k not in expected] == []
+    assert [k for k in expected if k not in found and "preparation_time" not in k] == []
+    for key, value in expected.items():
+        if not any(part in key for part in _TIMES):
+            assert math.isclose(found[key], value, rel_tol=tolerance), key
+
+
+def test_the_methods_equal_the_stock_trainers(tmp_path):
+    [stock] = run_ranks(1, stock_world, str(tmp_path / "stock"))
+    [alone] = run_ranks(1, hot_world, str(tmp_path / "alone"), "dp1:60@128", EVAL_ROWS, {})
+    beside = dict.fromkeys(("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"), "on")
+    pair = run_ranks(2, hot_world, str(tmp_path / "pair"), "dp2:16@32,tp2:60@64", EVAL_ROWS, beside)
+    for name, found in (("alone", alone), ("rank 0", pair[0]), ("rank 1", pair[1])):
+        for part in ("before", "after", "metrics"):
+            same_metrics(found[part], stock[part])
+        # the stock loss of a part is that of its one batch
+        same_metrics(found["parts"], stock["parts"])
+        assert found["steps"] == stock["steps"] == 1, name
+        kept = [{k: v for k, v in log.items() if not k.startswith("hotspa/")} for log in found["logs"]]
+        assert [sorted(log) for log in kept] == [sorted(log) for log in stock["logs"]]
+        for log, expected in zip(kept, stock["logs"], strict=True):
+            for key, value in expected.items():
+                if key not in ("total_flos", "grad_norm"):
+                    assert math.isclose(log[key], value, rel_tol=1e-5), (name, key)
+        same_arrays(found["predictions"], found["label_ids"], stock["predictions"], stock["label_ids"], 1e-4)
+        same_arrays(*found["seen"][:2], *stock["seen"][:2], 1e-5)
+        real = stock["seen"][2] != 0
+        assert np.array_equal(found["seen"][2][real], stock["seen"][2][real])
+        assert np.allclose(found["seen"][3], stock["seen"][3], rtol=1e-6)
+
+
+def same_arrays(logits, labels, stock_logits, stock_labels, tolerance):
+    assert labels.shape == stock_labels.shape
+    assert logits.shape == stock_logits.shape
+    assert np.array_equal(labels, stock_labels)
+    # stock Trainer shows what the model says of padding, too; nobody may look at that
+    real = labels != -100
+    assert np.abs(logits[real] - stock_logits[real]).max() <= tolerance * np.abs(stock_logits[real]).max()
+
+
+def loss_world(rank, world_size, folder, strategies):
+    """Mini-batches of 2 rows a rank, so several of them and a short last one."""
+    trainer = hot_trainer(folder, strategies, per_device_eval_batch_size=2)
+    rows = make_rows(trainer.model)[1]
+    expected = plain_loss(plain_logits(trainer.model, rows), rows)
+    found = {}
+    for choice in ("longest", "buckets", strategies.split(":")[0]):
+        trainer.args.hotspa_eval_strategy = choice
+        found[choice] = trainer.evaluate()["eval_loss"]
+    trainer.close_engine()
+    return expected, found
+
+
+def test_the_loss_is_the_token_mean_however_the_set_is_cut(tmp_path):
+    worlds = [(1, "dp1:60@64"), (2, "dp2:16@32,tp2:60@64"), (2, "dp2:20@32,pp2:60@64")]
+    for world_size, strategies in worlds:
+        for expected, found in run_ranks(world_size, loss_world, str(tmp_path), strategies):
+            for choice, loss in found.items():
+                assert math.isclose(loss, expected, rel_tol=1e-6), (strategies, choice)
+
+
+# ---- what a user can set
+
+
+def options_world(rank, world_size, folder):
+    argmax = {"preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    strategies = "dp2:16@32,tp2:60@64" if world_size == 2 else "dp1:60@64"
+    shared = {"eval_strategy": "no", "eval_on_start": False, "include_for_metrics": []}
+    found = {}
+
+    def hits(prediction):
+        labels = prediction.label_ids[:, 1:]
+        return int(((prediction.predictions[:, :-1] == labels) & (labels != -100)).sum()), int((labels != -100).sum())
+
+    trainer = hot_trainer(
+        folder, strategies, lambda p: {"hits": hits(p)[0]}, per_device_eval_batch_size=2, **shared, **argmax,
+        eval_accumulation_steps=2,
+    )  # fmt: skip
+    found["whole"] = trainer.evaluate()["eval_hits"]
+    found["engine"] = trainer.engine is not None and trainer.state.global_step == 0
+    total = [0]
+
+    def batchwise(prediction, compute_result):
+        total[0] += hits(prediction)[0]
+        return {"hits": total[0]} if compute_result else {}
+
+    trainer.args.batch_eval_metrics, trainer.compute_metrics = True, batchwise
+    found["batchwise"] = trainer.evaluate()["eval_hits"]
+    trainer.args.batch_eval_metrics, trainer.args.prediction_loss_only = False, True
+    trainer.compute_metrics = lambda p: pytest.fail("predictions were collected")
+    found["loss only"] = sorted(k for k in trainer.evaluate() if "per_second" not in k and "runtime" not in k)
+    trainer.args.prediction_loss_only = False
+    trainer.compute_metrics = None
+    unlabelled = [{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 2
+    found["no labels"] = [k for k in trainer.predict(unlabelled).metrics if "loss" in k]
+    trainer.close_engine()
+
+    # early stopping: the metric never improves, so the second evaluation ends training
+    stopping = EarlyStoppingCallback(early_stopping_patience=1)
+    trainer = hot_trainer(
+        folder, strategies, lambda p: {"constant": 1.0}, max_steps=9, eval_strategy="steps", eval_steps=1,
+        eval_on_start=False, include_for_metrics=[], callbacks=[stopping], metric_for_best_model="constant",
+        greater_is_better=True, eval_delay=2,
+    )  # fmt: skip
+    trainer.train()
+    found["stopped"] = trainer.state.global_step
+    found["best"] = trainer.state.best_metric
+    trainer.close_engine()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_options(world_size, tmp_path):
+    results = run_ranks(world_size, options_world, str(tmp_path))
+    for found in results:
+        assert found["whole"] == found["batchwise"]
+        assert found["engine"]
+        assert found["loss only"] == ["epoch", "eval_loss"]
+        assert found["no labels"] == []
+        assert found["stopped"] == 3  # evaluated at steps 2 and 3
+        assert found["best"] == 1.0
+    assert all(found == results[0] for found in results)
+
+
+def failing_world(rank, world_size, folder):
+    from hf_hotspa.errors import HotspaError
+
+    messages = []
+    trainer = hot_trainer(folder, "dp2:16@32,tp2:60@64", eval_on_start=False)
+    wrong = [{"input_ids": [1, 2, 3]}] * 3 + [{"input_ids": [1, 2, 999]}]
+    cases = {
+        "range": lambda: trainer.evaluate(wrong),
+        "labels": lambda: trainer.evaluate([{"input_ids": [5, 6, 7], "labels": [-100] * 3}] * 2),
+        "overlong": lambda: trainer.evaluate([{"input_ids": [5] * 61}]),
+        "nothing": lambda: trainer._evaluation_loader(None),
+        "strategy": lambda: trainer.evaluate(),
+    }
+    for name, action in cases.items():
+        trainer.args.hotspa_eval_strategy = "pp2" if name == "strategy" else "longest"
+        try:
+            action()
+            messages.append("")
+        except HotspaError as error:
+            messages.append(str(error))
+    trainer.args.hotspa_eval_strategy = "longest"
+    messages.append(trainer.evaluate()["eval_loss"])
+    trainer.close_engine()
+    return messages
+
+
+def test_what_is_wrong_is_said_on_every_rank(tmp_path):
+    first, second = run_ranks(2, failing_world, str(tmp_path))
+    for found in (first, second):
+        for text, part in zip(
+            found, ("999", "none of the 2 rows", "61 tokens", "no eval_dataset", "dp2tp1pp1, dp1tp2pp1"), strict=False
+        ):
+            assert part in text
+    assert first[-1] == second[-1] > 0

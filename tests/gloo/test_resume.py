@@ -1,0 +1,332 @@
+"""Resuming: bit for bit in the same layout, from the same bits in another, with the same data in the same order."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hotspa.checkpoint.manifest import read_manifest
+from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.trainer.resuming import Resumption
+from tests.checkpoints import memory_folder
+from tests.harness import run_ranks
+from tests.training_runs import (
+    STEPS,
+    STRATEGIES,
+    contents,
+    make_trainer,
+    newest,
+    one_run,
+    same_bits,
+    several_runs,
+    train,
+    whole_state,
+)
+
+pytestmark = pytest.mark.gloo
+
+
+@pytest.fixture
+def tmp_path():
+    with memory_folder() as folder:
+        yield folder
+
+
+CASES = {
+    "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
+    "two strategies": (2, {}, [2, 4]),
+    "three strategies": (4, {"family": "phi3_fused"}, [3]),
+    "workers": (2, {"dataloader_num_workers": 2}, [2, 4]),
+    "momentum": (2, {"optim": "sgd", "optim_args": "momentum=0.9", "family": "llama_uneven"}, [5]),
+    "rmsprop": (1, {"optim": "rmsprop", "lr_scheduler_type": "cosine", "dataloader_drop_last": True}, [2, 3, 4]),
+    "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),
+    "in the background": (2, {"hotspa_async_save": True}, [2, 4]),
+}
+
+
+@pytest.mark.parametrize(("world", "options", "points"), CASES.values(), ids=CASES)
+def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
+    """In the middle of an epoch, and at its edge (4, or 3 with drop_last)."""
+    first = (str(tmp_path / "a"), None, options)
+    others = [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), options) for p in points]
+    per_rank = run_ranks(world, several_runs, [first, *others])
+    for losses, *resumed in per_rank:
+        assert list(losses) == list(range(1, STEPS + 1))
+        for point, found in zip(points, resumed, strict=True):
+            assert found == {step: loss for step, loss in losses.items() if step > point}
+    last = contents(newest(tmp_path / "a"))
+    for point in points:
+        assert contents(newest(tmp_path / f"b{point}")) == last, point
+
+
+def resume_and_save(rank, world, output, checkpoint, options):
+    """Goes on from a checkpoint without a step, and writes what was loaded; then goes on."""
+    step = read_manifest(Path(checkpoint)).step
+    trainer = make_trainer(output, world, max_steps=step, model_seed=5, **options)
+    assert train_without_steps(trainer, checkpoint) == {}
+    return one_run(rank, world, output + "-on", checkpoint, options)
+
+
+def train_without_steps(trainer, checkpoint):
+    trainer.train(resume_from_checkpoint=checkpoint)
+    assert trainer.state.global_step == trainer.state.max_steps
+    trainer._save_checkpoint(None, None)
+    trainer._checkpoint_writer.close()
+    return train_losses(trainer)
+
+
+def train_losses(trainer):
+    losses = next(c.losses for c in trainer.callback_handler.callbacks if hasattr(c, "losses"))
+    trainer.close_engine()
+    return losses
+
+
+def check_another_layout(tmp_path, checkpoint, losses, world, strategies, family="qwen3_qk_norm_tied"):
+    name = f"{world}-{strategies.replace(':', '_')}"
+    options = {"hotspa_strategies": strategies, "family": family}
+    per_rank = run_ranks(world, resume_and_save, str(tmp_path / name), str(checkpoint), options)
+    assert same_bits(whole_state(newest(tmp_path / name)), whole_state(checkpoint))
+    step = read_manifest(checkpoint).step
+    for found in per_rank:
+        assert list(found) == list(range(step + 1, STEPS + 1))
+        for at, loss in found.items():
+            assert math.isclose(loss, losses[at], rel_tol=1e-6), (name, at)
+
+
+DIAGONAL = [(2, 1), (1, 3), (4, 2), (3, 4)]
+
+
+@pytest.mark.parametrize(("saved", "world"), DIAGONAL)
+def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
+    [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, {})
+    check_another_layout(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, STRATEGIES[world])
+
+
+MATRIX = {
+    1: ["dp1:60@64"],
+    2: ["dp2:60@64", "tp2:60", "pp2:60", STRATEGIES[2]],
+    3: ["dp3:60@64", "pp3:60", STRATEGIES[3]],
+    4: ["dp4:60@64", "dp2tp2:60", "tp4:60", "pp4:60", "tp2pp2:60", STRATEGIES[4]],
+    8: ["dp8:60@64", "dp2tp2pp2:60", "tp4pp2:60", "dp2pp4:60", STRATEGIES[8]],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("saved", MATRIX)
+@pytest.mark.parametrize("family", ["qwen3_qk_norm_tied", "phi3_fused"])
+def test_every_layout_goes_on_from_every_other(saved, family, tmp_path):
+    options = {"hotspa_strategies": MATRIX[saved][-1], "family": family}
+    [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, options)
+    for world, all_strategies in MATRIX.items():
+        for strategies in all_strategies:
+            check_another_layout(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, strategies, family)
+
+
+def test_another_storage_order_is_read(tmp_path, monkeypatch):
+    """The plan of transformers, which says what dim is outermost, may change: the whole parameter is turned around."""
+    from hf_hotspa.layout import vector as vector_module
+
+    losses = train(make_trainer(str(tmp_path / "a"), 1))
+    original = vector_module.build_vector
+
+    def turned(specs, layer_costs, head_cost):
+        from dataclasses import replace
+
+        plain = [replace(s, shard_dim=None, parts=()) if s.shard_dim else s for s in specs]
+        return original(plain, layer_costs, head_cost)
+
+    monkeypatch.setattr("hf_hotspa.runtime.specs.build_vector", turned)
+    checkpoint = tmp_path / "a" / "checkpoint-3"
+    trainer = make_trainer(str(tmp_path / "b"), 1, max_steps=3, model_seed=5)
+    assert train_without_steps(trainer, str(checkpoint)) == {}
+    saved, written = read_manifest(checkpoint), read_manifest(newest(tmp_path / "b"))
+    assert {p.shard_dim for p in saved.parameters} > {p.shard_dim for p in written.parameters}
+    assert same_bits(whole_state(newest(tmp_path / "b")), whole_state(checkpoint))
+    assert len(losses) == STEPS
+
+
+# ------------------------------------------------------------------------------------------------ what is resumed from
+
+
+def test_a_finished_run_stays_as_it_is(tmp_path):
+    trainer = make_trainer(str(tmp_path), 1)
+    train(trainer)
+    weights = {n: p.clone() for n, p in trainer.model.named_parameters()}
+    before = contents(newest(tmp_path))
+    again = make_trainer(str(tmp_path), 1, model_seed=9)
+    assert train(again, True) == {}
+    assert again.state.global_step == STEPS
+    assert all(torch.equal(p, weights[n]) for n, p in again.model.named_parameters())
+    assert contents(newest(tmp_path)) == before
+    longer = make_trainer(str(tmp_path), 1, model_seed=9, max_steps=STEPS + 2)
+    assert list(train(longer, True)) == [STEPS + 1, STEPS + 2]
+
+
+def damage(path, name="master-rank-00000"):
+    file = next(file for file in path.iterdir() if file.name.startswith(name))
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 4
+    file.write_bytes(data)
+
+
+def walk_back(rank, world, folder):
+    messages = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("hf_hotspa").addHandler(handler)
+    losses = one_run(rank, world, folder, True, {"save_strategy": "no"})
+    try:
+        one_run(rank, world, folder, str(Path(folder, "checkpoint-7")), {})
+    except HotspaError as error:
+        return losses, messages, error
+    return losses, messages, None
+
+
+def test_the_newest_one_that_verifies_is_taken(tmp_path):
+    [reference, _] = run_ranks(2, one_run, str(tmp_path), None, {})
+    damage(tmp_path / "checkpoint-7", "master-rank-00001")
+    (tmp_path / "checkpoint-6" / "state.json").unlink()
+    (tmp_path / "checkpoint-900").mkdir()
+    for rank, (losses, messages, error) in enumerate(run_ranks(2, walk_back, str(tmp_path))):
+        assert losses == {6: reference[6], 7: reference[7]}
+        skipped = [m for m in messages if "is skipped" in m]
+        assert len(skipped) == (3 if rank == 0 else 0), messages
+        # the one that the user names is not replaced by another one
+        assert isinstance(error, DamagedCheckpointError)
+        assert "checkpoint-7" in str(error)
+        assert "master-rank-00001-of-00002.safetensors" in str(error)
+
+
+def test_nothing_to_resume_from(tmp_path):
+    with pytest.raises(ResumeError, match="no checkpoint to resume from") as caught:
+        train(make_trainer(str(tmp_path), 1), True)
+    assert isinstance(caught.value, ValueError)  # as stock Trainer
+    train(make_trainer(str(tmp_path), 1, max_steps=2))
+    damage(tmp_path / "checkpoint-1")
+    damage(tmp_path / "checkpoint-2")
+    with pytest.raises(ResumeError, match="none of 2 can be used"):
+        train(make_trainer(str(tmp_path), 1), True)
+    with pytest.raises(DamagedCheckpointError, match="MANIFEST"):
+        train(make_trainer(str(tmp_path), 1), str(tmp_path))
+
+
+def test_the_argument_resumes_too(tmp_path):
+    train(make_trainer(str(tmp_path), 1, max_steps=3))
+    assert list(train(make_trainer(str(tmp_path), 1, resume_from_checkpoint="True", max_steps=4))) == [4]
+    path = str(tmp_path / "checkpoint-2")
+    assert list(train(make_trainer(str(tmp_path), 1, resume_from_checkpoint=path, max_steps=4))) == [3, 4]
+    assert len(train(make_trainer(str(tmp_path), 1, resume_from_checkpoint="False", max_steps=2))) == 2
+
+
+# ------------------------------------------------------------------------------------------------ what may change
+
+
+@pytest.fixture(scope="module")
+def saved():
+    with memory_folder() as folder:
+        train(make_trainer(str(folder / "a"), 1, max_steps=3))
+        train(make_trainer(str(folder / "model"), 1, max_steps=1, save_only_model=True))
+        yield folder
+
+
+def other_rows(vocab_size, change):
+    from tests.oracle import random_rows
+
+    rows = random_rows(14, vocab_size, longest=60, seed=3)
+    return change(rows)
+
+
+REFUSED = {
+    "seed": ({"seed": 8}, "seed is 8, and was 7"),
+    "data seed": ({"data_seed": 8}, "seed is 8, and was 7"),
+    "mini-batch": ({"hotspa_mini_batch_size": 5}, "mini_batch_size is 5, and was 4"),
+    "shuffle": ({"train_sampling_strategy": "sequential"}, "train_sampling_strategy is 'sequential'"),
+    "drop last": ({"dataloader_drop_last": True}, "dataloader_drop_last is True"),
+    "policy": ({"hotspa_overlong": "drop"}, "hotspa_overlong is 'drop'"),
+    "fewer rows": ({"rows": lambda rows: rows[:-1]}, "rows of the dataset"),
+    "other lengths": ({"rows": lambda rows: [*rows[1:], rows[0]]}, "lengths and labels of the rows"),
+    "optimizer": ({"optim": "sgd"}, "AdamW"),
+    "more layers": ({"model": {"num_hidden_layers": 5}}, "model.layers.4"),
+    "wider": ({"model": {"intermediate_size": 56}}, "[56, 32] in the model"),
+    "another family": ({"family": "llama_gqa_bias"}, "in the model"),
+}
+
+
+@pytest.mark.parametrize(("options", "fragment"), REFUSED.values(), ids=REFUSED)
+def test_what_would_not_be_the_same_run_is_refused(saved, tmp_path, options, fragment):
+    options = dict(options)
+    if "rows" in options:
+        options["rows"] = other_rows(163, options["rows"])
+    with pytest.raises((ResumeError, HotspaError)) as caught:
+        train(make_trainer(str(tmp_path), 1, max_steps=5, **options), str(saved / "a" / "checkpoint-3"))
+    assert fragment in str(caught.value)
+    assert caught.value.code == "HSP-220"
+    assert "Fix: " in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("state", "error"),
+    [
+        ({"scheduler": {"class": "OneCycleLR", "state": {}}}, ResumeError),
+        ({"scheduler": {"class": "LambdaLR"}}, DamagedCheckpointError),
+        ({}, DamagedCheckpointError),
+    ],
+)
+def test_another_scheduler_is_refused(saved, tmp_path, state, error):
+    trainer = make_trainer(str(tmp_path), 1)
+    trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)]), lambda step: 1.0)
+    path = saved / "a" / "checkpoint-3"
+    with pytest.raises(error):
+        trainer._load_scheduler(Resumption(path, read_manifest(path), state))
+
+
+def test_another_data_order_can_be_allowed(saved, tmp_path):
+    options = {"hotspa_mini_batch_size": 5, "hotspa_allow_data_order_change": True, "max_steps": 5}
+    assert list(train(make_trainer(str(tmp_path), 1, **options), str(saved / "a" / "checkpoint-3"))) == [4, 5]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e-3},
+        {"weight_decay": 0.0},
+        {"max_grad_norm": 0.1},
+        {"save_steps": 3},
+        {"max_steps": 6},
+        {"hotspa_strategies": "dp1:60@128"},
+    ],
+    ids=str,
+)
+def test_what_may_change(saved, tmp_path, options):
+    trainer = make_trainer(str(tmp_path), 1, **{"max_steps": 5, **options})
+    found = train(trainer, str(saved / "a" / "checkpoint-3"))
+    assert list(found) == list(range(4, options.get("max_steps", 5) + 1))
+
+
+def test_optimizer_settings_of_the_checkpoint_go_on_with_a_warning(saved, tmp_path, caplog):
+    with caplog.at_level(logging.WARNING, "hf_hotspa"):
+        train(make_trainer(str(tmp_path), 1, max_steps=5, learning_rate=1e-3), str(saved / "a" / "checkpoint-3"))
+    assert "initial_lr 0.01 (not 0.001)" in caplog.text
+
+
+def test_a_checkpoint_of_the_model_only_is_no_run(saved, tmp_path):
+    with pytest.raises(ResumeError, match="holds the model only"):
+        train(make_trainer(str(tmp_path), 1), str(saved / "model" / "checkpoint-1"))
+    assert not list((saved / "model" / "checkpoint-1").glob("random*"))
+
+
+def refused_on_all_ranks(rank, world, folder, checkpoint, options):
+    try:
+        one_run(rank, world, folder, checkpoint, options)
+    except HotspaError as error:
+        return error.code
+    return "trained"
+
+
+def test_every_rank_raises(saved, tmp_path):
+    checkpoint = str(saved / "a" / "checkpoint-3")
+    for options in ({"seed": 1}, {"family": "llama_gqa_bias"}, {"optim": "sgd"}):
+        assert run_ranks(2, refused_on_all_ranks, str(tmp_path), checkpoint, options) == ["HSP-220"] * 2

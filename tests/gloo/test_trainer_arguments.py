@@ -1,0 +1,240 @@
+"""Every setting of the numeric and data kind, one by one: the same run as the stock Trainer's, on one and two ranks.
+
+A case is a set of training arguments. All cases of a kind run one after the other in one world: a stock Trainer on one
+process, `HotSPaTrainer` on one and on two ranks; then losses, learning rates and weights are compared.
+"""
+
+import math
+
+import pytest
+import torch
+from transformers import SchedulerType, Trainer, TrainingArguments
+
+from tests.families import tiny_model
+from tests.gloo.test_trainer import _pad
+from tests.harness import run_ranks
+from tests.oracle import random_rows, relative_error
+
+pytestmark = pytest.mark.gloo
+
+ROWS, MINI_BATCH = 20, 6
+COMMON = {
+    "max_steps": 5, "learning_rate": 5e-3, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
+    "report_to": "none", "save_strategy": "no",
+}  # fmt: skip
+
+SCHEDULERS = {
+    "cosine_with_min_lr": {"min_lr": 1e-4},
+    "cosine_warmup_with_min_lr": {"min_lr": 1e-4},
+    "warmup_stable_decay": {"num_decay_steps": 2, "min_lr_ratio": 0.1},
+    "polynomial": {"power": 2.0},
+    "cosine_with_restarts": {"num_cycles": 2},
+    "reduce_lr_on_plateau": {"patience": 0, "threshold": 10.0, "threshold_mode": "abs"},
+    "greedy": {"patience": 0, "factor": 0.5},
+}
+BY_METRIC = ("reduce_lr_on_plateau", "greedy")
+
+
+def scheduler_case(name):
+    case = {"lr_scheduler_type": name, "warmup_steps": 2, "lr_scheduler_kwargs": SCHEDULERS.get(name)}
+    if name in BY_METRIC:
+        case |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": ROWS}
+        case.pop("warmup_steps")
+    return case
+
+
+FEW = ("cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt", *BY_METRIC)
+CASES = {
+    "schedulers": {name: scheduler_case(name) for name in FEW},
+    "other schedulers": {s.value: scheduler_case(s.value) for s in SchedulerType if s.value not in FEW},
+    "optimizers": {
+        "adamw_torch": {"optim": "adamw_torch", "adam_beta1": 0.8, "adam_beta2": 0.95, "adam_epsilon": 1e-6},
+        "adamw_torch_fused": {"optim": "adamw_torch_fused", "weight_decay": 0.2},
+        "sgd": {"optim": "sgd", "optim_args": "momentum=0.9,nesterov=true"},
+        "adagrad": {"optim": "adagrad"},
+        "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.5"},
+        "nadam": {"cls": (torch.optim.NAdam, {"lr": 5e-3})},
+        "adamax": {"cls": (torch.optim.Adamax, {"lr": 5e-3})},
+        "warmup ratio": {"warmup_steps": 0.5},
+        "no clipping": {"max_grad_norm": 0.0},
+        "hard clipping": {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 0.5},
+        "weight decay": {"weight_decay": 0.5, "optim": "sgd"},
+        "label smoothing": {"label_smoothing_factor": 0.2},
+        "label smoothing and evaluation": {
+            "label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": ROWS,
+        },
+        "recomputation": {"activation_checkpointing": True},
+        "every second layer": {
+            "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2},
+        },
+        "frozen": {"freeze": "model.layers.0."},
+    },
+    "data and logging": {
+        "an epoch and a half": {"max_steps": -1, "num_train_epochs": 1.5},
+        "epochs in the log": {"max_steps": -1, "num_train_epochs": 2, "logging_strategy": "epoch"},
+        "first step": {"logging_first_step": True, "logging_steps": 3},
+        "no log": {"logging_strategy": "no"},
+        "data seed": {"data_seed": 11},
+        "drop last": {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 1},
+        "sequential": {"train_sampling_strategy": "sequential"},
+        "workers": {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
+        "nan filter off": {"logging_nan_inf_filter": False},
+        "evaluation by epochs": {
+            "max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS,
+        },
+        "evaluation with a delay": {
+            "eval_strategy": "steps", "eval_steps": 1, "eval_delay": 3, "per_device_eval_batch_size": ROWS,
+        },
+        "determinism": {"full_determinism": True},
+    },
+}  # fmt: skip
+
+
+def run_case(case, make):
+    """`make(model, rows, arguments, more)` gives a trainer; what is seen of its run, as plain numbers."""
+    case = dict(case)
+    cls, freeze = case.pop("cls", None), case.pop("freeze", None)
+    model = tiny_model("llama_gqa_bias")
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(freeze is None or not name.startswith(freeze))
+    rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
+    more = {"eval_dataset": rows} | ({"optimizer_cls_and_kwargs": cls} if cls else {})
+    trainer = make(model, rows, {**COMMON, **case}, more)
+    result = trainer.train()
+    logs = [{k: log[k] for k in KEYS if k in log} for log in trainer.state.log_history]
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return logs, weights, result.training_loss
+
+
+KEYS = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "step")
+
+
+def stock_runs(rank, world_size, kind, folder):
+    def make(model, rows, options, more):
+        args = TrainingArguments(output_dir=folder, per_device_train_batch_size=MINI_BATCH, **options)
+        return Trainer(model=model, args=args, train_dataset=rows, data_collator=_pad, **more)
+
+    return {name: run_case(case, make) for name, case in CASES[kind].items()}
+
+
+def hot_runs(rank, world_size, kind, folder):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    def make(model, rows, options, more):
+        strategies = "dp2:16@32,tp2:60@64" if world_size == 2 else "dp1:60@64"
+        args = HotSPaTrainingArguments(
+            output_dir=folder, hotspa_strategies=strategies, hotspa_mini_batch_size=MINI_BATCH, **options
+        )
+        trainers.append(HotSPaTrainer(model=model, args=args, train_dataset=rows, **more))
+        return trainers[-1]
+
+    trainers, found = [], {}
+    for name, case in CASES[kind].items():
+        found[name] = run_case(case, make)
+        trainers.pop().close_engine()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "world_size"),
+    [
+        ("schedulers", 2),
+        ("optimizers", 2),
+        ("data and logging", 2),
+        pytest.param("optimizers", 1, marks=pytest.mark.slow),
+        pytest.param("schedulers", 1, marks=pytest.mark.slow),
+        pytest.param("other schedulers", 1, marks=pytest.mark.slow),
+        pytest.param("other schedulers", 2, marks=pytest.mark.slow),
+        pytest.param("data and logging", 1, marks=pytest.mark.slow),
+    ],
+)
+def test_a_setting_does_what_it_does_in_the_stock_trainer(kind, world_size, tmp_path):
+    [stock] = run_ranks(1, stock_runs, kind, str(tmp_path), timeout=240)
+    per_rank = run_ranks(world_size, hot_runs, kind, str(tmp_path), timeout=240)
+    assert list(stock) == list(CASES[kind])
+    for name, (logs, weights, training_loss) in stock.items():
+        for rank, found in enumerate(per_rank):
+            place = f"{name}, rank {rank} of {world_size}"
+            found_logs, found_weights, found_loss = found[name]
+            assert len(found_logs) == len(logs), place
+            for log, expected in zip(found_logs, logs, strict=True):
+                assert log.keys() == expected.keys(), place
+                assert log["step"] == expected["step"], place
+                for key, value in expected.items():
+                    tolerance = {"learning_rate": 0.0, "epoch": 0.0, "grad_norm": 1e-4}.get(key, 1e-5)
+                    assert math.isclose(log[key], value, rel_tol=tolerance), f"{place}: {key} {log[key]}, not {value}"
+            assert math.isclose(found_loss, training_loss, rel_tol=1e-5), place
+            assert relative_error(found_weights, weights) <= 2e-5, place
+
+
+def bf16_run(rank, world_size, folder):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    losses = {}
+    for bf16 in (False, True):
+        model = tiny_model("llama_gqa_bias")
+        rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3)
+        args = HotSPaTrainingArguments(
+            output_dir=folder, hotspa_strategies="dp2:16@32,tp2:60@64", hotspa_mini_batch_size=MINI_BATCH, bf16=bf16,
+            **COMMON, eval_strategy="steps", eval_steps=1,
+        )  # fmt: skip
+        trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        assert trainer.engine.description.compute_dtype == (torch.bfloat16 if bf16 else torch.float32)
+        assert next(trainer.model.parameters()).dtype == torch.float32
+        losses[bf16] = [
+            value for log in trainer.state.log_history for key, value in log.items() if key in ("loss", "eval_loss")
+        ]
+        trainer.close_engine()
+    return losses
+
+
+def test_bf16_follows_fp32(tmp_path):
+    for losses in run_ranks(2, bf16_run, str(tmp_path)):
+        assert losses[True] != losses[False]
+        assert all(math.isclose(a, b, rel_tol=0.02) for a, b in zip(losses[True], losses[False], strict=True))
+
+
+def hub_run(rank, world_size, folder, fails):
+    import types
+
+    from transformers import trainer as stock
+
+    from hf_hotspa.errors import HotspaError
+    from tests.gloo.test_evaluate import hot_trainer
+
+    pushed = []
+
+    class Hub:
+        def create_repo(self, name, **kwargs):
+            assert rank == 0
+            if fails:
+                raise ConnectionError("no network here")
+            return types.SimpleNamespace(repo_id=f"me/{name}")
+
+    stock.hf_api = Hub
+    Hub.upload_folder = lambda self, **kwargs: pushed.append((kwargs["repo_id"], kwargs["commit_message"]))
+    try:
+        trainer = hot_trainer(
+            folder, "dp2:16@32,tp2:60@64", push_to_hub=True, hub_strategy="end", eval_strategy="no", eval_on_start=False
+        )
+    except HotspaError as error:
+        return str(error)
+    trainer.create_model_card = lambda **kwargs: None
+    trainer.train()
+    trainer.save_model()
+    trainer.push_to_hub(commit_message="by hand")
+    trainer.close_engine()
+    return pushed
+
+
+def test_pushing_to_the_hub_goes_through_one_rank(tmp_path):
+    first, second = run_ranks(2, hub_run, str(tmp_path / "model"), False)
+    assert [message for _, message in first] == ["Model save", "by hand"]
+    assert {repo for repo, _ in first} == {"me/model"}
+    assert second == []
+    for message in run_ranks(2, hub_run, str(tmp_path / "model"), True):
+        assert "no network here" in message
+        assert "rank 0" in message

@@ -1,0 +1,307 @@
+"""`hotspa_strategies=auto`: what happens at the start of training, and after every mini-batch.
+
+At the start, on all ranks alike: the lengths are scanned, the machine is calibrated (a file, the cache, or seconds of
+measuring), the search makes a plan under the memory limit, and the main process prints it. `AutoStrategies` then holds
+the chooser that the data loader asks for each mini-batch, gives it what was measured, and puts predictions into reports.
+An error of one rank is raised by all.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]  # comes with accelerate
+import torch
+import torch.distributed as dist
+from tqdm import tqdm
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.training_args import OptimizerNames
+
+from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
+from hf_hotspa.cost.calibration import Calibration
+from hf_hotspa.cost.chooser import PhaseChooser
+from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.trust import PhaseSeconds, Refit
+from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.report import StepReport
+from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.runtime.calibration import calibrate
+from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
+from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
+from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.trainer.dataloader import planned_ahead
+
+logger = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
+"""Optimizers that keep at most one number for a weight; the others count as keeping two."""
+_CGROUP = Path("/sys/fs/cgroup")
+_FREE_SHARE = 0.9
+"""The share of the free memory that a plan may use: others need some, too."""
+
+
+class AutoStrategies:
+    """The plan of a run, and its choice of phases.
+
+    Args:
+        plan: The plan.
+        args: The training arguments.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+    """
+
+    def __init__(self, plan: AutoPlan, args: HotSPaTrainingArguments, quadratic_cost: float) -> None:
+        self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
+        self.chooser: PhaseChooser | None = None
+        self.refits: list[Refit] = []
+
+    @property
+    def buckets(self) -> tuple[Bucket, ...]:
+        """The pool: what the engine must know."""
+        return self.plan.pool
+
+    def start(self, table: SequenceTable) -> PhaseChooser:
+        """The chooser for a walk through a data set from its beginning; what an earlier one learnt stays."""
+        args = self._args
+        chooser = PhaseChooser(
+            self.plan.pool,
+            self.plan.time,
+            self.plan.switch,
+            table,
+            policy=args.hotspa_overlong,
+            quadratic_cost=self._quadratic_cost,
+            max_phases=args.hotspa_max_buckets,
+            refit=not args.full_determinism,  # measured seconds differ from run to run
+            delay=planned_ahead(args.dataloader_num_workers, args.dataloader_prefetch_factor),
+        )
+        if self.chooser is not None:
+            chooser.load_state_dict(self.chooser.state_dict())
+            chooser.restart()
+        self.chooser = chooser
+        return chooser
+
+    def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
+        """Takes the report of mini-batch `step`; returns it with predictions."""
+        assert self.chooser is not None
+        predicted = {phase.strategy: phase for phase in self.chooser.predict(step, plan)}
+        phases, measured = [], {}
+        for phase in report.phases:
+            strategy = Strategy.parse(phase.strategy)
+            phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
+            measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.switch_s)
+        refit = self.chooser.trained(step, plan, measured)
+        if refit is not None:
+            self.refits.append(refit)
+            if self._args.process_index == 0:
+                logger.warning("step %d: %s", step + 1, refit)
+        return replace(report, phases=tuple(phases))
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run needs to choose on as this one would have; JSON-ready."""
+        chooser = self.chooser.state_dict() if self.chooser is not None else None
+        return {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": chooser}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state; another pool is no obstacle.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        if not isinstance(state, Mapping) or not {"pool", "chooser"} <= state.keys():
+            raise HotspaConfigError("the state of auto strategies has no pool or chooser", fix="leave it out")
+        if state["chooser"] is None or self.chooser is None:
+            return
+        same = self.chooser.load_state_dict(state["chooser"])
+        pool = [str(bucket) for bucket in self.plan.pool]
+        if self._args.process_index == 0 and state["pool"] != pool:
+            logger.warning("auto strategies: %s before, %s now", ", ".join(map(str, state["pool"])), ", ".join(pool))
+        elif self._args.process_index == 0 and not same:
+            logger.warning("the time model is another one than before: its corrections start anew")
+
+
+def prepare_auto(
+    model: PreTrainedModel, args: HotSPaTrainingArguments, read_table: Callable[[], SequenceTable], mini_batch_size: int
+) -> AutoStrategies:
+    """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
+
+    Args:
+        model: The model.
+        args: The training arguments.
+        read_table: Gives the scan of the data set; called on every rank.
+        mini_batch_size: Rows of a mini-batch.
+
+    Raises:
+        HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
+            limit under which nothing fits.
+    """
+    with _agreement(args) as agreement:
+        compute_dtype = torch.bfloat16 if args.bf16 else None
+        description = table = None
+        with _collected() as found:
+            description = describe_model(model, compute_dtype)
+            table = read_table()
+        lengths = f"{len(table)} rows, {table.num_tokens} tokens" if table is not None else ""
+        digests = {"model": description.digest() if description is not None else "", "lengths of the data set": lengths}
+        agreement.check(digests, found.error, "auto strategies")
+        assert description is not None
+        assert table is not None
+
+        strategies = legal_strategies(args.world_size, description.shape)
+        calibration = _calibration(model.config, description, args, strategies, agreement)
+        limit, source = _memory_limit(args, agreement)
+        plan = None
+        with _collected() as found:
+            plan = _plan(description, args, strategies, table, calibration, limit, source, mini_batch_size)
+        agreement.check({"choice of strategies": repr(plan.pool) if plan else ""}, found.error, "auto strategies")
+        assert plan is not None
+    if args.process_index == 0:
+        tqdm.write(str(plan))
+    return AutoStrategies(plan, args, description.shape.quadratic_cost)
+
+
+class _Found:
+    """An error that was found, to be agreed on."""
+
+    error: HotspaError | None = None
+
+
+@contextmanager
+def _collected() -> Iterator[_Found]:
+    """Collects an error of our family instead of raising it."""
+    found = _Found()
+    try:
+        yield found
+    except HotspaError as error:
+        found.error = error
+
+
+@contextmanager
+def _agreement(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
+    """Agreement before there is an engine."""
+    if args.world_size == 1:
+        yield Agreement(None, 0)
+        return
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=float(args.ddp_timeout)))
+    yield Agreement(group, args.process_index)
+    dist.destroy_process_group(group)  # not after a failure, when peers may be gone
+
+
+def _calibration(
+    config: PreTrainedConfig,
+    description: ModelDescription,
+    args: HotSPaTrainingArguments,
+    strategies: list[Strategy],
+    agreement: Agreement,
+) -> Calibration:
+    if args.hotspa_calibration is None:
+        return calibrate(
+            config,
+            strategies=strategies,
+            compute_dtype=description.compute_dtype,
+            device=args.device,
+            progress=lambda text: tqdm.write(f"calibration: {text}"),
+        )
+    calibration = None
+    with _collected() as found:
+        calibration = Calibration.load(args.hotspa_calibration)
+        _check_fit(calibration, args, description, strategies)
+    agreement.check({"calibration": repr(calibration)}, found.error, "hotspa_calibration")
+    assert calibration is not None
+    return calibration
+
+
+def _check_fit(
+    calibration: Calibration, args: HotSPaTrainingArguments, description: ModelDescription, strategies: list[Strategy]
+) -> None:
+    """Refuses a file that says nothing about this run. Another machine or version is the user's decision."""
+    key, shape = calibration.key, description.shape
+    facts = calibration.model
+    pairs = [
+        ("processes", key.world_size, args.world_size),
+        ("dtype", key.dtype, dtype_name(description.compute_dtype)),
+        ("family", facts.family, shape.family),
+        ("hidden size", facts.hidden_size, shape.hidden_size),
+        ("parameters of a layer", facts.layer_parameters, shape.layer_parameters),
+        ("vocabulary", facts.vocab_size, shape.vocab_size),
+    ]
+    wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
+    if not wrong and not calibration.covers(strategies):
+        wrong = [f"tp {', '.join(map(str, calibration.degrees))} of {sorted({s.tp for s in strategies})}"]
+    if wrong:
+        raise HotspaConfigError(
+            f"the calibration was measured for another case: {', '.join(wrong)}",
+            where=args.hotspa_calibration,
+            fix="leave hotspa_calibration out, which measures, or run hf-hotspa calibrate for this model and launch",
+        )
+
+
+def _plan(
+    description: ModelDescription,
+    args: HotSPaTrainingArguments,
+    strategies: list[Strategy],
+    table: SequenceTable,
+    calibration: Calibration,
+    limit: float,
+    source: str,
+    mini_batch_size: int,
+) -> AutoPlan:
+    sizes = ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
+    # a second source keeps two strategies' weights; where it decides itself, the worse case counts
+    second = ON_OFF[args.hotspa_second_source]
+    copies = 2 if second or (second is None and args.device.type == "cuda") else 1
+    recompute = args.hotspa_recompute_every
+    options = MemoryOptions(
+        optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
+        recompute=recompute == 1,  # where some layers are kept, all are counted
+        switch_bytes=2 * (args.hotspa_staging_mb << 20),
+        weight_copies=copies,
+    )
+    time = calibration.time_model(sizes)
+    if recompute:  # calibrated without: a layer that is recomputed takes 4/3 of its time
+        time = replace(time, layers={tp: cost * (1 + 1 / (3 * recompute)) for tp, cost in time.layers.items()})
+    return make_auto_plan(
+        table,
+        description.shape,
+        strategies,
+        time,
+        calibration.memory_model(sizes, options),
+        calibration.switch_seconds(strategies, sizes),
+        mini_batch_size=mini_batch_size,
+        limit_bytes=limit,
+        limit_source=source,
+        longest=args.hotspa_longest,
+        policy=args.hotspa_overlong,
+        max_phases=args.hotspa_max_buckets,
+    )
+
+
+def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:
+    """Bytes of a device that the plan may use, the least over all ranks, and where the number is from."""
+    if args.hotspa_memory_limit_mb is not None:
+        return float(args.hotspa_memory_limit_mb * _MIB), "as given"
+    if args.device.type == "cuda":
+        free, source = float(torch.cuda.mem_get_info(args.device)[0]), "of what is free on the device"
+    else:
+        local = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
+        free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
+    least = float(agreement.gather([free]).min()) * _FREE_SHARE
+    return least // _MIB * _MIB, f"{_FREE_SHARE:.0%} {source}; set hotspa_memory_limit_mb for another"
+
+
+def _free_host_memory() -> float:
+    """Bytes that this machine, or the container on it, can still give."""
+    free = float(psutil.virtual_memory().available)
+    try:
+        allowed = (_CGROUP / "memory.max").read_text().strip()
+        used = int((_CGROUP / "memory.current").read_text())
+    except (OSError, ValueError):
+        return free
+    return min(free, float(allowed) - used) if allowed.isdecimal() else free

@@ -1,0 +1,258 @@
+"""What `HotSPaTrainer` writes when Hugging Face's loop saves.
+
+`CheckpointingMixin` replaces the methods of `transformers.Trainer` that write pickles by ones that go through
+`hf_hotspa.checkpoint`; when a checkpoint is due, how many stay, and what the trainer's state is remain the Trainer's. A
+save that fails is a warning; only several in a row end training.
+"""
+
+import dataclasses
+import json
+import logging
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import SaveStrategy, TrainOutput
+
+from hf_hotspa.checkpoint.disk import FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.folder import RunFolder, checkpoint_name
+from hf_hotspa.checkpoint.manifest import (
+    BUFFERS,
+    MODEL_FOLDER,
+    STATE,
+    TRAINER_STATE,
+    TRAINING_ARGUMENTS,
+    Manifest,
+    rank_state,
+    rank_tensors,
+)
+from hf_hotspa.checkpoint.rng import random_state
+from hf_hotspa.checkpoint.saving import CheckpointWriter
+from hf_hotspa.checkpoint.tensors import (
+    Share,
+    dtype_name,
+    optimizer_to_json,
+    saved_parameters,
+    saved_segments,
+    share_of,
+    tensor_bytes,
+    versions,
+)
+from hf_hotspa.errors import CheckpointError
+from hf_hotspa.trainer.resuming import ResumeMixin
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointingMixin(ResumeMixin):
+    """When and what `HotSPaTrainer` saves; and everything of `ResumeMixin`."""
+
+    _checkpoint_writer: CheckpointWriter | None = None
+    _failed_saves = 0
+    _best_before: str | None = None
+
+    # -- around training ----------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains.
+
+        Args:
+            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or the path of one,
+                written by any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
+            args, kwargs: As for `Trainer.train`.
+
+        Raises:
+            ResumeError: there is no checkpoint, or the run cannot go on exactly from it.
+            DamagedCheckpointError: the one that was named does not verify.
+            CheckpointLockError: another run writes into `output_dir`.
+        """
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
+            asked = asked.lower() == "true"
+        try:
+            if self.args.save_strategy != SaveStrategy.NO or asked is True:
+                self._writer().lock()
+            self._resumption = self._find_checkpoint(asked) if asked else None
+            path = str(self._resumption.path) if self._resumption else None
+            return super().train(path, *args, **kwargs)
+        finally:
+            self._resumption = None
+            if self._checkpoint_writer is not None:
+                self._checkpoint_writer.close()
+
+    def _writer(self, trial: Any = None) -> CheckpointWriter:
+        folder = Path(self._get_output_dir(trial))
+        if self._checkpoint_writer is not None and self._checkpoint_writer.folder.path != folder:
+            self._checkpoint_writer.close()
+            self._checkpoint_writer = None
+        if self._checkpoint_writer is None:
+            self._checkpoint_writer = CheckpointWriter(RunFolder(folder), self._agreement())
+        return self._checkpoint_writer
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._try_saving(lambda writer: writer.poll())
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self._try_saving(lambda writer: writer.finish())
+        best, writer = self.state.best_model_checkpoint, self._checkpoint_writer
+        if best and writer is not None and writer.folder.held and self.args.save_total_limit == 1:
+            # as the Trainer does afterwards, but so that nothing half removed can be taken for a checkpoint
+            writer.folder.rotate(Path(best), 1)
+        return super()._finalize_training(*args, **kwargs)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
+        self._try_saving(lambda writer: writer.finish())
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        folder, self._best_before = Path(self._get_output_dir(trial)), self.state.best_model_checkpoint
+        if self.state.best_global_step:
+            best = folder / checkpoint_name(self.state.best_global_step)
+            exists = self.state.best_global_step == self.state.global_step or best.is_dir()
+            if json.loads(self._agreement().texts(json.dumps(exists))[0]):
+                self.state.best_model_checkpoint = str(best)
+        writer = self._writer(trial)
+
+        def kept() -> Collection[Path]:
+            return [Path(self.state.best_model_checkpoint)] if self.state.best_model_checkpoint else []
+
+        def save(writer: CheckpointWriter) -> None:
+            write_files, make_manifest = self._contents(writer.folder)
+            writer.save(
+                self.state.global_step,
+                write_files,
+                make_manifest,
+                limit=self.args.save_total_limit,
+                keep=kept,
+                background=self.args.hotspa_async_save,
+            )
+
+        self._try_saving(save, writer)
+
+    def _try_saving(self, action: Callable[[CheckpointWriter], None], writer: CheckpointWriter | None = None) -> None:
+        """The failure of a save does not end training, unless it happens again and again."""
+        writer = writer or self._checkpoint_writer
+        if writer is None:
+            return
+        committed = writer.committed_step
+        try:
+            action(writer)
+        except CheckpointError as error:
+            self.state.best_model_checkpoint = self._best_before
+            self._failed_saves += 1
+            if self._failed_saves > self.args.hotspa_max_failed_saves:
+                raise
+            if self.is_world_process_zero():
+                logger.warning("%s | training goes on; failed saves in a row: %d", error, self._failed_saves)
+        else:
+            if writer.committed_step != committed:
+                self._failed_saves = 0
+
+    def _contents(self, folder: RunFolder) -> tuple[Any, Any]:
+        """What this rank writes, and what rank 0 says of all files. Everything that training changes is taken now."""
+        engine, args = self.engine, self.args
+        assert engine is not None
+        optimizer = None if args.save_only_model else self.optimizer
+        share = share_of(engine.master, optimizer)
+        if args.hotspa_async_save:
+            share = share.copy()
+        rank, world = args.process_index, args.world_size
+        random_text = json.dumps(random_state())
+        texts: dict[str, str] = {}
+        failure: Exception | None = None
+        try:
+            texts = self._common_texts(share) if rank == 0 else {}
+        except Exception as error:  # such as a callback's state that is no JSON: raised where all ranks are together
+            failure = error
+
+        def write_files(temporary: Path) -> list[FileRecord]:
+            if failure is not None:
+                raise failure
+            disk = folder.disk
+            records = [disk.write(temporary, rank_tensors(rank, world), share.file())]
+            if optimizer is not None:
+                records.append(disk.write(temporary, rank_state(rank, world), [random_text.encode()]))
+            if rank == 0:
+                records += [disk.write(temporary, name, [text.encode()]) for name, text in texts.items()]
+                records += self._write_model_files(folder, temporary)
+            return records
+
+        def make_manifest(files: tuple[FileRecord, ...]) -> Manifest:
+            vector, model = engine.description.vector, self.model
+            dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
+            exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
+            return Manifest(
+                step=step,
+                world_size=world,
+                strategies=",".join(map(str, engine.buckets)),
+                resumable=optimizer is not None,
+                run=folder.run,
+                versions=versions(),
+                files=files,
+                segments=saved_segments(vector, engine.master),
+                parameters=saved_parameters(vector, share.states, dtypes, exported),
+            )
+
+        step = self.state.global_step
+        return write_files, make_manifest
+
+    def _common_texts(self, share: Share) -> dict[str, str]:
+        """The JSON files that one rank writes for all."""
+        callbacks: dict[str, Any] = {}
+        for callback in [*self.callback_handler.callbacks, self.control]:
+            if isinstance(callback, ExportableState):
+                callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+        self.state.stateful_callbacks = {n: found if len(found) > 1 else found[0] for n, found in callbacks.items()}
+        texts = {
+            TRAINER_STATE: json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n",
+            TRAINING_ARGUMENTS: self.args.to_json_string() + "\n",
+        }
+        if not self.args.save_only_model:
+            assert self.optimizer is not None
+            own_state = getattr(self, "hotspa_state", None)
+            state = {
+                "optimizer": optimizer_to_json(self.optimizer, share),
+                "scheduler": {"class": type(self.lr_scheduler).__name__, "state": self.lr_scheduler.state_dict()},
+                "data": {"order": self._data_order, "epoch": self.state.epoch, "mini_batches": self.state.global_step},
+                "hotspa": own_state() if own_state is not None else {},
+            }
+            texts[STATE] = json.dumps(state) + "\n"
+        return texts
+
+    def _write_model_files(self, folder: RunFolder, temporary: Path) -> list[FileRecord]:
+        """Config, generation config and tokenizer, as transformers writes them, and the model's buffers."""
+        model, target = self.model, temporary / MODEL_FOLDER
+        folder.disk.make_directory(target)
+        config = model.config
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(target)
+        if model.can_generate():
+            model.generation_config.save_pretrained(target)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(target)
+        records = folder.disk.adopt(temporary, MODEL_FOLDER)
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        buffers = [
+            (TensorRecord(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
+            for name, tensor in model.state_dict().items()
+            if name not in parameters
+        ]
+        if buffers:
+            records.append(folder.disk.write(temporary, BUFFERS, tensor_file(buffers, tensor_bytes)))
+        return records
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them."""
+        if not self.args.should_save:
+            return
+        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        target.mkdir(parents=True, exist_ok=True)
+        self.model.save_pretrained(target, state_dict=state_dict)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(target)
+        (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")

@@ -1,0 +1,303 @@
+"""Evaluation and prediction of `HotSPaTrainer`: what replaces the stock Trainer's loop over an evaluation set.
+
+Owns `EvaluationMixin`, whose `evaluation_loop` stands behind the stock `evaluate` and `predict`, and the loader of
+evaluation sets. Promises:
+
+* The loss is the token mean over the whole set, however it is cut into mini-batches; a NaN is shown as NaN.
+* Rows come in the order of the dataset, each exactly once, on every number of ranks.
+* Logits exist only where `compute_metrics` or `predict` asks for them: then every rank holds those of one mini-batch on
+  its device, and those of the set where the stock Trainer holds them (on the device, or on the host from
+  `eval_accumulation_steps` on; what `preprocess_logits_for_metrics` made of them, where it is given).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Sampler
+from transformers.trainer_pt_utils import EvalLoopContainer
+from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
+
+from hf_hotspa.data.bucketing import check_lengths
+from hf_hotspa.data.collator import PackedBucketCollator
+from hf_hotspa.data.scan import SequenceTable, row_arrays
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.evaluation import EvaluationResult
+from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.trainer.dataloader import Planner, RankRows
+from hf_hotspa.trainer.rows import is_stream, scanned
+from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
+
+LONGEST, PER_BUCKET = "longest", "buckets"
+"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
+
+_IGNORED = -100
+_SCANS_KEPT = 8
+
+
+def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Which strategy evaluates which lengths.
+
+    Args:
+        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
+            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
+        buckets: The buckets of the engine.
+
+    Raises:
+        HotspaConfigError: `choice` is none of these.
+    """
+    last = max(buckets, key=lambda bucket: bucket.longest)
+    if choice == PER_BUCKET:
+        return tuple(buckets)
+    if choice == LONGEST:
+        return (Bucket(last.strategy, last.longest, last.pack_tokens),)
+    strategy = Strategy.parse(choice)
+    own = next((bucket for bucket in buckets if bucket.strategy == strategy), None)
+    if own is None:
+        pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
+        raise HotspaConfigError(
+            f"hotspa_eval_strategy is {choice!r}, which is not in hotspa_strategies",
+            why="weights can only be loaded into strategies whose plans were made at the start",
+            fix=f"use {LONGEST}, {PER_BUCKET}, or one of {pool}",
+        )
+    return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
+
+
+class _EvaluationRows(RankRows):
+    """Mini-batches of an evaluation set; with `whole`, items also hold all their rows, as those of a stream do."""
+
+    whole = False
+
+    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
+        item: dict[str, Any] = super().__getitems__(rows)
+        mini_batch = item["mini_batch"]
+        if self.whole and mini_batch.error is None:
+            try:
+                examples = self._arrow_rows(tuple(rows)) if self._arrow is not None else self._rows(tuple(rows))
+                item["rows"] = [(row, *row_arrays(examples[row], row)) for row in rows]
+            except Exception as error:  # carried to all ranks, as what RankRows finds
+                return {"mini_batch": self.collator.failed(mini_batch.plan, self._unreadable(error, tuple(rows)))}
+        return item
+
+
+class _EvaluationSampler(Sampler[list[int]]):
+    """Rows in the order of the dataset; with `grouped`, bucket by bucket, so that each strategy is loaded once."""
+
+    grouped = False
+
+    def __init__(self, table: SequenceTable, buckets: Sequence[Bucket], mini_batch_size: int) -> None:
+        self._lengths, self._buckets, self.mini_batch_size = table.lengths, buckets, mini_batch_size
+
+    def __len__(self) -> int:
+        return sum(-(-len(group) // self.mini_batch_size) for group in self._groups())
+
+    def _groups(self) -> list[Any]:
+        if not self.grouped or len(self._buckets) < 2:
+            return [np.arange(len(self._lengths))]
+        edges = sorted(bucket.longest for bucket in self._buckets)
+        bucket_of = np.minimum(np.searchsorted(edges, self._lengths), len(edges) - 1)
+        return [np.flatnonzero(bucket_of == index) for index in range(len(edges))]
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for group in self._groups():
+            for begin in range(0, len(group), self.mini_batch_size):
+                yield group[begin : begin + self.mini_batch_size].tolist()
+
+
+def _as_it_is(item: dict[str, Any]) -> dict[str, Any]:
+    return item
+
+
+def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
+    """Each item, and whether it is the last one."""
+    held: list[Any] = []
+    for item in items:
+        if held:
+            yield held.pop(), False
+        held.append(item)
+    if held:
+        yield held.pop(), True
+
+
+def _padded(result: EvaluationResult, rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [B, L, V], labels [B, L] and input ids [B, L] of a mini-batch; -100 where a row has nothing.
+
+    What an over-long policy has cut off has no logits and is left out of all three.
+    """
+    at = {row: index for index, (row, _, _) in enumerate(rows)}
+    longest = max((start + piece.shape[0] for (_, start), piece in result.logits.items()), default=0)
+    pieces = iter(result.logits.values())
+    first = next(pieces, None)
+    logits = (
+        torch.empty(len(rows), 0, 0)
+        if first is None
+        else first.new_full((len(rows), longest, first.shape[-1]), float(_IGNORED))
+    )
+    labels = torch.full((len(rows), longest), _IGNORED, device=logits.device)
+    inputs = labels.clone()
+    for (row, start), piece in result.logits.items():
+        index, stop = at[row], start + piece.shape[0]
+        _, ids, own = rows[index]
+        logits[index, start:stop] = piece
+        inputs[index, start:stop] = torch.from_numpy(np.array(ids[start:stop]))
+        labels[index, start:stop] = torch.from_numpy(np.array((ids if own is None else own)[start:stop]))
+    return logits, labels, inputs
+
+
+class EvaluationMixin:
+    """`get_eval_dataloader`, `get_test_dataloader` and `evaluation_loop` for a `transformers.Trainer`."""
+
+    def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> DataLoader[Any]:
+        """The mini-batches of an evaluation set: `per_device_eval_batch_size` x processes rows each. Collective."""
+        if isinstance(eval_dataset, str):
+            eval_dataset = self.eval_dataset[eval_dataset]
+        elif eval_dataset is None:
+            eval_dataset = self.eval_dataset
+        return self._evaluation_loader(eval_dataset)
+
+    def get_test_dataloader(self: Any, test_dataset: Any) -> DataLoader[Any]:
+        """The same for `predict`. Collective."""
+        return self._evaluation_loader(test_dataset)
+
+    def _evaluation_loader(self: Any, dataset: Any) -> DataLoader[Any]:
+        engine = self._start_engine(training=False)
+        loader, error = None, None
+        try:
+            loader = self._make_evaluation_loader(engine, dataset)
+        except HotspaError as found:
+            error = found
+        engine.agree(error, "evaluation data set")
+        return loader
+
+    def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any) -> DataLoader[Any]:
+        args = self.args
+        if dataset is None:
+            raise DataError("there is no eval_dataset", fix="pass eval_dataset to HotSPaTrainer or to evaluate()")
+        buckets = evaluation_buckets(args.hotspa_eval_strategy, engine.buckets)
+        shape, size = engine.description.shape, args.eval_batch_size * args.world_size
+        if is_stream(dataset):
+            rows = StreamRows(
+                dataset,
+                buckets,
+                mini_batch_size=size,
+                rank=args.process_index,
+                vocab_size=shape.vocab_size,
+                any_rank=engine.any_rank,
+                quadratic_cost=shape.quadratic_cost,
+                policy=args.hotspa_overlong,
+                tokenizer=self.processing_class,
+            )
+            return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
+        known = self._evaluation_scans.get(id(dataset))
+        if known is None:
+            while len(self._evaluation_scans) >= _SCANS_KEPT:
+                self._evaluation_scans.pop(next(iter(self._evaluation_scans)))
+            known = self._evaluation_scans[id(dataset)] = (dataset, *scanned(dataset, self.processing_class, args))
+        _, tokens, table = known
+        check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
+        return DataLoader(
+            _EvaluationRows(
+                tokens,
+                Planner(table, buckets, shape.quadratic_cost, args.hotspa_overlong),
+                PackedBucketCollator(args.process_index, shape.vocab_size, table),
+            ),
+            batch_sampler=_EvaluationSampler(table, buckets, size),
+            collate_fn=_as_it_is,
+            num_workers=args.dataloader_num_workers,
+            prefetch_factor=args.dataloader_prefetch_factor,
+            pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+        )
+
+    def evaluation_loop(
+        self: Any,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> EvalLoopOutput:
+        """One pass over an evaluation set, forward only. Collective; every rank gets the same result.
+
+        Args:
+            dataloader: From `get_eval_dataloader` or `get_test_dataloader`.
+            description: For the log.
+            prediction_loss_only: Do not collect logits; `args.prediction_loss_only` when None.
+            ignore_keys: Of no effect: the only output is logits.
+            metric_key_prefix: What the keys of the metrics begin with.
+
+        Raises:
+            HotspaError: on every rank.
+        """
+        args = self.args
+        loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
+        collected: Any = dataloader.dataset
+        collected.whole = not loss_only
+        if isinstance(dataloader.batch_sampler, _EvaluationSampler):
+            dataloader.batch_sampler.grouped = loss_only
+        if callable(getattr(self.optimizer, "eval", None)):
+            self.optimizer.eval()
+        self.callback_handler.eval_dataloader = dataloader
+        keep = not args.batch_eval_metrics or description == "Prediction"
+        names = ("losses", "predictions", "labels", "inputs")
+        held = {name: EvalLoopContainer(args.eval_do_concat_batches, padding_index=_IGNORED) for name in names}
+        metrics: dict[str, Any] | None = None
+        loss_sum, num_labels, num_rows = 0.0, 0, 0
+        engine: HotSPaEngine = self.engine
+        with engine.evaluation() as evaluation:
+            for step, (item, is_last) in enumerate(_with_last(dataloader)):
+                result = evaluation.run(item["mini_batch"], with_logits=not loss_only)
+                rows_here = item["mini_batch"].plan.num_rows
+                loss_sum, num_labels = loss_sum + result.loss_sum, num_labels + result.num_labels
+                num_rows += rows_here
+                if not loss_only:
+                    batch = self._batch_for_metrics(result, item["rows"], rows_here)
+                    if keep:
+                        for name, value in batch.items():
+                            held[name].add(value)
+                    if args.batch_eval_metrics and self.compute_metrics is not None:
+                        metrics = self.compute_metrics(self._for_metrics(batch), compute_result=is_last)
+                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
+                steps = args.eval_accumulation_steps
+                if steps is not None and (step + 1) % steps == 0:
+                    for container in held.values():
+                        container.to_cpu_and_numpy()
+        arrays = {name: container.get_arrays() for name, container in held.items()}
+        if self.compute_metrics is not None and not loss_only and not args.batch_eval_metrics:
+            metrics = self.compute_metrics(self._for_metrics(arrays))
+        metrics = denumpify_detensorize(metrics or {})
+        if num_labels:
+            metrics[f"{metric_key_prefix}_loss"] = loss_sum / num_labels
+        elif description != "Prediction":
+            raise DataError(
+                f"none of the {num_rows} rows of the evaluation set has a label token",
+                why="the loss is a mean over label tokens",
+                fix="give the rows labels, or call predict()",
+            )
+        metrics = {
+            key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
+            for key, value in metrics.items()
+        }
+        num_samples = len(collected) if has_length(collected) else num_rows
+        return EvalLoopOutput(
+            predictions=arrays["predictions"], label_ids=arrays["labels"], metrics=metrics, num_samples=num_samples
+        )
+
+    def _batch_for_metrics(self: Any, result: EvaluationResult, rows: list[Any], num_rows: int) -> dict[str, Tensor]:
+        logits, labels, inputs = _padded(result, rows)
+        if self.preprocess_logits_for_metrics is not None:
+            logits = self.preprocess_logits_for_metrics(logits, labels)
+        batch = {"predictions": logits, "labels": labels}
+        if "loss" in self.args.include_for_metrics:
+            mean = result.loss_sum / result.num_labels if result.num_labels else float("nan")
+            batch["losses"] = torch.full((num_rows,), mean)
+        if "inputs" in self.args.include_for_metrics:
+            batch["inputs"] = inputs
+        return batch
+
+    def _for_metrics(self: Any, values: dict[str, Any]) -> EvalPrediction:
+        extra = {name: values[name] for name in ("losses", "inputs") if values.get(name) is not None}
+        return EvalPrediction(predictions=values["predictions"], label_ids=values["labels"], **extra)

@@ -1,0 +1,165 @@
+"""How callbacks are called: Hugging Face's events and ours, timed, and without leaving other ranks alone.
+
+Owns `CallbackEvents`, which stands in for the Trainer's `CallbackHandler`. Beside the events of transformers it
+dispatches these, on every rank, to the callbacks that define them:
+
+* `on_run_begin(args, state, control, run=RunFacts)`: engine and data are ready;
+* `on_phase_begin(args, state, control, phase=PhaseEvent)`, `on_phase_end(..., phase=PhaseEvent)`: inside a mini-batch;
+* `on_switch(args, state, control, switch=SwitchEvent)`: twice a phase, when it has ended;
+* `on_step_report(args, state, control, report=StepReport)`: before the optimizer step.
+
+They return nothing. `state.global_step` counts the optimizer steps before. Promises:
+
+* A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
+  the next mini-batch (or on the end of training), so that none is left inside a collective. No event communicates.
+* The seconds inside callbacks are known by class.
+"""
+
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
+
+from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.errors import CallbackError, HotspaError
+from hf_hotspa.runtime.measures import Observer, PhaseMeasure, phase_event, switch_events
+
+logger = logging.getLogger(__name__)
+
+
+class CallbackEvents(CallbackHandler):
+    """A `CallbackHandler` that goes on from another one.
+
+    Args:
+        handler: The Trainer's own; its callbacks are taken over.
+
+    Attributes:
+        seconds: Seconds inside the callbacks of this rank, by class name.
+    """
+
+    def __init__(self, handler: CallbackHandler) -> None:
+        # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
+        self.__dict__.update(handler.__dict__)
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._logged_s, self._steps_since_log = 0.0, 0
+        self._defers = False
+        self._error: HotspaError | None = None
+
+    @property
+    def total_s(self) -> float:
+        """Seconds inside all callbacks."""
+        return sum(self.seconds.values())
+
+    # -- errors ---------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def deferring_errors(self) -> Iterator[None]:
+        """Inside, errors wait to be agreed on (`take_error`); outside, callbacks raise where they are."""
+        self._defers, self._error = True, None
+        try:
+            yield
+        finally:
+            self._defers = False
+
+    def take_error(self) -> HotspaError | None:
+        """The error that waits to be agreed on, once."""
+        error, self._error = self._error, None
+        return error
+
+    def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
+        """Calls one callback; what it raises waits for the next agreement, where there is going to be one."""
+        begin = time.perf_counter()
+        name = type(callback).__name__
+        try:
+            return getattr(callback, event)(*args, **kwargs)
+        except Exception as error:
+            if not self._defers:
+                raise
+            logger.exception("%s.%s raised; training ends when all ranks know", name, event)
+            if self._error is None:
+                self._error = CallbackError(
+                    f"{name}.{event} raised {type(error).__name__}: {error}",
+                    where=f"step {step}",
+                    why="callbacks run on every rank, and an error in one of them ends training on all",
+                    fix=f"repair {name}, or leave it out of the callbacks",
+                )
+            return None
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
+
+    # -- events ---------------------------------------------------------------------------------------------------
+
+    def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
+        """An event of transformers, to all callbacks."""
+        shared = {
+            "model": self.model,
+            "processing_class": self.processing_class,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+            "train_dataloader": self.train_dataloader,
+            "eval_dataloader": self.eval_dataloader,
+        }
+        for callback in self.callbacks:
+            result = self._call(callback, event, state.global_step, args, state, control, **shared, **kwargs)
+            if result is not None:
+                control = result
+        return control
+
+    def defined(self, event: str) -> bool:
+        """Whether any callback wants the event."""
+        return any(hasattr(callback, event) for callback in self.callbacks)
+
+    def dispatch(
+        self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
+    ) -> None:
+        """An event of ours, to the callbacks that define it."""
+        for callback in self.callbacks:
+            if hasattr(callback, event):
+                self._call(callback, event, state.global_step, args, state, control, **facts)
+        self._steps_since_log += event == "on_step_report"
+
+    def pop_metrics(self, step: int) -> dict[str, float]:
+        """What the callbacks measured since the last log, and the mean seconds a step inside callbacks."""
+        metrics: dict[str, float] = {}
+        for callback in self.callbacks:
+            if hasattr(callback, "pop_metrics"):
+                metrics.update(self._call(callback, "pop_metrics", step) or {})
+        if self._steps_since_log:
+            metrics["hotspa/callback_s"] = round((self.total_s - self._logged_s) / self._steps_since_log, 6)
+        self._logged_s, self._steps_since_log = self.total_s, 0
+        return metrics
+
+
+class PhaseDispatcher(Observer):
+    """Tells callbacks of the phases while a mini-batch runs.
+
+    Args:
+        trainer: Gives `args`, `state`, `control` and the `CallbackEvents`.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def _dispatch(self, name: str, **facts: Any) -> None:
+        trainer = self._trainer
+        trainer.callback_handler.dispatch(name, trainer.args, trainer.state, trainer.control, **facts)
+
+    def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
+        if self._trainer.callback_handler.defined("on_phase_begin"):
+            self._dispatch("on_phase_begin", phase=phase_event(step, plan, order, index))
+
+    def phase_ended(
+        self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int, measured: PhaseMeasure
+    ) -> None:
+        handler = self._trainer.callback_handler
+        if handler.defined("on_switch"):
+            strategy = str(plan.phases[order[index]].bucket.strategy)
+            for switch in switch_events(step, strategy, measured):
+                self._dispatch("on_switch", switch=switch)
+        if handler.defined("on_phase_end"):
+            self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))

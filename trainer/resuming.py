@@ -1,0 +1,236 @@
+"""How `HotSPaTrainer` goes on from a checkpoint, and loads the best one.
+
+`ResumeMixin` replaces the methods of `transformers.Trainer` that read pickles. It promises: what is resumed from was
+verified; the same layout goes on bit for bit, another one from the same bits; nothing that would change the order of
+the data goes unnoticed; a finished run stays as it is.
+"""
+
+import dataclasses
+import hashlib
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+from transformers import Trainer
+
+from hf_hotspa.checkpoint.disk import read_object
+from hf_hotspa.checkpoint.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
+from hf_hotspa.checkpoint.rng import set_random_state
+from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore
+from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """A verified checkpoint to go on from."""
+
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
+
+
+def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict[str, Any]:
+    """What decides which sequences make up which mini-batch, as plain data.
+
+    Args:
+        args: The training arguments.
+        loader: The train data loader; of a stream nothing is known beforehand.
+        longest: The longest sequence of the buckets.
+    """
+    order: dict[str, Any] = {
+        "mini_batch_size": args.hotspa_mini_batch_size,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "train_sampling_strategy": str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)),
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "hotspa_overlong": args.hotspa_overlong,
+    }
+    planner = getattr(loader, "planner", None)
+    if planner is not None:
+        order["rows of the dataset"] = len(planner.table)
+        arrays = (planner.table.lengths, planner.table.label_counts)
+        digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
+        order["lengths and labels of the rows"] = digest[:16]
+    if args.hotspa_overlong != "error":
+        order["longest sequence of the buckets"] = longest
+    return order
+
+
+class ResumeMixin(Trainer):
+    """The reading side of the checkpoints of `HotSPaTrainer`."""
+
+    args: HotSPaTrainingArguments
+    engine: HotSPaEngine | None
+    _model_is_current: bool
+    _resumption: Resumption | None = None
+    _data_order: dict[str, Any] | None = None
+
+    if TYPE_CHECKING:
+
+        def _update_model(self) -> None: ...
+
+    def _agreement(self) -> Agreement:
+        """Over the host, also before the engine exists."""
+        if self.args.world_size == 1 or not dist.is_initialized():
+            return Agreement(None, 0)
+        if not hasattr(self, "_host_group"):
+            self._host_group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+        return Agreement(self._host_group, self.args.process_index)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self._resumption is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # a finished run: stock Trainer makes one step more
+            return
+        super()._run_epoch(**kwargs)
+
+    def _find_checkpoint(self, asked: Any) -> Resumption:
+        """The checkpoint to go on from, the same on all ranks."""
+        agreement = self._agreement()
+        if asked is not True:
+            error, found = self._verified(Path(asked), agreement)
+            agreement.check({}, error, "resume")
+            assert found is not None
+            return found
+        folder = Path(self._get_output_dir(None))
+        names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
+        for name in names:
+            error, found = self._verified(folder / name, agreement)
+            reasons = [text for text in agreement.texts(str(error) if error else "") if text]
+            if not reasons:
+                assert found is not None
+                if self.is_world_process_zero():
+                    logger.info("resuming from %s", found.path)
+                return found
+            if self.is_world_process_zero():
+                logger.warning("%s is skipped: %s", folder / name, reasons[0])
+        raise ResumeError(
+            f"there is no checkpoint to resume from in {str(folder)!r}",
+            why=f"none of {len(names)} can be used; see the warnings" if names else None,
+            fix="start without resume_from_checkpoint, or check output_dir",
+        )
+
+    def _verified(self, path: Path, agreement: Agreement) -> tuple[HotspaError | None, Resumption | None]:
+        """A checkpoint, or what is wrong with it. The ranks share the hashing; each may find something else."""
+        try:
+            manifest = read_manifest(path)
+            check_step(path, manifest)
+            verify_files(path, manifest, agreement.rank, self.args.world_size)
+            if not manifest.resumable:
+                raise ResumeError(
+                    "the checkpoint holds the model only (save_only_model)",
+                    where=str(path),
+                    fix="export it, and start a new run with that model",
+                )
+            return None, Resumption(path, manifest, read_object(path, STATE))
+        except HotspaError as error:
+            return error, None
+
+    def _check_data_order(self, loader: Any) -> None:
+        """Called with every new train data loader; raises on every rank when a resumed run would see other data."""
+        assert self.engine is not None
+        self._data_order = data_order(self.args, loader, max(bucket.longest for bucket in self.engine.buckets))
+        if self._resumption is None or self.args.hotspa_allow_data_order_change:
+            return
+        saved = self._resumption.state.get("data", {}).get("order") or {}
+        changed = [key for key in {**self._data_order, **saved} if self._data_order.get(key) != saved.get(key)]
+        if changed:
+            key = changed[0]
+            raise ResumeError(
+                f"{key} is {self._data_order.get(key)!r}, and was {saved.get(key)!r} when the checkpoint was written",
+                where=str(self._resumption.path),
+                why="sequences would be trained twice or not at all",
+                fix=f"set it as it was, or say hotspa_allow_data_order_change=True ({len(changed)} such changes)",
+            )
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: the weights go into the master store, together with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
+        if checkpoint is None:
+            return
+        resumption, engine = self._resumption, self.engine
+        assert resumption is not None
+        assert engine is not None
+        assert self.optimizer is not None
+        before = [dict(group) for group in self.optimizer.param_groups]
+        self._read(resumption.path, resumption.manifest, resumption.state)
+        error = None
+        try:
+            self._load_scheduler(resumption)
+            load_state = getattr(self, "load_hotspa_state", None)
+            if load_state is not None:
+                load_state(resumption.state.get("hotspa", {}))
+        except HotspaError as found:
+            error = found
+        engine.agree(error, "resume")
+        for old, group in zip(before, self.optimizer.param_groups, strict=True):
+            other = {k for k in old if k not in ("params", "lr") and old[k] != group[k]}
+            if other and self.is_world_process_zero():
+                text = ", ".join(f"{key} {group[key]} (not {old[key]})" for key in sorted(other))
+                logger.warning("the checkpoint's optimizer settings go on, as in the stock Trainer: %s", text)
+
+    def _load_scheduler(self, resumption: Resumption) -> None:
+        try:
+            saved = resumption.state["scheduler"]
+            name, state = saved["class"], saved["state"]
+            if name != type(self.lr_scheduler).__name__:
+                raise ResumeError(
+                    f"the checkpoint holds the state of a {name}, and the run has a {type(self.lr_scheduler).__name__}",
+                    where=str(resumption.path),
+                    fix="go on with the same lr_scheduler_type",
+                )
+            self.lr_scheduler.load_state_dict(state)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise DamagedCheckpointError(
+                f"{STATE!r} holds no scheduler state: {type(error).__name__}: {error}", where=str(resumption.path)
+            ) from error
+
+    def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None) -> None:
+        """Fills the master store and, given the state, the optimizer. Raises on all ranks."""
+        engine = self.engine
+        assert engine is not None
+        error: HotspaError | None = None
+        try:
+            check_model(manifest, engine.description.vector, str(path))
+            optimizer = bare_optimizer(self.optimizer) if state is not None and self.optimizer is not None else None
+            restore(path, manifest, engine.master, optimizer, state["optimizer"] if state is not None else None)
+        except HotspaError as found:
+            error = found
+        except (KeyError, TypeError, ValueError, RuntimeError) as found:  # a state.json of somebody else's making
+            error = DamagedCheckpointError(f"{type(found).__name__}: {found}", where=str(path))
+        engine.agree(error, "resume")
+        self._model_is_current = False
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`."""
+        if checkpoint is None:
+            return
+        resumption = self._resumption
+        assert resumption is not None
+        world = resumption.manifest.world_size
+        name = rank_state(self.args.process_index % world, world)
+        set_random_state(read_object(resumption.path, name), str(resumption.path / name))
+
+    def _load_best_model(self) -> None:
+        """The weights of the best checkpoint, into the master store and the model. Collective."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        agreement, error, manifest = self._agreement(), None, None
+        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
+        try:
+            manifest = read_manifest(Path(best))
+            verify_files(Path(best), manifest, agreement.rank, self.args.world_size)
+        except HotspaError as found:
+            error = found
+        agreement.check({}, error, "load_best_model_at_end")
+        assert manifest is not None
+        self._read(Path(best), manifest, None)
+        self._update_model()

@@ -1,0 +1,100 @@
+"""What a run's record says of it at the beginning: versions, machine, model, flags, buckets, plan, lengths."""
+
+import os
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_hotspa.cost.automatic import AutoPlan
+from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.report import RunFacts
+from hf_hotspa.reporting.histogram import length_histogram
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.specs import dtype_name
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+_LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
+
+
+def run_facts(
+    engine: HotSPaEngine,
+    model: PreTrainedModel,
+    args: HotSPaTrainingArguments,
+    table: SequenceTable | None,
+    plan: AutoPlan | None,
+) -> RunFacts:
+    """The facts of a run. No communication, no host names.
+
+    Args:
+        engine: The engine.
+        model: The model that is trained.
+        args: The training arguments.
+        table: The scan of the data set; None for a stream.
+        plan: What `hotspa_strategies=auto` chose; None where strategies were given.
+    """
+    shape = engine.description.shape
+    return RunFacts(
+        world_size=engine.world_size,
+        versions={name.replace("-", "_"): _version(name) for name in _LIBRARIES}
+        | {"python": platform.python_version()},
+        machine={
+            "device": engine.device.type,
+            "device_name": torch.cuda.get_device_name(engine.device)
+            if engine.device.type == "cuda"
+            else platform.machine(),
+            "cpu_cores": os.cpu_count(),
+            "threads_a_rank": torch.get_num_threads(),
+            "system": platform.system(),
+        },
+        model={
+            "name": type(model).__name__,
+            "family": shape.family,
+            "parameters": engine.description.vector.numel,
+            "layers": shape.num_layers,
+            "compute_dtype": dtype_name(engine.description.compute_dtype),
+        },
+        settings={
+            "strategies": args.hotspa_strategies,
+            "mini_batch_size": args.hotspa_mini_batch_size,
+            "overlong": args.hotspa_overlong,
+            "planner": args.hotspa_planner,
+            "pipeline_schedule": args.hotspa_pipeline_schedule,
+            "overlap_load": engine.overlap.load,
+            "overlap_return": engine.overlap.give_back,
+            "max_steps": args.max_steps,
+            "learning_rate": args.learning_rate,
+            "lr_scheduler": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+            "optimizer": str(getattr(args.optim, "value", args.optim)),
+            "seed": args.seed,
+        },
+        buckets=[
+            {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
+            for b in engine.buckets
+        ],
+        plan=_plan(plan) if plan is not None else None,
+        lengths=length_histogram(table.lengths) if table is not None else None,
+    )
+
+
+def _plan(plan: AutoPlan) -> dict[str, Any]:
+    choice = plan.choice
+    return {
+        "seconds": choice.seconds,
+        "switch_s": choice.switch_seconds,
+        "static": str(choice.static.strategy),
+        "static_s": choice.static_seconds,
+        "rows": [
+            {"strategy": str(row.bucket.strategy), "compute_s": row.compute_s, "switch_s": row.switch_s}
+            for row in choice.rows
+        ],
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed"

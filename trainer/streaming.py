@@ -1,0 +1,234 @@
+"""Mini-batches from a stream: an iterable dataset, with or without a length, of which nothing is known in advance.
+
+Owns how a stream becomes mini-batches. Promises:
+
+* Every rank reads the same stream from its beginning and takes `mini_batch_size` rows at a time, in the order of the
+  stream; each then builds the packs of its own replica. Nothing is scanned: the lengths of a mini-batch are known when
+  its rows have been read. A digest of the tokens is agreed on before they are trained, so streams that differ between
+  ranks are an error.
+* Skipping (a resumed run) replays the stream. That is exact when the stream gives the same rows again.
+* An epoch ends on all ranks at once; a stream that ends earlier on one of them is an error on all.
+* What is wrong with rows comes back in `MiniBatch.error`; it is never raised on some ranks only.
+
+The loader has the shape that accelerate's `skip_first_batches` expects: the batch sampler yields the numbers of
+mini-batches, and the dataset turns a number into a mini-batch by reading on.
+"""
+
+import hashlib
+import itertools
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from hf_hotspa.data.bucketing import check_policy, plan_mini_batch
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.data.prepare import check_masks, tokenize_rows
+from hf_hotspa.data.scan import row_arrays, scan_dataset
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError
+from hf_hotspa.strategy import Bucket
+
+Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
+"""`input_ids` and, where there are some, `labels`; both [length]."""
+
+
+class StreamRows(Dataset[Any]):
+    """The rows of a stream as mini-batches, by number. Numbers must grow; a smaller one begins the stream again.
+
+    Args:
+        dataset: The stream.
+        buckets: The buckets.
+        mini_batch_size: Rows of a mini-batch.
+        rank: Global rank.
+        vocab_size: Token ids must be below it.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        policy: One of `OVERLONG_POLICIES`.
+        drop_last: Leave out a last mini-batch that is not full.
+        tokenizer: Tokenises rows without `input_ids`.
+        any_rank: Whether any rank says so; a collective call.
+
+    Attributes:
+        whole: Items also hold all rows of the mini-batch, `{"rows": [(number of the row, input_ids, labels), ...]}`.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        buckets: tuple[Bucket, ...],
+        *,
+        mini_batch_size: int,
+        rank: int,
+        vocab_size: int,
+        any_rank: Callable[[bool], bool],
+        quadratic_cost: float = 0.0,
+        policy: str = "error",
+        drop_last: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
+        if mini_batch_size < 1:
+            raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
+        check_policy(policy)
+        self.dataset, self.buckets, self.mini_batch_size = dataset, buckets, mini_batch_size
+        self.whole = False
+        self._rank, self._vocab_size, self._any_rank = rank, vocab_size, any_rank
+        self._quadratic_cost, self._policy, self._drop_last = quadratic_cost, policy, drop_last
+        self._tokenizer = tokenizer
+        self._stream: Iterator[Any] | None = None
+        self._next = 0
+
+    def __len__(self) -> int:
+        """Rows of the stream, where it has a length."""
+        return len(self.dataset)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins again, in the order of this epoch where the stream has one."""
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(epoch)
+        self._stream = None
+
+    def __getitems__(self, numbers: list[int]) -> dict[str, Any]:
+        """The mini-batch of this number; torch's fetcher calls this with what the batch sampler yields.
+
+        Raises:
+            StopIteration: on all ranks, at the end of the stream.
+            PlanMismatchError: on all ranks, where only some of the streams have ended.
+        """
+        [number] = numbers
+        error: HotspaError | None = None
+        examples: list[Any] = []
+        try:
+            if self._stream is None or number < self._next:
+                self._stream, self._next = iter(self.dataset), 0
+            skipped = (number - self._next) * self.mini_batch_size
+            examples = list(itertools.islice(self._stream, skipped, skipped + self.mini_batch_size))
+        except Exception as failure:  # whatever a stream raises is carried to all ranks
+            error = self._unreadable(failure, number)
+        self._next = number + 1
+        if error is None and number == 0 and not examples:
+            error = DataError("the stream is empty", fix="check the split and the filters that were applied to it")
+        short = not examples or (self._drop_last and len(examples) < self.mini_batch_size)
+        self._agree_on_the_end(ended=short and error is None, number=number)
+        rows: list[Row] = []
+        if error is None:
+            try:
+                rows = self._read(examples)
+                mini_batch = self._mini_batch(rows)
+            except HotspaError as found:
+                error = self._located(found, number)
+        if error is not None:
+            mini_batch = MiniBatch(MiniBatchPlan((), 0, len(examples)), (), error)
+        item: dict[str, Any] = {"mini_batch": mini_batch}
+        if self.whole and mini_batch.error is None:
+            item["rows"] = [(row, *arrays) for row, arrays in enumerate(rows)]
+        return item
+
+    def _agree_on_the_end(self, ended: bool, number: int) -> None:
+        if not self._any_rank(ended):
+            return
+        if self._any_rank(not ended):
+            raise PlanMismatchError(
+                "the stream ends on some ranks and goes on on others",
+                where=f"rank {self._rank}, mini-batch {number + 1} of the stream",
+                why="every rank must read the same rows",
+                fix="give every rank the same stream: do not split it by rank",
+            )
+        self._stream = None
+        raise StopIteration
+
+    def _read(self, examples: list[Any]) -> list[Row]:
+        if self._tokenizer is not None:
+            examples = tokenize_rows(examples, self._tokenizer)
+        for example in examples:
+            if isinstance(example, Mapping):
+                check_masks(example)
+        return [row_arrays(example, row) for row, example in enumerate(examples)]
+
+    def _mini_batch(self, rows: list[Row]) -> MiniBatch:
+        examples = [{"input_ids": ids, "labels": labels} for ids, labels in rows]
+        table = scan_dataset(examples, disable_progress=True)
+        plan = plan_mini_batch(
+            range(len(rows)), table, self.buckets, quadratic_cost=self._quadratic_cost, policy=self._policy
+        )
+        collator = PackedBucketCollator(self._rank, self._vocab_size, table)
+        made = collator(plan, {row: examples[row] for row in collator.rows_of(plan)})
+        content = hashlib.sha256()
+        for ids, labels in rows:
+            content.update(ids.tobytes() + (b"" if labels is None else labels.tobytes()))
+        return MiniBatch(made.plan, made.phases, made.error, content.hexdigest())
+
+    def _located(self, error: HotspaError, number: int) -> HotspaError:
+        data = error.to_dict()
+        first = number * self.mini_batch_size
+        data["where"] = f"{data['where'] or 'a row'}, counted from row {first} of the stream"
+        return HotspaError.from_dict(data)
+
+    def _unreadable(self, error: Exception, number: int) -> HotspaError:
+        if isinstance(error, HotspaError):
+            return error
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        return DataError(
+            f"the stream failed to give rows: {type(error).__name__}: {error}",
+            where=f"mini-batch {number + 1} of the stream, rank {self._rank}, at {last.filename}:{last.lineno}",
+            fix="read the stream without the trainer to see the whole traceback",
+        )
+
+
+class StreamSampler(Sampler[list[int]]):
+    """The numbers of mini-batches, without an end: the stream ends the iteration."""
+
+    def __init__(self, rows: StreamRows) -> None:
+        self._rows = rows
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self._rows.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        """Mini-batches, where the stream has a length."""
+        full, rest = divmod(len(self._rows), self._rows.mini_batch_size)
+        return full + (rest > 0 and not self._rows._drop_last)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return ([number] for number in itertools.count())
+
+
+class StreamLoader(DataLoader[dict[str, Any]]):
+    """The dataloader of a stream on one rank.
+
+    Args:
+        rows: The stream.
+        num_workers: Must be 0.
+        pin_memory: As for torch's DataLoader.
+
+    Raises:
+        HotspaConfigError: workers are asked for.
+    """
+
+    dataset: StreamRows
+
+    def __init__(self, rows: StreamRows, *, num_workers: int = 0, pin_memory: bool = False) -> None:
+        if num_workers:
+            raise HotspaConfigError(
+                f"dataloader_num_workers is {num_workers}, and the dataset is a stream",
+                why="workers would read the stream several times over, each from its beginning",
+                fix="use dataloader_num_workers=0 with streams",
+            )
+        super().__init__(
+            rows,
+            batch_sampler=StreamSampler(rows),
+            collate_fn=_as_it_is,
+            pin_memory=pin_memory and torch.accelerator.is_available(),
+        )
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration (called by the Trainer)."""
+        self.dataset.set_epoch(epoch)
+
+
+def _as_it_is(item: dict[str, Any]) -> dict[str, Any]:
+    return item
