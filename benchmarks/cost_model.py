@@ -373,7 +373,7 @@ def print_rows(name: str, rows: Sequence[dict[str, Any]], summary: dict[str, Any
 def print_memory(rows: Sequence[dict[str, Any]]) -> None:
     """The table of bytes."""
     if not rows:
-        print("\nmemory: this system does not reset a process's peak")
+        print("\nmemory: not measured")
         return
     print("\n| strategy | pack tokens | predicted MiB | measured MiB | error | of all |\n|---|---|---|---|---|---|")
     for row in rows:

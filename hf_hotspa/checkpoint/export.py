@@ -8,7 +8,7 @@ transformers keeps.
 
 import json
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +34,12 @@ A {model} trained with hf_hotspa {version} (not affiliated with Hugging Face), e
 - dtype of the weights: {dtype}
 """
 _CHUNK = 16 << 20
+MAX_SHARD_BYTES = 5 * 10**9
 
 
-def export(checkpoint: Path, target: Path, *, max_shard_bytes: int = 5 * 10**9, dtype: str | None = None) -> list[Path]:
+def export(
+    checkpoint: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
+) -> list[Path]:
     """Writes the model of a checkpoint so that `from_pretrained` loads it.
 
     Args:
@@ -92,7 +95,7 @@ def _num_bytes(record: TensorRecord) -> int:
 def _write_weights(
     disk: Disk, reader: ShareReader, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
 ) -> list[str]:
-    """The shards and their index; returns the names of the shards."""
+    """The weights of a checkpoint; returns the names of the files."""
     entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype), p) for p in manifest.parameters]
     has_buffers = any(file.name == BUFFERS for file in manifest.files)
     if has_buffers:
@@ -108,6 +111,28 @@ def _write_weights(
             return tensor_bytes(source)
         return tensor_bytes(reader.whole(source).to(getattr(torch, dtype or source.model_dtype)))
 
+    return write_shards(disk, folder, entries, data, max_shard_bytes)
+
+
+def write_shards(
+    disk: Disk,
+    folder: Path,
+    entries: list[tuple[TensorRecord, Any]],
+    data: Callable[[Any], Buffer],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> list[str]:
+    """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
+
+    Args:
+        disk: Writes.
+        folder: Where.
+        entries: The tensors in the order of writing, each with anything that `data` understands.
+        data: As of `tensor_file`; called once for each tensor, in order.
+        max_shard_bytes: See `export`.
+
+    Returns:
+        The names of the files of tensors.
+    """
     shards = list(_shards(entries, max_shard_bytes))
     if len(shards) == 1:
         names = ["model.safetensors"]

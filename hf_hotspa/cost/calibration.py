@@ -62,6 +62,7 @@ class Calibration:
         inter: The links between nodes; None with one node.
         hop_inter: Passing a hidden state between nodes; None with one node.
         fixed_s: Seconds of a phase beside its packs and its switch.
+        pipeline_factor: By how much packs cost more in stages.
         switches: Seconds of switches.
         memory: Memory of packs; empty where it could not be measured.
         measured_at: When, UTC, ISO 8601.
@@ -78,6 +79,7 @@ class Calibration:
     inter: Link | None = None
     hop_inter: Hop | None = None
     fixed_s: float = 0.0
+    pipeline_factor: float = 1.0
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     measured_at: str = ""
@@ -119,7 +121,7 @@ class Calibration:
             hops=(self.hop_intra, self.hop_inter or self.hop_intra),
             devices_per_node=key.devices_per_node,
         )
-        return replace(fitted, fixed_s=self.fixed_s, slots=self.slots * nodes)
+        return replace(fitted, fixed_s=self.fixed_s, slots=self.slots * nodes, pipeline_factor=self.pipeline_factor)
 
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
@@ -248,6 +250,7 @@ class Calibration:
             "notes": list(self.notes),
             "slots": None if math.isinf(self.slots) else self.slots,
             "fixed_s": self.fixed_s,
+            "pipeline_factor": self.pipeline_factor,
             "intra": asdict(self.intra),
             "inter": None if self.inter is None else asdict(self.inter),
             "hop_intra": asdict(self.hop_intra),
@@ -272,6 +275,7 @@ class Calibration:
                 samples=tuple(map(reader.sample, data["samples"])),
                 slots=math.inf if data["slots"] is None else reader.positive(data, "slots"),
                 fixed_s=reader.number(data, "fixed_s"),
+                pipeline_factor=reader.positive(data, "pipeline_factor"),
                 intra=reader.link(data["intra"]),
                 inter=None if data["inter"] is None else reader.link(data["inter"]),
                 hop_intra=reader.hop(data["hop_intra"]),

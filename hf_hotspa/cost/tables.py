@@ -126,7 +126,8 @@ def calibration_text(found: Calibration) -> str:
             "",
             table(links),
             "",
-            f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each",
+            f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
+            f"{found.pipeline_factor:.2f} times as much",
             *_notes(found.notes),
         ]
     )

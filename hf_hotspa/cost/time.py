@@ -52,6 +52,7 @@ class TimeModel:
         fixed_s: Seconds of a phase beside its packs and its switch.
         slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
             rank that has a core to itself. Infinite where every rank has a device of its own.
+        pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
     """
 
     source: str
@@ -67,6 +68,7 @@ class TimeModel:
     forward_share: float = 1 / 3
     fixed_s: float = 0.0
     slots: float = math.inf
+    pipeline_factor: float = 1.0
 
     @classmethod
     def analytic(
@@ -186,7 +188,7 @@ class TimeModel:
                 cost += self.embeddings.get(tp, Cost())
             if stage == pp - 1:
                 cost += self.heads.get(tp, Cost())
-            found.append(cost)
+            found.append(cost * self.pipeline_factor if pp > 1 else cost)
         return tuple(found)
 
     def hop(self, strategy: Strategy) -> Hop:
@@ -265,6 +267,7 @@ class TimeModel:
             "forward_share": self.forward_share,
             "fixed_s": self.fixed_s,
             "slots": None if math.isinf(self.slots) else self.slots,
+            "pipeline_factor": self.pipeline_factor,
         }
 
     @classmethod
@@ -299,6 +302,9 @@ class TimeModel:
                 slots=math.inf
                 if data.get("slots") is None
                 else number(data["slots"], "slots", where, _REMEDY, positive=True),
+                pipeline_factor=number(
+                    data.get("pipeline_factor", 1.0), "pipeline_factor", where, _REMEDY, positive=True
+                ),
             )
         except KeyError as error:
             raise HotspaConfigError(f"the field {error} is missing", where=where, fix=_REMEDY) from None

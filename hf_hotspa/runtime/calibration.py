@@ -23,16 +23,16 @@ from transformers import PreTrainedConfig
 
 from hf_hotspa.cost.calibration import Calibration, cache_folder
 from hf_hotspa.cost.coefficients import Hop
-from hf_hotspa.cost.fitting import Sample
-from hf_hotspa.cost.measurements import CalibrationKey, Link, MemorySample, ModelFacts, SwitchSample, config_digest
+from hf_hotspa.cost.measurements import CalibrationKey, Link, MemorySample, ModelFacts, config_digest
 from hf_hotspa.cost.memory import activation_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
 from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.mesh import ProcessGroups
-from hf_hotspa.runtime.probe import PeakMemory, Probe, layer_counts, pack_lengths, repetitions, small_copy
+from hf_hotspa.runtime.probe import PeakMemory, Probe, layer_counts, pack_lengths, small_copy
 from hf_hotspa.runtime.probe_links import measure_hop, measure_link
+from hf_hotspa.runtime.probe_timing import time_packs
 from hf_hotspa.runtime.specs import describe_model, dtype_name
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.switch.transport import ProcessGroupTransport
@@ -239,7 +239,7 @@ class _Session:
         most = self._most_tokens(probes[-1], shape)
         longest = self.pack_tokens or self._longest(probes[-1], most)
         packs = [pack_lengths(longest, most), pack_lengths(longest)]
-        samples, switches = self._time(probes, degrees, packs, shared=key.slots < self.world_size)
+        timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
         memory = self._memory(probes, degrees, longest)
         for probe in probes:
             probe.close()
@@ -248,10 +248,11 @@ class _Session:
             model=ModelFacts(
                 shape.family, shape.hidden_size, shape.layer_parameters, shape.vocab_size, shape.num_attention_heads
             ),
-            samples=tuple(samples),
+            samples=timing.samples,
             slots=key.slots if key.slots < self.world_size else math.inf,
             **links,
-            switches=tuple(switches),
+            pipeline_factor=timing.pipeline_factor,
+            switches=timing.switches,
             memory=tuple(memory),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.perf_counter() - begin, 3),
@@ -301,56 +302,21 @@ class _Session:
     def _longest(self, probe: Probe, most: int) -> int:
         """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
         longest = min(_FIRST_PACK, most)
-        probe.load(1, self.agreement)
+        probe.load(Strategy(self.world_size), self.agreement)
         while True:
-            probe.run(1, (longest,), 1, self.agreement)
+            probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
             # on CPU not the clock: other programs would make the packs of a busy machine short
-            seconds = probe.run(1, (longest,), 1, self.agreement, on_core=self.device.type == "cpu")
+            both = probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
+            seconds = both[self.device.type == "cpu"]
             if longest * 2 > most or self._most([seconds])[0] >= LONGEST_PACK_S / 2:
                 break
             longest *= 2
-        probe.give_back(1, self.agreement)
+        probe.give_back(Strategy(self.world_size), self.agreement)
         return longest
 
     def _most(self, values: list[float]) -> list[float]:
         """The largest of every value over ranks."""
         return [float(value) for value in self.agreement.gather(values).amax(0)]
-
-    def _time(
-        self, probes: list[Probe], degrees: list[int], packs: list[tuple[tuple[int, ...], ...]], shared: bool
-    ) -> tuple[list[Sample], list[SwitchSample]]:
-        """Seconds of packs and of switches.
-
-        Where ranks share cores, the seconds of a pack are those that a rank's threads spent on a core, the mean over
-        ranks: what a pack costs is then told apart from how long it waited for a core, and other programs on the
-        machine do not count. Where every rank has a core or a device, waiting is part of the cost: the seconds are those
-        of the slowest rank's clock.
-        """
-        longest = max(map(max, packs[-1]))
-        rounds: list[list[float]] = []
-        for index in range(-1, self.rounds):
-            self.say(f"round {index + 1} of {self.rounds}, packs of up to {max(map(max, packs[0]))} tokens")
-            values = []
-            for probe, mine in zip(probes, packs, strict=True):
-                for tp in degrees:
-                    values.append(probe.load(tp, self.agreement))
-                    values += [probe.run(tp, p, repetitions(p, longest), self.agreement, shared) for p in mine]
-                    values.append(probe.give_back(tp, self.agreement))
-            if index >= 0:  # the first round warms caches up
-                rounds.append(values)
-        table = torch.stack([self.agreement.gather(values) for values in rounds])  # [round, rank, measurement]
-        slowest, mean = (
-            iter(over_ranks.quantile(0.25, 0, interpolation="lower").tolist())
-            for over_ranks in (table.amax(1), table.mean(1))
-        )
-        samples, switches = [], []
-        for probe, mine in zip(probes, packs, strict=True):
-            for tp in degrees:
-                both = [(next(slowest), next(mean)) for _ in range(len(mine) + 2)]
-                for pack, (slowest_s, mean_s) in zip(mine, both[1:-1], strict=True):
-                    samples.append(Sample(tp, probe.num_layers, pack, mean_s if shared else slowest_s, with_ends=True))
-                switches.append(probe.switch_sample(tp, both[0][0], both[-1][0]))
-        return samples, switches
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int) -> list[MemorySample]:
         works = PeakMemory(self.device).works
@@ -361,11 +327,12 @@ class _Session:
         found = []
         for probe in probes:
             for tp in degrees:
-                probe.load(tp, self.agreement)
+                strategy = probe.strategies[tp]
+                probe.load(strategy, self.agreement)
                 for tokens in (longest // 2, longest):
-                    (most,) = self._most([float(probe.peak(tp, (tokens,), self.agreement))])
+                    (most,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
                     found.append(probe.memory_sample(tp, tokens, most))
-                probe.give_back(tp, self.agreement)
+                probe.give_back(strategy, self.agreement)
         return found
 
 

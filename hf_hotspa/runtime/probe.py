@@ -24,12 +24,17 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 _BLOCK = 1 << 16
 _WIDEST_PATTERN = 6
+_MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
 _TRIAL_BYTES = 64 << 20
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
 def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
-    """Layers of the two copies: 1 and 3, or one and two rounds of the pattern where layers take turns."""
+    """Layers of the two copies: one, and as many as the model has or measuring allows; or one and two rounds of the
+    pattern where layers take turns.
+
+    The more layers, the truer: one alone finds its activations still in the processor's caches.
+    """
     text = config.get_text_config()
     total: int = text.num_hidden_layers
     kinds = list(getattr(text, "layer_types", None) or [])
@@ -40,7 +45,8 @@ def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
             and all(a == b for a, b in zip(kinds, kinds[period:], strict=False))
         ):
             return period, 2 * period
-    return 1, min(3, max(2, total))
+    wide = _MANY_WEIGHTS / (12 * text.hidden_size**2)  # layers of usual proportions
+    return 1, min(max(2, total), max(3, min(_MOST_LAYERS, int(wide))))
 
 
 def small_copy(
@@ -166,9 +172,12 @@ class Probe:
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
-        # the lengths of the buckets play no part: packs are handed to the phases directly
-        buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(self.strategies.values(), 1)]
         self.num_layers: int = model.config.get_text_config().num_hidden_layers
+        # pipelines of two stages, where there can be any
+        self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
+        engines = [*self.strategies.values(), *([self.pipeline] if self.pipeline else [])]
+        # the lengths of the buckets play no part: packs are handed to the phases directly
+        buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
         self.engine = HotSPaEngine(
             model, buckets, compute_dtype=compute_dtype, device=device, overlap_load=False, overlap_return=False
         )
@@ -184,46 +193,49 @@ class Probe:
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 
-    def load(self, tp: int, agreement: Agreement) -> float:
-        """Makes the strategy of a degree the active one; seconds on this rank."""
+    def load(self, strategy: Strategy, agreement: Agreement) -> float:
+        """Makes a strategy the active one; seconds on this rank."""
         agreement.barrier()
         begin = time.perf_counter()
-        self.engine.phases[self.strategies[tp]].load()
+        self.engine.phases[strategy].load()
         self._synchronize()
         return time.perf_counter() - begin
 
-    def give_back(self, tp: int, agreement: Agreement) -> float:
+    def give_back(self, strategy: Strategy, agreement: Agreement) -> float:
         """Returns its gradients and lets go of it; seconds on this rank."""
         agreement.barrier()
         begin = time.perf_counter()
-        self.engine.phases[self.strategies[tp]].return_gradients()
+        self.engine.phases[strategy].return_gradients()
         self._synchronize()
         return time.perf_counter() - begin
 
-    def run(self, tp: int, lengths: tuple[int, ...], times: int, agreement: Agreement, on_core: bool = False) -> float:
-        """Forward and backward of a pack on every replica, `times` in a row; seconds of one on this rank.
+    def run(
+        self, strategy: Strategy, lengths: tuple[int, ...], times: int, agreement: Agreement
+    ) -> tuple[float, float]:
+        """Forward and backward of a pack on every replica, `times` in a row; the cost of one on this rank.
 
         Args:
-            tp: The active degree.
+            strategy: The active one.
             lengths: The pack.
             times: How often.
             agreement: Starts all ranks together.
-            on_core: Whether only those seconds count that this process's threads spent on a core.
+
+        Returns:
+            Seconds by the clock, and those that this process's threads spent on a core.
         """
-        clock = time.process_time if on_core else time.perf_counter
         packs = [self._pack(lengths)] * times
         agreement.barrier()
-        begin = clock()
-        self.engine.phases[self.strategies[tp]].compute(packs, 1.0 / sum(lengths))
+        begin, on_core = time.perf_counter(), time.process_time()
+        self.engine.phases[strategy].compute(packs, 1.0 / sum(lengths))
         self._synchronize()
-        return (clock() - begin) / times
+        return (time.perf_counter() - begin) / times, (time.process_time() - on_core) / times
 
-    def peak(self, tp: int, lengths: tuple[int, ...], agreement: Agreement) -> int:
+    def peak(self, strategy: Strategy, lengths: tuple[int, ...], agreement: Agreement) -> int:
         """Bytes that forward and backward of a pack take at most on this rank, beyond weights and gradients."""
         memory, pack = PeakMemory(self.device), self._pack(lengths)
         agreement.barrier()
         memory.start()
-        self.engine.phases[self.strategies[tp]].compute([pack], 1.0 / sum(lengths))
+        self.engine.phases[strategy].compute([pack], 1.0 / sum(lengths))
         return memory.stop()
 
     def switch_sample(self, tp: int, load_s: float, return_s: float) -> SwitchSample:

@@ -55,6 +55,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/agreement.py",
         "hf_hotspa/runtime/storage.py",
+        "hf_hotspa/runtime/weight_files.py",
         "hf_hotspa/runtime/arena.py",
         "hf_hotspa/switch/transport.py",
         "hf_hotspa/switch/packing.py",
@@ -66,6 +67,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "hf_hotspa/runtime/replica.py",
         "hf_hotspa/runtime/master.py",
+        "hf_hotspa/runtime/loading.py",
         "hf_hotspa/runtime/specs.py",
         "hf_hotspa/runtime/model_check.py",
         "hf_hotspa/runtime/memory.py",
@@ -78,6 +80,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     5: (
         "hf_hotspa/runtime/evaluation.py",
         "hf_hotspa/runtime/non_finite.py",
+        "hf_hotspa/runtime/faults.py",
         "hf_hotspa/runtime/engine.py",
         "hf_hotspa/runtime/phase.py",
         "hf_hotspa/checkpoint/tensors.py",
@@ -86,6 +89,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/checkpoint/export.py",
         "hf_hotspa/checkpoint/commands.py",
         "hf_hotspa/runtime/probe.py",
+        "hf_hotspa/runtime/probe_timing.py",
         "hf_hotspa/runtime/calibration.py",
     ),
     6: ("callbacks/*.py",),

@@ -38,7 +38,7 @@ CASES = {
     "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
     "two strategies": (2, {}, [2, 4]),
     "three strategies": (4, {"family": "phi3_fused"}, [3]),
-    "workers": (2, {"dataloader_num_workers": 2}, [2, 4]),
+    "workers": (2, {"dataloader_num_workers": 2}, [2]),
     "momentum": (2, {"optim": "sgd", "optim_args": "momentum=0.9", "family": "llama_uneven"}, [5]),
     "rmsprop": (1, {"optim": "rmsprop", "lr_scheduler_type": "cosine", "dataloader_drop_last": True}, [2, 3, 4]),
     "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),

@@ -155,7 +155,8 @@ def test_nonnegative_least_squares_against_scipy(seed: int) -> None:
     found = nonnegative_least_squares(matrix, target)
     assert (found >= 0).all()
     best = nnls(matrix, target)[1]
-    assert np.linalg.norm(matrix @ found - target) <= best * (1 + 1e-8) + 1e-12
+    # where the system can be solved, both are left with rounding, which grows with the condition number
+    assert np.linalg.norm(matrix @ found - target) <= best * (1 + 1e-8) + 1e-10 * np.linalg.norm(target)
 
 
 def test_fit_refuses_what_is_no_measurement() -> None:
