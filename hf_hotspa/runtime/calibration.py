@@ -240,7 +240,7 @@ class _Session:
         longest = self.pack_tokens or self._longest(probes[-1], most)
         packs = [pack_lengths(longest, most), pack_lengths(longest)]
         timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
-        memory = self._memory(probes, degrees, longest)
+        memory = self._memory(probes, degrees, longest, most)
         for probe in probes:
             probe.close()
         return Calibration(
@@ -318,7 +318,8 @@ class _Session:
         """The largest of every value over ranks."""
         return [float(value) for value in self.agreement.gather(values).amax(0)]
 
-    def _memory(self, probes: list[Probe], degrees: list[int], longest: int) -> list[MemorySample]:
+    def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:
+        """Peaks of packs of half, once and twice the longest that is timed, as far as there is room."""
         works = PeakMemory(self.device).works
         if not all(self.agreement.gather([float(works)])[:, 0].tolist()):
             self.notes.append("memory was not measured: this system does not reset a process's peak")
@@ -329,7 +330,7 @@ class _Session:
             for tp in degrees:
                 strategy = probe.strategies[tp]
                 probe.load(strategy, self.agreement)
-                for tokens in (longest // 2, longest):
+                for tokens in sorted({longest // 2, longest, min(2 * longest, most)}):
                     (most,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
                     found.append(probe.memory_sample(tp, tokens, most))
                 probe.give_back(strategy, self.agreement)
