@@ -52,7 +52,11 @@ class ScriptArguments:
     """What is trained on what."""
 
     model: str | None = field(
-        default=None, metadata={"help": "A model path or hub name with weights. Default: a small new Llama-type model."}
+        default=None,
+        metadata={
+            "help": "A folder or hub name with weights; of a folder each process reads only its share. Default: a small new "
+            "Llama-type model."
+        },
     )
     config: str | None = field(
         default=None, metadata={"help": "A config path or hub name: train a new model of that shape."}
@@ -78,9 +82,12 @@ def load_data(script: ScriptArguments, args: HotSPaTrainingArguments) -> tuple[A
 
 
 def make_model(script: ScriptArguments, args: HotSPaTrainingArguments, tokenizer: Any) -> Any:
-    """The model, with weights on every rank (equal, because every rank uses the same seed)."""
+    """The model with weights on every rank (equal, because every rank uses the same seed), or the config of a folder."""
     set_seed(args.seed)
     dtype = getattr(torch, script.dtype)
+    if script.model is not None and Path(script.model).is_dir():
+        args.hotspa_model_path = script.model
+        return AutoConfig.from_pretrained(script.model, dtype=dtype)
     if script.model is not None:
         return AutoModelForCausalLM.from_pretrained(script.model, dtype=dtype)
     if script.config is not None:
@@ -119,9 +126,9 @@ def main() -> None:
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=dataset, processing_class=tokenizer)
     main_process = trainer.is_world_process_zero()
     if main_process:
-        parameters = sum(p.numel() for p in model.parameters())
+        parameters = sum(p.numel() for p in trainer.model.parameters())
         print(
-            f"{type(model).__name__}, {parameters / 1e6:.1f}M parameters; lengths of the {len(dataset)} rows in tokens:"
+            f"{type(trainer.model).__name__}, {parameters / 1e6:.1f}M parameters; lengths of the {len(dataset)} rows in tokens:"
         )
         print_length_histogram(scan_dataset(dataset, disable_progress=True).lengths.tolist())
         print(
@@ -131,12 +138,14 @@ def main() -> None:
     trainer.save_model(args.output_dir)
     if main_process:
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
-        loaded = AutoModelForCausalLM.from_pretrained(args.output_dir, dtype=trainer.model.dtype)
-        same = all(torch.equal(a, b) for a, b in zip(loaded.parameters(), trainer.model.parameters(), strict=True))
         print(f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in {trainer.state.global_step} steps")
-        print(
-            f"saved to {Path(args.output_dir).resolve()}; loads with AutoModelForCausalLM, equal to what was trained: {same}"
-        )
+        print(f"saved to {Path(args.output_dir).resolve()}")
+        if not any(p.is_meta for p in trainer.model.parameters()):  # that of a folder would not fit, perhaps
+            loaded = AutoModelForCausalLM.from_pretrained(args.output_dir, dtype=trainer.model.dtype)
+            pairs = zip(loaded.parameters(), trainer.model.parameters(), strict=True)
+            print(
+                f"loads with AutoModelForCausalLM, equal to what was trained: {all(torch.equal(a, b) for a, b in pairs)}"
+            )
     trainer.close_engine()
 
 

@@ -157,6 +157,12 @@ class CallbackError(HotspaError):
     code = "HSP-320"
 
 
+class PhaseMemoryError(HotspaError):
+    """A rank ran out of memory inside a phase; the weights were not changed, and the next launch is told."""
+
+    code = "HSP-401"
+
+
 class RunLogError(HotspaError, ValueError):
     """The record of a run is missing, is none, or was changed by hand; the message names file and line."""
 

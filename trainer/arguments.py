@@ -12,6 +12,7 @@ from transformers.trainer_utils import HubStrategy
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
@@ -43,7 +44,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "auto_find_batch_size": ((False,), "memory is bounded by the tokens per pack: strategy:longest@tokens"),
     "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
     "torch_empty_cache_steps": ((None,), "the engine keeps its memory between phases; drop the option"),
-    "enable_jit_checkpoint": ((False,), "the ranks do not agree on when it saves; use save_steps"),
+    "enable_jit_checkpoint": ((False,), "SIGTERM saves and stops on all ranks alike without it; drop the option"),
     "save_on_each_node": (
         (False,),
         "a checkpoint is one directory that all ranks write into; use a shared file system",
@@ -75,6 +76,14 @@ class HotSPaTrainingArguments(TrainingArguments):
             "help": "Which strategy trains which lengths, shortest first: strategy:longest sequence[@tokens per pack],... "
             "such as dp4:1024@4096,dp2tp2:4096,tp2pp2:8192. Or auto: strategies and lengths are chosen at the start "
             "by measured speed and memory, and anew for each mini-batch among those."
+        },
+    )
+    hotspa_model_path: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder of a saved model (safetensors) of which each process reads only its share, for models that no "
+            "process can hold. The same as passing the folder as the model; beside it, a config may be passed, whose dtype "
+            "is then that of the model."
         },
     )
     hotspa_longest: int | None = field(
@@ -219,6 +228,7 @@ class HotSPaTrainingArguments(TrainingArguments):
     )
 
     def __post_init__(self) -> None:
+        self._check_types()
         super().__post_init__()
         if not self.hotspa_strategies:
             raise HotspaConfigError(
@@ -242,7 +252,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         for name in ("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"):
             if getattr(self, name) not in ON_OFF:
                 raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
-        if not self.hotspa_switch_timeout > 0:
+        if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
             )
@@ -276,6 +286,17 @@ class HotSPaTrainingArguments(TrainingArguments):
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
         """`hotspa_strategies`, parsed; empty for `auto`, where the engine knows them (`trainer.engine.buckets`)."""
         return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
+
+    def _check_types(self) -> None:
+        """Flags may come from Python or YAML: what is no number cannot be compared with one."""
+        # not the types of the dataclass fields, which HfArgumentParser rewrites
+        for name, kind in HotSPaTrainingArguments.__annotations__.items():
+            value, wanted = getattr(self, name), int | float if kind is float else kind
+            if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
+                shown = getattr(kind, "__name__", str(kind))
+                raise HotspaConfigError(
+                    f"{name} is {value!r:.200}, which is no {shown}", fix=f"give a value of type {shown}"
+                )
 
     def _check_auto(self) -> None:
         if self.hotspa_longest is not None and self.hotspa_longest < 1:

@@ -6,6 +6,7 @@ the chooser that the data loader asks for each mini-batch, gives it what was mea
 An error of one rank is raised by all.
 """
 
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -38,6 +39,7 @@ from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
+from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +64,11 @@ class AutoStrategies:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: list[Refit] = []
+
+    @property
+    def predicted_bytes(self) -> dict[Strategy, float]:
+        """What each strategy of the pool takes on its fullest rank with full packs."""
+        return {bucket.strategy: m.total for bucket, m in zip(self.plan.pool, self.plan.memory, strict=True)}
 
     @property
     def buckets(self) -> tuple[Bucket, ...]:
@@ -157,9 +164,17 @@ def prepare_auto(
         strategies = legal_strategies(args.world_size, description.shape)
         calibration = _calibration(model.config, description, args, strategies, agreement)
         limit, source = _memory_limit(args, agreement)
+        avoided = ""
+        with _collected() as found:
+            avoided = json.dumps(largest_packs(args.output_dir))
+        agreement.check({}, found.error, "auto strategies")
+        # nodes may have disks of their own
+        most = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
+        if most and args.process_index == 0:
+            logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
         plan = None
         with _collected() as found:
-            plan = _plan(description, args, strategies, table, calibration, limit, source, mini_batch_size)
+            plan = _plan(description, args, strategies, table, calibration, limit, source, mini_batch_size, most)
         agreement.check({"choice of strategies": repr(plan.pool) if plan else ""}, found.error, "auto strategies")
         assert plan is not None
     if args.process_index == 0:
@@ -252,6 +267,7 @@ def _plan(
     limit: float,
     source: str,
     mini_batch_size: int,
+    most_tokens: Mapping[Strategy, int],
 ) -> AutoPlan:
     sizes = ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
     # a second source keeps two strategies' weights; where it decides itself, the worse case counts
@@ -280,6 +296,7 @@ def _plan(
         longest=args.hotspa_longest,
         policy=args.hotspa_overlong,
         max_phases=args.hotspa_max_buckets,
+        most_tokens=most_tokens,
     )
 
 

@@ -228,13 +228,7 @@ class CheckpointingMixin(ResumeMixin):
         """Config, generation config and tokenizer, as transformers writes them, and the model's buffers."""
         model, target = self.model, temporary / MODEL_FOLDER
         folder.disk.make_directory(target)
-        config = model.config
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(target)
-        if model.can_generate():
-            model.generation_config.save_pretrained(target)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(target)
+        self._write_configs(target)
         records = folder.disk.adopt(temporary, MODEL_FOLDER)
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = [
@@ -245,6 +239,16 @@ class CheckpointingMixin(ResumeMixin):
         if buffers:
             records.append(folder.disk.write(temporary, BUFFERS, tensor_file(buffers, tensor_bytes)))
         return records
+
+    def _write_configs(self, target: Path) -> None:
+        """Config, generation config and tokenizer, as transformers writes them."""
+        model, config = self.model, self.model.config
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(target)
+        if model.can_generate():
+            model.generation_config.save_pretrained(target)
+        if self.processing_class is not None:
+            self.processing_class.save_pretrained(target)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them."""

@@ -136,14 +136,17 @@ class CallbackEvents(CallbackHandler):
 
 
 class PhaseDispatcher(Observer):
-    """Tells callbacks of the phases while a mini-batch runs.
+    """Tells callbacks of the phases while a mini-batch runs, and the engine of a SIGTERM.
 
     Args:
-        trainer: Gives `args`, `state`, `control` and the `CallbackEvents`.
+        trainer: Gives `args`, `state`, `control`, the `CallbackEvents` and the `Preemption`.
     """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
+
+    def wants_stop(self) -> bool:
+        return self._trainer._preemption.requested
 
     def _dispatch(self, name: str, **facts: Any) -> None:
         trainer = self._trainer

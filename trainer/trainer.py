@@ -33,7 +33,10 @@ from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.hub import HubMixin
+from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
+from hf_hotspa.trainer.out_of_memory import record, warn_of_known
+from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
@@ -56,16 +59,18 @@ class _MasterModule(nn.Module):
         )
 
 
-class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
+class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as
-    `processing_class`, one of the columns `text`, `messages`, `prompt` + `completion`. After `train()` and
-    `save_model()`, `trainer.model` holds the trained weights.
+    Takes the arguments of `Trainer`. `model` may also be the folder of a saved model, of which each rank then reads its
+    share only. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as `processing_class`, one of
+    the columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the
+    trained weights; that of a folder never holds any, unless `materialize()` is called.
 
     Attributes:
         engine: The `HotSPaEngine`, from the start of `train()` on.
         last_report: The `StepReport` of the last mini-batch.
+        preempted: Whether the last `train()` was ended by SIGTERM.
 
     Raises:
         HotspaError: on every rank, naming what cannot be honoured and what to do.
@@ -87,10 +92,11 @@ class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
         self._auto: AutoStrategies | None = None
         self._loaded_state: dict[str, Any] = {}
         self._scan: tuple[Any, Any, SequenceTable] | None = None
-        self._model_is_current, self._model_digest = True, ""
         self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
-        super().__init__(model, args, **kwargs)
+        self._preemption = Preemption()
+        self.args = args
+        super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
         self.callback_handler = CallbackEvents(self.callback_handler)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
@@ -143,11 +149,13 @@ class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
                 return self.engine  # the optimizer goes on, too
             self._model_is_current = True  # somebody gave the model other weights: they count
             self.close_engine()
+        weights = self._weights_folder()
         if args.hotspa_auto:
             self._auto = prepare_auto(self.model, args, self._table_for_auto, self.get_total_train_batch_size(args))
         self.engine = HotSPaEngine(
             self.model,
             self._auto.buckets if self._auto is not None else args.hotspa_buckets,
+            weights=weights,
             compute_dtype=torch.bfloat16 if args.bf16 else None,
             device=args.device,
             pipeline_schedule=args.hotspa_pipeline_schedule,
@@ -165,7 +173,11 @@ class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
             seed=args.seed,
         )
         self.engine.observer = PhaseDispatcher(self)
-        self._model_is_current, self._model_digest = True, weights_digest(self.model)
+        if self._auto is not None:
+            self.engine.predicted_bytes = self._auto.predicted_bytes
+        elif args.process_index == 0:
+            warn_of_known(args.output_dir, args.hotspa_buckets)
+        self._model_agrees()
         self._wrapped = None
         self.model_wrapped = self.model
         return self.engine
@@ -346,22 +358,26 @@ class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
         super().log(logs, start_time)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.callback_handler.deferring_errors():
-            output = super()._inner_training_loop(*args, **kwargs)
-            if self.engine is not None:
-                self.engine.agree(self.callback_handler.take_error(), "end of training")
+        with self.callback_handler.deferring_errors(), self._preemption:
+            try:
+                output = super()._inner_training_loop(*args, **kwargs)
+                if self.engine is not None:
+                    self.engine.agree(self.callback_handler.take_error(), "end of training")
+            except Exception as error:
+                if self.engine is None:
+                    raise
+                if self.engine.out_of_memory is not None:
+                    record(self.args.output_dir, self.engine.out_of_memory)
+                explained = self.engine.explain(error, f"after step {self.state.global_step}")
+                if explained is error:
+                    raise
+                raise explained from error
         return output
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
-    def _update_model(self) -> None:
-        """Puts the trained weights into `self.model`. Collective, unless they are there already."""
-        if self.engine is not None and not self._model_is_current:
-            self.engine.write_back(self.model)
-            self._model_is_current, self._model_digest = True, weights_digest(self.model)
-
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        self._update_model()  # before on_train_end: callbacks see the trained model
+        self._update_model()  # before on_train_end: callbacks see the trained model, unless it has no weights
         return super()._finalize_training(*args, **kwargs)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
@@ -370,9 +386,10 @@ class HotSPaTrainer(EvaluationMixin, HubMixin, CheckpointingMixin, Trainer):
         super().save_model(output_dir, _internal_call)
 
     def close_engine(self) -> None:
-        """Frees the engine's memory and process groups; `trainer.model` keeps the weights. Collective."""
+        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any. Collective."""
         if self.engine is not None:
             self._update_model()
+            self._warn_of_unsaved_weights()
             self.engine.close()
             self.engine = self._wrapped = None
             self.optimizer = self.lr_scheduler = None

@@ -16,7 +16,7 @@ from hf_hotspa.cost.tables import table as text_table
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.bucketing import check_lengths, cut_rows
 from hf_hotspa.data.scan import SequenceTable
-from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
+from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -86,6 +86,40 @@ class AutoPlan:
         return "\n".join(lines)
 
 
+@dataclass(frozen=True)
+class CappedRooms:
+    """Rooms of strategies of which some ran out of memory before, with fewer tokens than their room allows.
+
+    Args:
+        rooms: What the memory model allows.
+        most: The most tokens of a pack, for some strategies; 0 where not even the weights fitted.
+    """
+
+    rooms: Rooms
+    most: Mapping[Strategy, int]
+
+    def arena(self, strategy: Strategy) -> int:
+        """As without a cap."""
+        return self.rooms.arena(strategy)
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The most tokens of a pack in a pool with that arena."""
+        room = self.rooms.tokens(strategy, arena)
+        return min(room, self.most.get(strategy, room))
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """Says what ran out of memory, where the memory model alone would have allowed it."""
+        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self.rooms.tokens(s, 0)]
+        if not failed:
+            return self.rooms.too_long(longest, strategies)
+        return DeviceMemoryError(
+            f"no strategy is left for a sequence of {longest} tokens",
+            why=f"an earlier run ran out of memory under {', '.join(map(str, failed))}",
+            fix="use more devices or shorter sequences; if memory was lacking for another reason, delete "
+            "hotspa_out_of_memory.json in the output directory",
+        )
+
+
 def make_auto_plan(
     table: SequenceTable,
     shape: ModelShape,
@@ -101,6 +135,7 @@ def make_auto_plan(
     policy: str = "error",
     max_phases: int = 3,
     margin: float = MARGIN,
+    most_tokens: Mapping[Strategy, int] | None = None,
 ) -> AutoPlan:
     """Plans a run.
 
@@ -119,6 +154,7 @@ def make_auto_plan(
         policy: One of `OVERLONG_POLICIES`.
         max_phases: Most buckets.
         margin: See `MARGIN`.
+        most_tokens: The most tokens of a pack of strategies that ran out of memory before.
 
     Raises:
         DataError: there is nothing to train on.
@@ -126,7 +162,7 @@ def make_auto_plan(
             the longest sequence asked for.
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
-    rooms = MemoryRooms(memory, limit_bytes)
+    rooms = CappedRooms(MemoryRooms(memory, limit_bytes), most_tokens or {})
     top = _longest(table, shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies))
     sample, size = _sample(table, top, policy, mini_batch_size)
     try:

@@ -3,12 +3,13 @@
 `Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
 digests and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
-connection breaks.
+connection breaks. A peer that is gone without a word, or silent for too long, is a `PeerError`.
 """
 
 import hashlib
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping
 from typing import NoReturn
 
 import torch
@@ -18,6 +19,10 @@ from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError
 
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED = 5
+_LOST = re.compile(
+    "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
+)
+"""What gloo and NCCL say where a peer is gone or silent."""
 
 
 def _word(text: str) -> int:
@@ -31,7 +36,12 @@ def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
         return error
     while error.__cause__ is not None:
         error = error.__cause__
-    return PeerError(f"{type(error).__name__}: {error}", where=where)
+    return PeerError(
+        f"{type(error).__name__}: {error}",
+        where=where,
+        why="what ends one rank ends all",
+        fix="repair what this rank says; its traceback is in its log",
+    )
 
 
 def hotspa_cause(error: BaseException) -> HotspaError | None:
@@ -42,9 +52,25 @@ def hotspa_cause(error: BaseException) -> HotspaError | None:
     return found
 
 
+def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
+    """The error of our family for a collective that broke because a peer is gone or silent; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, HotspaError):
+        return None
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not isinstance(error, dist.DistBackendError) and not _LOST.search(str(error)):
+        return None
+    return PeerError(
+        f"another rank is gone, or did not answer in time: {text[:300]}",
+        where=f"rank {rank}, {where}",
+        why="a process that dies or hangs leaves no message; the master weights of this rank are unchanged",
+        fix="look at the logs of the other ranks, and start again with resume_from_checkpoint=True",
+    )
+
+
 def _located(error: HotspaError, rank: int) -> HotspaError:
     data = error.to_dict()
-    data["where"] = f"rank {rank}" + (f", {data['where']}" if data["where"] else "")
+    if not re.match(rf"rank {rank}\b", data["where"] or ""):
+        data["where"] = f"rank {rank}" + (f", {data['where']}" if data["where"] else "")
     return HotspaError.from_dict(data)
 
 
@@ -54,10 +80,13 @@ class Agreement:
     Args:
         group: A group of all ranks for host tensors; None with one rank.
         rank: This rank.
+        mailbox: Asked for the reason when a peer is gone.
+
+    All its methods raise, where a peer is gone or silent, `PeerError`, or the error that the peer left in the mailbox.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None, rank: int) -> None:
-        self.group, self.rank = group, rank
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
+        self.group, self.rank, self._mailbox = group, rank, mailbox
 
     def check(self, digests: Mapping[str, str], error: HotspaError | None, where: str) -> None:
         """Returns when no rank has an error and all digests are equal. One small collective, where all is well.
@@ -111,13 +140,22 @@ class Agreement:
     def barrier(self) -> None:
         """Waits for all ranks."""
         if self.group is not None:
-            dist.barrier(group=self.group)
+            self._collective(lambda: dist.barrier(group=self.group))
+
+    def _collective(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except RuntimeError as failure:
+            error = lost_peer(failure, self.rank, "agreement of all ranks")
+            if error is None:
+                raise
+            raise (self._mailbox.explain(error, "") if self._mailbox is not None else error) from failure
 
     def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
         if self.group is None:
             return [values]
         rows = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(rows, values, group=self.group)
+        self._collective(lambda: dist.all_gather(rows, values, group=self.group))
         return rows
 
     def texts(self, text: str) -> list[str]:
@@ -167,4 +205,18 @@ class Mailbox:
         if first != mine:
             return HotspaError.from_dict(json.loads(first))
         self._mine = error
+        return error
+
+    def tell(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error that ends training on this rank outside a phase.
+
+        What was agreed on is raised as it is. A collective that broke is explained. Anything else is this rank's own:
+        left for the others, and raised as it is.
+        """
+        if hotspa_cause(error) is not None:
+            return error
+        lost = lost_peer(error, self.rank, where)
+        if lost is not None:
+            return self.explain(lost, where)
+        self.explain(error, where)
         return error

@@ -331,8 +331,8 @@ class _Session:
                 strategy = probe.strategies[tp]
                 probe.load(strategy, self.agreement)
                 for tokens in sorted({longest // 2, longest, min(2 * longest, most)}):
-                    (most,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
-                    found.append(probe.memory_sample(tp, tokens, most))
+                    (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
+                    found.append(probe.memory_sample(tp, tokens, peak))
                 probe.give_back(strategy, self.agreement)
         return found
 

@@ -14,10 +14,10 @@ It promises: loss and gradients are those of the plain model on the whole mini-b
 optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
 """
 
-import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,23 +27,23 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.errors import DataError, HotspaError
+from hf_hotspa.errors import DataError, HotspaError, ModelError
 from hf_hotspa.report import StepReport
-from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
+from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.runtime.evaluation import Evaluation
+from hf_hotspa.runtime.faults import OutOfMemory, out_of_memory
+from hf_hotspa.runtime.loading import fill_from_model, has_weights, load_weights
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
-from hf_hotspa.runtime.model_check import check_model, weights_digest
+from hf_hotspa.runtime.model_check import check_model
 from hf_hotspa.runtime.non_finite import raise_non_finite
-from hf_hotspa.runtime.options import EngineOptions
+from hf_hotspa.runtime.options import EngineOptions, default_device
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.runtime.switching import Switching
-from hf_hotspa.strategy import Bucket, check_buckets, check_launch
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
 from hf_hotspa.switch.executor import SwitchStats
-
-logger = logging.getLogger(__name__)
 
 
 class HotSPaEngine:
@@ -52,6 +52,7 @@ class HotSPaEngine:
     Args:
         model: A transformers causal language model with its weights, the same on all ranks (else rank 0's are taken).
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
+        weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
@@ -74,6 +75,12 @@ class HotSPaEngine:
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
         seed: Seed of that noise.
 
+    Attributes:
+        observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
+        predicted_bytes: What each strategy should take on a rank, where a memory model knows; for messages.
+        out_of_memory: What is known of a lack of memory on this rank.
+        stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
+
     Raises:
         HotspaError: on every rank, naming what does not fit (launch, strategy, model, differing ranks).
     """
@@ -83,6 +90,7 @@ class HotSPaEngine:
         model: PreTrainedModel,
         buckets: Sequence[Bucket],
         *,
+        weights: Path | None = None,
         compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
         pipeline_schedule: str = "auto",
@@ -105,36 +113,23 @@ class HotSPaEngine:
         self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
         options = EngineOptions(
-            compute_dtype,
-            pipeline_schedule,
-            staging_bytes,
-            timeout_s,
-            devices_per_node,
-            overlap_load,
-            overlap_return,
-            switch_timeout_s,
-            planner,
-            second_source,
-            memory_limit,
-            label_smoothing,
-            recompute_every,
-            neftune_alpha,
-            seed,
-        )
+            compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
+            switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
+        )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
-        if device is None:
-            device = (
-                torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-            )
-        self.device, self.overlap = device, options.overlap(device)
+        self.device = device = device or default_device()
+        self.overlap = options.overlap(device)
         self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
-        self._agreement = Agreement(self._groups.agreement, self.rank)
         self._mailbox = Mailbox(self.rank, self.world_size)
-        self.description = self._describe(model, options)
+        self._agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
+        self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, device)
-        self._fill_master(model)
+        if weights is None:
+            fill_from_model(model, self.master, self._agreement, self._groups.switch)
+        else:
+            load_weights(weights, model, self.master, self._agreement)
         buffers = dict(model.named_buffers())
         self.phases = {
             strategy: PhaseRunner(
@@ -153,17 +148,20 @@ class HotSPaEngine:
         self._groups.warm_up()
         self._switching.prepare()
         self.observer = Observer()
+        self.predicted_bytes: Mapping[Strategy, float] = {}
+        self.out_of_memory: OutOfMemory | None = None
+        self.stop_ranks: tuple[int, ...] = ()
         self._steps = 0
         self._grad_norm = 0.0
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _describe(self, model: PreTrainedModel, options: EngineOptions) -> ModelDescription:
+    def _describe(self, model: PreTrainedModel, options: EngineOptions, weights: Path | None) -> ModelDescription:
         description, error = None, None
         try:
             description = describe_model(model, options.compute_dtype)
             check_buckets(self.buckets, self.world_size, description.shape)
-            check_model(model, description)
+            check_model(model, description, weights)
         except HotspaError as found:
             error = found
         digests = {
@@ -196,20 +194,6 @@ class HotSPaEngine:
         self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, error, "set-up")
         return switching
 
-    def _fill_master(self, model: PreTrainedModel) -> None:
-        tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
-        # compared on 52 bits, which a float64 carries exactly
-        digests = self._agreement.gather([float(int(weights_digest(model)[:13], 16))])
-        if len(set(digests[:, 0].tolist())) > 1:
-            if self.rank == 0:
-                logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
-            for spec in self.description.vector.specs:
-                tensor = tensors[spec.name].to(self.device, copy=True).contiguous()
-                dist.broadcast(tensor, src=0, group=self._groups.switch)
-                self.master.fill({spec.name: tensor})
-            return
-        self.master.fill(tensors)
-
     def agree(self, error: HotspaError | None, where: str) -> None:
         """Raises on every rank when one of them has an error: the same error, naming the rank."""
         self._agreement.check({}, error, where)
@@ -217,6 +201,10 @@ class HotSPaEngine:
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""
         return bool(self._agreement.gather([float(flag)]).any())
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error that ends training on this rank alone; it is left for the others (`Mailbox`)."""
+        return self._mailbox.tell(error, where)
 
     # -- optimizer side -----------------------------------------------------------------------------------------------
 
@@ -315,7 +303,11 @@ class HotSPaEngine:
         place = f"{where}, strategy {phase.bucket.strategy}"
         explained = failure
         if isinstance(failure, Exception):
-            explained = self._mailbox.explain(hotspa_cause(failure) or failure, place)
+            runner, known = self.phases[phase.bucket.strategy], self._switching.forecast
+            found = out_of_memory(failure, phase, runner, self._steps + 1, known, self.predicted_bytes)
+            self.out_of_memory = found
+            mine = found.error(place) if found else hotspa_cause(failure) or lost_peer(failure, self.rank, place)
+            explained = self._mailbox.explain(mine or failure, place)
         if self._switching.worker is not None:
             self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
         self.phases[phase.bucket.strategy].release()
@@ -372,14 +364,15 @@ class HotSPaEngine:
         begin: float,
         where: str,
     ) -> StepReport:
-        mine = [self._agreed - begin, float(peak_memory(self.device))]
+        mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
         rows = self._agreement.gather(values)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
+        self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
         if not (torch.isfinite(rows[:, :2]).all()):
             raise_non_finite(mini_batch.plan, self.phases, self.master, self._agreement, total_loss, where)
-        per_phase, ranks = rows[:, 4:].view(self.world_size, len(order), -1), rows[:, 2:4]
+        per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         return step_report(self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks)
 
@@ -396,10 +389,18 @@ class HotSPaEngine:
     @torch.no_grad()
     def write_back(self, model: PreTrainedModel) -> None:
         """Copies the trained weights into a model of the same structure (one segment at a time). Collective."""
-        self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
+        if not has_weights(model):
+            raise ModelError(
+                "the model is on the meta device", fix="give its parameters memory (trainer.materialize())"
+            )
         targets = dict(model.named_parameters(remove_duplicate=False))
-        for name, whole in self.master.gather(self._groups.switch):
+        for name, whole in self.weights():
             targets[name].copy_(whole)
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, in master precision, as `MasterStore.gather`. Collective: every rank takes all of them."""
+        self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
+        return self.master.gather(self._groups.switch)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:

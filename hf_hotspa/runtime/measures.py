@@ -41,6 +41,10 @@ class PhaseMeasure(NamedTuple):
 class Observer:
     """Who is told of the phases of a mini-batch while it runs: nobody. Others must not raise and not communicate."""
 
+    def wants_stop(self) -> bool:
+        """Whether this rank wants to stop after this mini-batch; asked when its last phase has ended."""
+        return False
+
     def phase_begins(self, step: int, plan: MiniBatchPlan, order: Sequence[int], index: int) -> None:
         """Before the weights for phase `order[index]` of mini-batch `step` (counted from 1) are loaded."""
 

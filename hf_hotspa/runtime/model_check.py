@@ -5,6 +5,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 """
 
 import hashlib
+from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
@@ -18,11 +19,16 @@ from hf_hotspa.runtime.specs import ModelDescription
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def check_model(model: PreTrainedModel, description: ModelDescription) -> None:
+def check_model(model: PreTrainedModel, description: ModelDescription, weights: Path | None = None) -> None:
     """Compares the model with what its class builds from its config.
 
+    Args:
+        model: The model.
+        description: What was read from it.
+        weights: The folder that its weights will be read from; None where it holds them.
+
     Raises:
-        UnsupportedError: it carries hooks, or weights that are not on a real device.
+        UnsupportedError: it carries hooks, has no weights, or has weights although they are to be read from a folder.
         ModelError: it was changed after it was built.
     """
     for name, module in model.named_modules():
@@ -40,9 +46,20 @@ def check_model(model: PreTrainedModel, description: ModelDescription) -> None:
                 fix="subclass the model instead",
             )
     meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta and weights is None:
+        raise UnsupportedError(
+            f"the parameters {meta[:3]} are on the meta device",
+            fix="load the model's weights before training, or name the folder that has them (hotspa_model_path)",
+        )
+    if weights is not None and not meta:
+        raise UnsupportedError(
+            f"the model has weights, and others are to be read from {str(weights)!r}",
+            fix="pass the one or the other: open_model gives a model without weights",
+        )
+    meta = [name for name, b in model.named_buffers() if b.is_meta]
     if meta:
         raise UnsupportedError(
-            f"the parameters {meta[:3]} are on the meta device", fix="load the model's weights before training"
+            f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
         )
     with init_empty_weights(include_buffers=False):
         fresh = description.model_class._from_config(description.config, attn_implementation=ATTENTION)
@@ -59,11 +76,13 @@ def check_model(model: PreTrainedModel, description: ModelDescription) -> None:
 
 
 def weights_digest(model: PreTrainedModel) -> str:
-    """A digest of all parameters' bits, to find ranks that built their model from different seeds."""
+    """A digest of all parameters' bits, to find ranks that built their model from different seeds. Zeros on meta."""
     sums = [(name, _bit_sum(p.detach())) for name, p in model.named_parameters()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
 
 
 def _bit_sum(tensor: Tensor) -> int:
     integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() else 0
+    return (
+        int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() and not tensor.is_meta else 0
+    )

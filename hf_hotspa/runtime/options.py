@@ -10,7 +10,16 @@ from hf_hotspa.runtime.overlap import Overlap
 from hf_hotspa.runtime.pipeline import check_schedule
 from hf_hotspa.switch.planner import check_planner
 
+LONGEST_TIMEOUT_S = 1e8
+"""Three years: beyond, it must be a mistake, and process groups cannot count so far."""
 _SECOND_SOURCE_SHARE = 8
+
+
+def default_device() -> torch.device:
+    """This process's CUDA device when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,11 @@ class EngineOptions:
         """
         check_schedule(self.pipeline_schedule)
         check_planner(self.planner)
-        if not self.switch_timeout_s > 0:
-            raise HotspaConfigError(
-                f"the timeout of switches is {self.switch_timeout_s} s", fix="use some minutes; 120 is the default"
-            )
+        for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
+            if not 0 < seconds <= LONGEST_TIMEOUT_S:
+                raise HotspaConfigError(
+                    f"{what} is {seconds} s", fix="use some minutes; 120 is the default of switches"
+                )
         if self.memory_limit is not None and self.memory_limit < 1:
             raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
         if not 0.0 <= self.label_smoothing <= 1.0:

@@ -41,6 +41,9 @@ class PhaseRunner:
         schedule: The pipeline schedule, one of `pipeline.SCHEDULES`.
         overlap: Which switches will be submitted to a worker; none when None.
         options: The engine's options, for what the replica itself takes from them.
+
+    Attributes:
+        act: What it does, or did last: `load`, `compute` or `return`.
     """
 
     def __init__(
@@ -66,6 +69,7 @@ class PhaseRunner:
         self._watch: GradientWatch | None = self.replica.watch_gradients() if overlap.give_back else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
+        self.act = "load"
 
     def load(self, previous: "PhaseRunner | None" = None) -> SwitchStats:
         """Fills this strategy's weights and clears its gradients. Collective.
@@ -96,7 +100,7 @@ class PhaseRunner:
 
     def load_for_forward(self) -> SwitchStats:
         """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
-        switching = self._switching
+        self.act, switching = "load", self._switching
         self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
         plan, epoch = switching.pool.load(self.mesh.strategy, None), switching.next_epoch()
         stats = switching.executor.run(plan, self._master.weights, self.weights, switching.weight_dtypes, epoch)
@@ -106,7 +110,7 @@ class PhaseRunner:
 
     def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
         """Takes this phase's buffers; the plan that fills them, and the second source that it draws on."""
-        switching = self._switching
+        self.act, switching = "load", self._switching
         kept = previous if switching.arenas.keeps_last else None
         self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
         self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
@@ -138,6 +142,7 @@ class PhaseRunner:
 
     def compute(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss."""
+        self.act = "compute"
         loss = self._runner.run(micro_batches, scale)
         if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
             self._load_job.result()
@@ -148,6 +153,7 @@ class PhaseRunner:
 
     def compute_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it."""
+        self.act = "compute"
         return self._counted(self._runner.run_forward(micro_batches, scale))
 
     def _counted(self, loss: Tensor) -> Tensor:
@@ -156,6 +162,7 @@ class PhaseRunner:
 
     def return_gradients(self) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""
+        self.act = "return"
         if self._return_job is not None:
             stats = self._return_job.result()
         else:

@@ -125,3 +125,13 @@ def test_tiny_data_sets(lengths) -> None:
     found = plan(SequenceTable.from_lengths(lengths), mini_batch_size=64)
     assert found.longest == max(lengths)
     assert str(found)
+
+
+def test_packs_that_ran_out_of_memory_become_smaller() -> None:
+    static = plan().choice.static.strategy
+    assert plan().pool[-1].pack_tokens > 3000
+    found = plan(most_tokens={static: 3000})
+    assert all(bucket.pack_tokens <= 3000 for bucket in found.pool if bucket.strategy == static)
+    assert all(bucket.strategy != static for bucket in plan(most_tokens={static: 0}).pool)
+    with pytest.raises(DeviceMemoryError, match="ran out of memory under.*delete hotspa_out_of_memory.json"):
+        plan(most_tokens=dict.fromkeys(STRATEGIES, 100))

@@ -224,7 +224,10 @@ def test_the_package_reads_and_writes_no_pickles():
             names += [str(node.module)] if isinstance(node, ast.ImportFrom) else []
             names += [ast.unparse(node.func)] if isinstance(node, ast.Call) else []
             found += [f"{file}:{node.lineno} {name}" for name in names if name in forbidden]
-            if isinstance(node, ast.keyword) and node.arg in ("weights_only", "trust_remote_code"):
+            # saying in so many words that nothing is trusted is fine
+            if isinstance(node, ast.keyword) and (
+                node.arg == "weights_only" or (node.arg == "trust_remote_code" and ast.unparse(node.value) != "False")
+            ):
                 found.append(f"{file}: {node.arg}")
     assert not found
 

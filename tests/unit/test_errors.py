@@ -48,6 +48,7 @@ CODES = {
     "NonFiniteError": "HSP-310",
     "CallbackError": "HSP-320",
     "RunLogError": "HSP-330",
+    "PhaseMemoryError": "HSP-401",
 }
 
 

@@ -1,0 +1,206 @@
+"""Where the weights of `HotSPaTrainer` come from and go to when no process can hold them: a model given as a folder.
+
+Owns what `trainer.model` is then: the model on the meta device, which has no weights, so that none in it can be stale.
+The weights are read by slices into the master store when the engine starts, live there, and leave it through
+`save_model` (one segment in memory at a time), checkpoints, or `materialize`, which turns `trainer.model` into a model
+like any other. With a model that has its weights, this only keeps them up to date.
+"""
+
+import logging
+import os
+import re
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hf_hotspa.checkpoint.disk import Buffer, Disk, TensorRecord
+from hf_hotspa.checkpoint.export import write_shards
+from hf_hotspa.checkpoint.manifest import TRAINING_ARGUMENTS
+from hf_hotspa.checkpoint.tensors import dtype_name, tensor_bytes
+from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.loading import has_weights, open_model
+from hf_hotspa.runtime.model_check import weights_digest
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+logger = logging.getLogger(__name__)
+
+_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+
+
+class ModelSourceMixin(Trainer):
+    """Opens `trainer.model`, keeps it up to date, and saves it where it has no weights."""
+
+    args: HotSPaTrainingArguments
+    engine: HotSPaEngine | None
+    model: PreTrainedModel
+    _model_is_current, _model_digest = True, ""
+    _model_folder: Path | None = None
+    """Where the weights of a `trainer.model` without weights are: what it was opened from, or saved to last."""
+    _only_in_engine = False
+    """Whether the engine has trained weights that are neither in `trainer.model` nor in that folder."""
+
+    if TYPE_CHECKING:
+
+        def _agreement(self) -> Agreement: ...
+
+        def _start_engine(self, training: bool = True) -> HotSPaEngine: ...
+
+        def _write_configs(self, target: Path) -> None: ...
+
+    # -- in -----------------------------------------------------------------------------------------------------------
+
+    def _opened(self, model: Any, has_model_init: bool) -> Any:
+        """What the Trainer takes for its model: that of a folder, without weights, or what was given. Collective."""
+        if self.args.hotspa_model_path is None and not isinstance(model, str | Path | PreTrainedConfig):
+            return model
+        found, error = None, None
+        try:
+            folder, config = self._named(model, has_model_init)
+            found, self._model_folder = open_model(folder, config), folder
+        except HotspaError as failure:
+            error = failure
+        self._agreement().check({}, error, "opening the model")
+        return found
+
+    def _named(self, model: Any, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
+        """The folder with the weights, and the config to use instead of its own."""
+        path = self.args.hotspa_model_path
+        config = model if isinstance(model, PreTrainedConfig) else None
+        if path is None and config is not None:
+            raise HotspaConfigError(
+                f"the model is a {type(config).__name__}",
+                fix="set hotspa_model_path to the folder with its weights, or pass AutoModelForCausalLM.from_config(config)",
+            )
+        if path is not None and (has_model_init or not (model is None or config is not None)):
+            given = "model_init" if has_model_init else repr(model) if isinstance(model, str) else type(model).__name__
+            raise HotspaConfigError(
+                f"hotspa_model_path is {path!r}, and another model is given: {given}",
+                fix="give the one or the other; beside hotspa_model_path, a config may be given",
+            )
+        return Path(str(model if path is None else path)).expanduser(), config
+
+    def _weights_folder(self) -> Path | None:
+        """The folder that a new engine reads the weights from; None where `trainer.model` holds them."""
+        if has_weights(self.model):
+            return None
+        if self._only_in_engine:
+            raise ModelError(
+                "the trained weights are gone: they were in the engine that was closed",
+                why=f"going on from {str(self._model_folder)!r} would undo the training without a word",
+                fix="call save_model() or materialize() before close_engine(); checkpoints can be resumed by a new trainer",
+            )
+        return self._model_folder
+
+    # -- trainer.model ------------------------------------------------------------------------------------------------
+
+    def _update_model(self) -> None:
+        """Puts the trained weights into `self.model`, if it holds weights. Collective, unless they are there already."""
+        if self.engine is not None and not self._model_is_current:
+            if has_weights(self.model):
+                self.engine.write_back(self.model)
+            else:
+                self._only_in_engine = True
+            self._model_agrees()
+
+    def _model_agrees(self) -> None:
+        """Remembers `trainer.model` as it is now: that of the engine."""
+        self._model_is_current, self._model_digest = True, weights_digest(self.model)
+
+    def materialize(self) -> PreTrainedModel:
+        """Gives `trainer.model` its weights, on the CPU of every rank, where it was given as a folder. Collective.
+
+        Returns:
+            `trainer.model`, from now on a model like any other.
+
+        Raises:
+            HotspaError: on every rank: the engine cannot be started.
+        """
+        if not has_weights(self.model):
+            engine = self._start_engine(training=False)
+            for module in self.model.modules():
+                for name, parameter in list(module.named_parameters(recurse=False)):
+                    empty = torch.empty_like(parameter, device="cpu")
+                    setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+            self.model.tie_weights()
+            engine.write_back(self.model)
+            self._only_in_engine = False
+            self._model_agrees()
+        return self.model
+
+    def _warn_of_unsaved_weights(self) -> None:
+        if self._only_in_engine and self.is_world_process_zero():
+            logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Writes the model; one without weights from the master store, one segment in memory at a time. Collective."""
+        if has_weights(self.model):
+            super()._save(output_dir, state_dict)
+            return
+        engine = self._start_engine(training=False)
+        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        weights, error = engine.weights(), None
+        if self.args.should_save:
+            try:
+                self._write_model(target, weights)
+            except Exception as failure:  # of the disk, or of a tokenizer: raised where all ranks are together
+                error = CheckpointError(
+                    f"the model cannot be saved: {type(failure).__name__}: {failure}",
+                    where=str(target),
+                    fix="name another directory or make room, and call save_model() again: the weights are still there",
+                )
+        for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
+            pass
+        engine.agree(error, "save_model")
+        self._model_folder, self._only_in_engine = target.absolute(), False
+
+    def _write_model(self, target: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """New weights are written beside the old ones, and take their place when they are complete."""
+        target.mkdir(parents=True, exist_ok=True)
+        disk, beside = Disk(), target / f".model.{uuid.uuid4().hex[:12]}"
+        disk.make_directory(beside)
+        try:
+            write_shards(disk, beside, *self._entries(weights))
+            new = sorted(path.name for path in beside.iterdir())
+            for name in new:
+                os.replace(beside / name, target / name)
+            for path in target.iterdir():
+                if _WEIGHT_FILE.fullmatch(path.name) and path.name not in new:
+                    path.unlink()  # of an earlier model: it could be loaded instead
+        finally:
+            disk.remove(beside)
+        self._write_configs(target)
+        (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
+        disk.sync_directory(target)
+
+    def _entries(
+        self, weights: Iterator[tuple[str, Tensor]]
+    ) -> tuple[list[tuple[TensorRecord, str]], Callable[[str], Buffer]]:
+        """What is saved in which order, and what gives the bytes: of the next one of the weights, or of a buffer."""
+        model, engine = self.model, self.engine
+        assert engine is not None
+        state: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
+        for name in model._keys_to_ignore_on_save or ():
+            state.pop(name, None)
+        names = [name for spec in engine.description.vector.specs for name in (spec.name, *spec.tied_names)]
+        names = [name for name in names if name in state] + [name for name in state if not state[name].is_meta]
+        entries = [
+            (TensorRecord(name, dtype_name(state[name].dtype), tuple(state[name].shape)), name) for name in names
+        ]
+
+        def data(name: str) -> Buffer:
+            if not state[name].is_meta:
+                return tensor_bytes(state[name])
+            whole = next(tensor for found, tensor in weights if found == name)
+            return tensor_bytes(whole.to(state[name].dtype))
+
+        return entries, data

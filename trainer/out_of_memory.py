@@ -1,0 +1,96 @@
+"""What a run that ran out of memory leaves for the next one: `hotspa_out_of_memory.json` in the output directory.
+
+Owns the file. With `hotspa_strategies=auto` the next launch keeps the packs of such a strategy below the one that
+failed; with strategies of the user's own it says so. The file is for people, too: delete it when the machine is another one.
+"""
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.cost.json_file import read_json, write_json
+from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.runtime.faults import OutOfMemory
+from hf_hotspa.strategy import Bucket, Strategy
+
+logger = logging.getLogger(__name__)
+
+FILE = "hotspa_out_of_memory.json"
+_KIND, _VERSION = "hotspa_out_of_memory", 1
+_REMEDY = f"delete {FILE}: it only says what to avoid"
+_SMALLER = 0.75
+"""How much smaller the packs become that failed."""
+
+
+def record(folder: str | Path, found: OutOfMemory) -> None:
+    """Adds an entry to the file. Never raises: the lack of memory is the error that counts."""
+    try:
+        try:
+            entries = _entries(folder)
+        except HotspaError:  # damaged: what is known now counts
+            entries = []
+        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, found.to_dict()]})
+    except OSError as error:
+        logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
+
+
+def largest_packs(folder: str | Path) -> dict[str, int]:
+    """Strategy -> the most tokens that its packs should have; 0 where its weights did not fit. Empty without a file.
+
+    Raises:
+        HotspaConfigError: the file is damaged.
+    """
+    most: dict[str, int] = {}
+    for entry in _entries(folder):
+        name, tokens = entry["strategy"], int(entry["pack_tokens"] * _SMALLER)
+        most[name] = min(tokens, most.get(name, tokens))
+    return most
+
+
+def fewest_tokens(found: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
+    """The answers of `largest_packs` on all ranks as one."""
+    most: dict[Strategy, int] = {}
+    for of_rank in found:
+        for name, tokens in of_rank.items():
+            strategy = Strategy.parse(name)
+            most[strategy] = min(tokens, most.get(strategy, tokens))
+    return most
+
+
+def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
+    """Warns of buckets that ran out of memory before. Never raises."""
+    try:
+        entries = _entries(folder)
+    except HotspaError as error:
+        logger.warning("%s", error)
+        return
+    for bucket in buckets:
+        failed = [e for e in entries if Strategy.parse(e["strategy"]) == bucket.strategy]
+        tokens = min((entry["pack_tokens"] for entry in failed), default=None)
+        if tokens is not None and bucket.pack_tokens >= tokens:
+            what = f"with a pack of {tokens} tokens" if tokens else "before its first pack"
+            logger.warning(
+                "%s ran out of memory in an earlier run %s (%s): lower the tokens after @, or use more tp or pp",
+                bucket,
+                what,
+                Path(folder, FILE),
+            )
+
+
+def _entries(folder: str | Path) -> list[dict[str, Any]]:
+    """The entries of the file, checked; none without a file."""
+    path = Path(folder, FILE)
+    if not path.exists():
+        return []
+    entries: Any = read_json(path, _KIND, _VERSION, _REMEDY).get("entries")
+    good = isinstance(entries, list) and all(
+        isinstance(e, dict) and isinstance(e.get("strategy"), str) and type(e.get("pack_tokens")) is int
+        for e in entries
+    )
+    if not good or any(entry["pack_tokens"] < 0 for entry in entries):
+        raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY)
+    found: list[dict[str, Any]] = entries
+    for entry in found:
+        Strategy.parse(entry["strategy"])
+    return found

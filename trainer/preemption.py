@@ -1,0 +1,92 @@
+"""SIGTERM: what a scheduler sends some seconds before it takes the machine away.
+
+Owns the handler. It only notes the signal. Ranks exchange their notes with the gather that ends each mini-batch
+anyway, so whoever was told, all of them save and stop at the same step, and `train()` returns. Promises:
+
+* The mini-batch under way is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
+  unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing: training has ended anyway.
+* A second signal does what it did before training began: it usually ends the process at once. What is on disk stays
+  whole.
+* The handler is there during `train()` only, and only where `train()` runs in the main thread, which Python demands.
+"""
+
+import logging
+import signal
+import threading
+from types import FrameType, TracebackType
+from typing import Any
+
+from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
+
+from hf_hotspa.runtime.engine import HotSPaEngine
+
+logger = logging.getLogger(__name__)
+
+
+class Preemption:
+    """Notes SIGTERM inside a `with` statement.
+
+    Attributes:
+        requested: Whether this process has received it.
+        agreed: Whether all ranks stop because of it; set by the trainer.
+    """
+
+    def __init__(self) -> None:
+        self.requested = self.agreed = False
+        self._before: Any = None
+        self._installed = False
+
+    def __enter__(self) -> "Preemption":
+        self.requested = self.agreed = False
+        if threading.current_thread() is threading.main_thread():
+            before = signal.getsignal(signal.SIGTERM)
+            if before is not None:  # a handler that was not set from Python could not be put back
+                self._before, self._installed = before, True
+                signal.signal(signal.SIGTERM, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.requested = True
+        self._restore()
+
+    def _restore(self) -> None:
+        if self._installed:
+            self._installed = False
+            signal.signal(signal.SIGTERM, self._before)
+
+
+class PreemptionMixin(Trainer):
+    """Saves and stops where the engine says that ranks were told to."""
+
+    engine: HotSPaEngine | None
+    _preemption: Preemption
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the last `train()` ended because of SIGTERM, with training left to do."""
+        return self._preemption.agreed
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.engine is not None and self.engine.stop_ranks:
+            # a second time at the end of the epoch, where everything is on disk already
+            first, self._preemption.agreed = not self._preemption.agreed, True
+            saves = self.args.save_strategy != SaveStrategy.NO
+            self.control.should_training_stop = True
+            self.control.should_save = first and saves
+            self.control.should_evaluate = False  # the time that is left is for the checkpoint
+            if first and self.is_world_process_zero():
+                logger.warning(
+                    "SIGTERM on rank %s: training stops after step %d%s",
+                    ", ".join(map(str, self.engine.stop_ranks)),
+                    self.state.global_step,
+                    "; train(resume_from_checkpoint=True) goes on from its checkpoint"
+                    if saves
+                    else ", nothing is saved",
+                )
+        super()._maybe_log_save_evaluate(*args, **kwargs)
