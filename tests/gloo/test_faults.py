@@ -1,0 +1,331 @@
+"""Faults: what happens to all ranks, soon, when something happens to one; and where each kind of fault is tested.
+
+The matrix below injects a fault of some kind into a phase of the third mini-batch (or of the save and the evaluation
+after the second one) of a run that saves after every step, on the first or the last rank. Then every rank that is still
+alive ends with an error of our family that has a code, a place and a fix (the rank itself may raise what was thrown
+into it), soon; and every checkpoint on disk verifies and holds the bits of the run that nothing happened to.
+
+Other faults and bad inputs, and the tests that hold them:
+
+| | fault | test |
+|---|---|---|
+| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_checkpoint.py (kills at every write, random kills) |
+| P | ... during a switch | test_switch_faults.py::test_a_killed_peer |
+| P | a rank hangs, in a switch and elsewhere | test_switch_faults.py, here |
+| P | a dead rank outside the exchanging pair | test_switch_faults.py (worlds of 3 and 4) |
+| P | an exception on one rank: data, callbacks, phases, optimizer | here, test_errors_on_all_ranks.py, unit/test_callbacks.py |
+| P | a rank leaves early | here |
+| P | exit without tear-down; the wrong launch line | test_launch.py, test_trainer_world.py |
+| S | plans or configurations differ | test_switch_faults.py, test_errors_on_all_ranks.py, test_switch_gloo.py |
+| S | an operation dropped, doubled, swapped, shifted | unit/test_planner.py::test_no_mutant_of_a_plan_is_valid |
+| S | another dtype, leftover messages, refusal after a failure | test_switch_gloo.py, unit/test_executor_loopback.py |
+| S | there and back again, ties, frozen weights, uneven cuts | test_switch_gloo.py, test_engine.py, unit/test_layout.py, test_exact.py |
+| S | a strategy that does not exist, a pool that does not fit | test_errors_on_all_ranks.py, test_switch_options.py |
+| N | NaN and Inf, mini-batches without labels, token weighting | test_non_finite.py, here, test_exact.py |
+| N | clipping, schedules, bf16 masters, noise | test_engine.py, test_trainer.py, test_objective.py |
+| D | short last mini-batch, tiny sets, empty buckets, over-long rows, ids | test_errors_on_all_ranks.py, unit/test_dataloader.py, unit/test_collator.py |
+| D | no memory for a pack | here (test_the_next_launch_avoids_what_ran_out_of_memory) |
+| D | ranks read other data | test_errors_on_all_ranks.py, test_streaming.py, here |
+| C | killed, no power, full disk, damaged, rotated, resumed elsewhere | test_checkpoint.py, test_resume.py, unit/test_checkpoint_*.py |
+| C | SIGTERM | test_preemption.py |
+"""
+
+import functools
+import json
+import os
+import random
+import signal
+import time
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_hotspa.checkpoint.folder import checkpoints
+from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
+from tests.checkpoints import memory_folder
+from tests.families import tiny_model
+from tests.gloo.test_checkpoint import contents_of_shares
+from tests.gloo.test_preemption import evaluate_every
+from tests.harness import run_ranks
+from tests.training_runs import make_trainer, one_run, train
+
+pytestmark = pytest.mark.gloo
+
+WORLD = 2
+HANG_TIMEOUT_S, TIMEOUT_S = 4, 30
+"""How long ranks wait for a peer: where one hangs, and elsewhere, where nobody should wait for so long."""
+SLACK_S = 10.0
+"""For a machine that does other things, too; on top of the 5 s that are promised."""
+INJECTED = "an injected fault"
+PHASES = ("data", "agreement", "load", "compute", "return", "optimizer", "evaluate", "save", "end")
+KINDS = ("exception", "killed", "leaves", "hangs", "memory")
+RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
+
+
+def target_of(phase):
+    """`(class, method)` that runs in a phase."""
+    from hf_hotspa.checkpoint.disk import Disk
+    from hf_hotspa.runtime.agreement import Agreement
+    from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.runtime.phase import PhaseRunner
+    from hf_hotspa.trainer.dataloader import RankRows
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    return {
+        "data": (RankRows, "_rows"),
+        "agreement": (Agreement, "check"),
+        "load": (PhaseRunner, "load"),
+        "compute": (PhaseRunner, "compute"),
+        "return": (PhaseRunner, "return_gradients"),
+        "optimizer": (torch.optim.AdamW, "step"),
+        "evaluate": (PhaseRunner, "compute_forward"),
+        "save": (Disk, "write"),
+        "end": (HotSPaTrainer, "_update_model"),
+        "plan": (HotSPaEngine, "forward_backward"),
+    }[phase]
+
+
+def inject(kind, folder, original, owner, *args, **kwargs):
+    """The fault, in place of a method or around it."""
+    Path(folder, "injected").write_text(str(time.monotonic()))
+    if kind == "exception":
+        raise ValueError(INJECTED)
+    if kind == "memory":
+        raise torch.OutOfMemoryError(INJECTED)
+    if kind == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "leaves":
+        os._exit(0)
+    if kind == "hangs":
+        time.sleep(2 * HANG_TIMEOUT_S)
+    if kind == "another plan":
+        args = (replace(args[0], content="other"), *args[1:])
+    result = original(owner, *args, **kwargs)
+    if kind == "nan":
+        next(g for g in owner._gradients if g is not None)[0] = torch.nan
+    return result
+
+
+def arm(trainer, kind, phase, folder):
+    """Puts the fault into the class of this process, which ends with the test; it happens once."""
+    pending = [True]
+    cls, name = target_of("plan" if kind == "another plan" else phase)
+    original = getattr(cls, name)
+
+    def due(owner, args):
+        if phase == "data" and type(owner) is not cls:
+            return False  # it reads for an evaluation
+        if cls.__name__ == "Agreement" and not args[2].startswith("mini-batch"):
+            return False
+        return pending and trainer.state.global_step >= (RUN["max_steps"] if phase == "end" else 2)
+
+    @functools.wraps(original)
+    def faulty(owner, *args, **kwargs):
+        if due(owner, args):
+            pending.clear()
+            return inject(kind, folder, original, owner, *args, **kwargs)
+        return original(owner, *args, **kwargs)
+
+    setattr(cls, name, faulty)
+
+
+def faulty_run(rank, world, folder, kind, phase, victim):
+    import torch.distributed as dist
+
+    timeout = HANG_TIMEOUT_S if kind == "hangs" else TIMEOUT_S
+    dist.init_process_group(
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+    )
+    trainer = make_trainer(f"{folder}/out", world, ddp_timeout=timeout, hotspa_switch_timeout=float(timeout), **RUN)
+    evaluate_every(trainer, 1)
+    if rank == victim:
+        arm(trainer, kind, phase, folder)
+    train(trainer)
+
+
+def expected_of(kind, phase):
+    """The classes of the errors on the ranks that nothing was done to."""
+    if kind in ("killed", "leaves", "hangs"):
+        return {"PeerError", "TransferError"}
+    if kind == "nan":
+        return {"NonFiniteError"}
+    if kind == "another plan":
+        return {"PlanMismatchError"}
+    if phase in ("data", "save"):
+        return {"DataError" if phase == "data" else "CheckpointError"}
+    if kind == "memory" and phase in ("load", "compute", "return", "evaluate"):
+        return {"PhaseMemoryError"}
+    return {"PeerError"}
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """The bits of every checkpoint of the run without a fault."""
+    with memory_folder() as folder:
+        run_ranks(WORLD, one_run, str(folder), None, {"max_steps": RUN["max_steps"]})
+        return {path.name: contents_of_shares(path) for path in checkpoints(folder)}
+
+
+def check_fault(kind, phase, victim, reference):
+    with memory_folder() as folder:
+        outcomes = run_ranks(
+            WORLD, faulty_run, str(folder), kind, phase, victim, expect_failure=True, init=False, timeout=90
+        )
+        injected = float((folder / "injected").read_text())
+        expected = expected_of(kind, phase)
+        for outcome in outcomes:
+            if outcome.rank == victim and kind in ("killed", "leaves"):
+                assert not outcome.reported
+                continue
+            assert outcome.error_type is not None, f"rank {outcome.rank} went on"
+            assert outcome.error is not None
+            if outcome.rank == victim and outcome.error_type in ("ValueError", "OutOfMemoryError"):
+                assert INJECTED in outcome.error  # its own, with the traceback
+                assert expected == {"PeerError"}
+                continue
+            assert outcome.error_type in expected, outcome.describe()
+            assert isinstance(outcome.exception, HotspaError)
+            assert outcome.exception.code in outcome.error
+            assert outcome.exception.fix, outcome.error
+            assert "rank" in outcome.error, outcome.error
+            if kind in ("exception", "memory"):
+                assert INJECTED in outcome.error, outcome.error
+            waiting = HANG_TIMEOUT_S * (1 if outcome.rank != victim else 4) if kind == "hangs" else 1.0
+            assert outcome.ended_at - injected < waiting + 5.0 + SLACK_S, outcome.error
+        found = checkpoints(folder / "out")
+        assert found[0].name == {"save": "checkpoint-1", "evaluate": "checkpoint-1", "end": "checkpoint-4"}.get(
+            phase, "checkpoint-2"
+        )
+        for path in found:
+            verify(path)
+            assert contents_of_shares(path) == reference[path.name]
+
+
+# every kind in every phase, the ranks in turn; the rest of the matrix is slow
+CORNERS = [
+    ("exception", "data", 1), ("exception", "agreement", 0), ("exception", "load", 1), ("exception", "optimizer", 0),
+    ("exception", "evaluate", 1), ("exception", "save", 1), ("exception", "end", 0),
+    ("killed", "data", 0), ("killed", "compute", 1), ("killed", "return", 0), ("killed", "optimizer", 1),
+    ("killed", "save", 0), ("killed", "end", 1),
+    ("leaves", "agreement", 1), ("leaves", "evaluate", 0),
+    ("hangs", "compute", 0),
+    ("memory", "load", 0), ("memory", "compute", 1), ("memory", "return", 1), ("memory", "evaluate", 0),
+    ("memory", "optimizer", 1),
+    ("nan", "compute", 0), ("another plan", "agreement", 1),
+]  # fmt: skip
+EVERYTHING = [(kind, phase, victim) for kind in KINDS for phase in PHASES for victim in (0, WORLD - 1)]
+EVERYTHING += [(kind, phase, v) for kind, phase in (("nan", "compute"), ("another plan", "agreement")) for v in (0, 1)]
+
+
+@pytest.mark.parametrize(("kind", "phase", "victim"), CORNERS)
+def test_a_fault_on_one_rank(kind, phase, victim, reference):
+    check_fault(kind, phase, victim, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "phase", "victim"), sorted(set(EVERYTHING) - set(CORNERS)))
+def test_every_fault_in_every_phase(kind, phase, victim, reference):
+    check_fault(kind, phase, victim, reference)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+def test_random_faults(seed, reference):
+    rng = random.Random(seed)
+    check_fault(rng.choice(KINDS), rng.choice(PHASES), rng.randrange(WORLD), reference)
+
+
+# ------------------------------------------------------------------------------------------------ no memory
+
+
+def short_of_memory(rank, world, folder, options):
+    """A pack of 40 tokens or more is too much for one rank."""
+    from hf_hotspa.runtime.replica import Replica
+
+    forward = Replica.forward
+
+    def limited(self, micro_batch, hidden, scale):
+        if rank == 1 and self.mesh.strategy.tp == 2 and micro_batch.num_tokens >= 40:
+            raise torch.OutOfMemoryError(INJECTED)
+        return forward(self, micro_batch, hidden, scale)
+
+    Replica.forward = limited
+    trainer = make_trainer(folder, world, **options)
+    before = []
+
+    class Weights(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            before[:] = [p.detach().clone() for _, p in trainer.engine.named_parameters()]
+
+    trainer.add_callback(Weights())
+    try:
+        train(trainer)
+    finally:
+        same = all(torch.equal(a, b) for a, (_, b) in zip(before, trainer.engine.named_parameters(), strict=True))
+        Path(folder, f"same-{rank}").write_text(str(same))
+
+
+def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
+    from hf_hotspa.strategy import Strategy, parse_buckets
+    from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs, warn_of_known
+
+    options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
+    outcomes = run_ranks(2, short_of_memory, str(tmp_path), options, expect_failure=True)
+    [entry] = json.loads((tmp_path / FILE).read_text())["entries"]
+    for outcome in outcomes:
+        assert isinstance(outcome.exception, PhaseMemoryError), outcome.describe()
+        assert (tmp_path / f"same-{outcome.rank}").read_text() == "True", "the weights changed"
+        error = outcome.exception.to_dict()
+        assert error["code"] == "HSP-401"
+        for part in ("rank 1", "compute", "dp1tp2pp1", "a pack of ", "predicted ", "held at most ", INJECTED):
+            assert part in error["what"], error
+        assert f"mini-batch {entry['step']}, strategy dp1tp2pp1" in error["where"]
+    assert (entry["strategy"], entry["rank"], entry["act"]) == ("dp1tp2pp1", 1, "compute")
+    assert entry["pack_tokens"] >= 40
+    [(strategy, tokens)] = fewest_tokens([largest_packs(tmp_path)] * 2).items()
+    assert strategy == Strategy(tp=2)
+    assert 0 < tokens < entry["pack_tokens"]
+    warn_of_known(tmp_path, parse_buckets("dp2:16@32,tp2:60"))
+    assert "dp1tp2pp1:60 ran out of memory in an earlier run" in caplog.text
+    caplog.clear()
+    warn_of_known(tmp_path, parse_buckets(f"dp2:16@32,tp2:{tokens}"))
+    assert not caplog.text
+    (tmp_path / FILE).write_text("{}")
+    with pytest.raises(HotspaConfigError, match="delete hotspa_out_of_memory.json"):
+        largest_packs(tmp_path)
+
+
+def auto_pool(rank, world, folder):
+    """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
+    from hf_hotspa.cost.coefficients import Cost
+    from hf_hotspa.runtime.faults import OutOfMemory
+    from hf_hotspa.trainer import auto
+    from hf_hotspa.trainer.out_of_memory import record
+    from tests.calibrations import made_calibration
+
+    model = tiny_model("qwen3_qk_norm_tied")
+    calibration = made_calibration(model, world, {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)})
+    auto.calibrate = lambda config, **kwargs: calibration  # this process ends with the test
+    pools = []
+    for failed in ({}, {"dp2tp1pp1": 60, "dp1tp2pp1": 0}):
+        for strategy, tokens in failed.items() if rank == 1 else ():
+            record(folder, OutOfMemory(1, 3, "compute", strategy, tokens, 2, 1, 1, "no memory"))
+        trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
+        trainer._agreement().barrier()
+        train(trainer)
+        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._auto.buckets})
+    return pools
+
+
+def test_auto_makes_smaller_packs_after_a_lack_of_memory(tmp_path):
+    first = run_ranks(2, auto_pool, str(tmp_path))
+    assert first[0] == first[1]
+    before, after = first[0]
+    assert before != after
+    assert after.get("dp2tp1pp1", 0) <= 45
+    assert "dp1tp2pp1" not in after

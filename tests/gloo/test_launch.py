@@ -1,0 +1,71 @@
+"""Launches from a command line end with exit code 0, again and again; one process that is told to end saves all."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from hf_hotspa.checkpoint.folder import checkpoints
+from hf_hotspa.checkpoint.manifest import verify
+from tests.gloo.test_trainer_world import ROOT, SMALL, launch, make_tokenizer
+
+pytestmark = pytest.mark.gloo
+
+
+def make_data(folder):
+    data = folder / "texts.jsonl"
+    data.write_text("".join(f'{{"text": "{"def f(x): return x + 1 " * (1 + n % 17)}"}}\n' for n in range(24)))
+    return data
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_fifty_launches_in_a_row(tmp_path):
+    data, tokenizer = make_data(tmp_path), make_tokenizer(tmp_path)
+    small = SMALL.replace("--max_steps 3", "--max_steps 2")
+    for number in range(50):
+        done = launch(
+            f"{small} --use_cpu --dataset {data} --tokenizer {tokenizer} --output_dir {tmp_path / 'out'} "
+            "--save_strategy no --hotspa_strategies dp4:64@128,dp2tp2:256 --hotspa_overlong split",
+            processes=4,
+        )
+        assert done.returncode == 0, (number, done.returncode, done.stderr[-3000:])
+
+
+def ranks_of(launcher):
+    """The processes that a launcher has started."""
+    return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
+
+
+@pytest.mark.slow
+def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path):
+    data, tokenizer = make_data(tmp_path), make_tokenizer(tmp_path)
+    arguments = (
+        f"{SMALL.replace('--max_steps 3', '--max_steps 2000')} --use_cpu --dataset {data} --tokenizer {tokenizer} "
+        f"--output_dir {tmp_path / 'out'} --hotspa_strategies dp2:64@128,tp2:256 --hotspa_overlong split --save_steps 5"
+    )
+    line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
+            "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
+    script = [str(ROOT / "examples" / "finetune.py"), *arguments.split()]
+    with (tmp_path / "log").open("w") as log:
+        job = subprocess.Popen(
+            [*line, *script], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not checkpoints(tmp_path / "out"):
+                assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+            os.kill(ranks_of(job.pid)[-1], signal.SIGTERM)
+            assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+        finally:
+            job.kill()
+    assert "training stops after step" in (tmp_path / "log").read_text()
+    newest = checkpoints(tmp_path / "out")[0]
+    verify(newest)
+    assert int(newest.name.split("-")[1]) < 2000

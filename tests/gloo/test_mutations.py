@@ -1,0 +1,40 @@
+"""Seeded bugs (`tests/mutations.py`): the targeted tests notice every one of them."""
+
+import pytest
+
+from tests.mutations import FAST, MUTATIONS, ROOT, TESTS_FAILED, Copy
+
+
+@pytest.fixture(scope="module")
+def copy(tmp_path_factory):
+    made = Copy(tmp_path_factory.mktemp("tree"))
+    code = "import hf_hotspa.strategy, hf_hotspa.callbacks as c; print(hf_hotspa.strategy.__file__, c.__file__)"
+    places = made.run("-c", code).stdout.split()
+    assert len(places) == 2
+    assert all(place.startswith(str(made.folder)) for place in places), places
+    return made
+
+
+def test_the_list():
+    names = [mutation.name for mutation in MUTATIONS]
+    assert len(set(names)) == len(names) >= 30
+    assert set(FAST) <= set(names)
+    for mutation in MUTATIONS:
+        file = mutation.file
+        for name in ("trainer", "callbacks"):
+            file = file.replace(f"hf_hotspa/{name}/", f"{name}/")
+        assert (ROOT / file).read_text().count(mutation.old) == 1, mutation
+        assert (ROOT / mutation.test.partition("::")[0]).exists(), mutation
+
+
+@pytest.mark.parametrize(
+    "mutation",
+    [pytest.param(m, id=m.name, marks=() if m.name in FAST else pytest.mark.slow) for m in MUTATIONS],
+)
+def test_a_seeded_bug_is_noticed(copy, mutation):
+    assert copy.passes(mutation.test), f"{mutation.test} fails without the bug"
+    with copy.with_bug(mutation):
+        done = copy.run_test(mutation.test)
+    assert done.returncode == TESTS_FAILED, (
+        f"{mutation.test} did not notice that {mutation.name}\n{done.stdout[-2000:]}"
+    )

@@ -1,0 +1,157 @@
+"""SIGTERM: whoever gets it, all ranks save and stop at the same step, and a resumed run ends with the same bits."""
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+from transformers import TrainerCallback
+from transformers.trainer_utils import IntervalStrategy
+
+from hf_hotspa.checkpoint.folder import checkpoints
+from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.errors import HotspaError
+from tests.checkpoints import memory_folder
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+from tests.training_runs import STEPS, contents, make_trainer, one_run, train
+
+pytestmark = pytest.mark.gloo
+
+RARELY = {"save_steps": 100, "ddp_timeout": 30}
+
+
+@pytest.fixture
+def folder():
+    with memory_folder() as path:
+        yield path
+
+
+class Terminate(TrainerCallback):
+    """Sends signals to this process in an event of a step, the first time that it happens."""
+
+    def __init__(self, event, step, times=1):
+        self.step, self.times = step, times
+        setattr(self, event, self.send)
+
+    def send(self, args, state, control, **kwargs):
+        if state.global_step == self.step:
+            self.step = None
+            for _ in range(self.times):
+                os.kill(os.getpid(), signal.SIGTERM)
+
+
+def evaluate_every(trainer, steps):
+    trainer.eval_dataset = random_rows(3, 150, longest=30, seed=5)
+    trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, steps
+
+
+def terminated_run(rank, world, folder, victims, event, options):
+    """A run in which some ranks are told to end; the last step, whether it was preempted, and what came after."""
+    before = signal.getsignal(signal.SIGTERM)
+    callbacks = [Terminate(event, 2)] if rank in victims else []
+    evaluates = options.pop("evaluates", None)
+    trainer = make_trainer(folder, world, **{**RARELY, "callbacks": callbacks, **options})
+    if evaluates is not None:
+        evaluate_every(trainer, evaluates)
+    losses = train(trainer)
+    assert signal.getsignal(signal.SIGTERM) is before
+    evaluated = [log["step"] for log in trainer.state.log_history if "eval_loss" in log]
+    return max(losses), trainer.state.global_step, trainer.preempted, evaluated
+
+
+CASES = {
+    "first": ((0,), "on_step_begin", {}),
+    "last, in a phase": ((1,), "on_phase_begin", {"evaluates": 3}),  # that evaluation is left out
+    "all": ((0, 1), "on_step_end", {}),
+    "in a save": ((1,), "on_save", {"save_steps": 2, "hotspa_async_save": True}),
+    "in an evaluation": ((0,), "on_prediction_step", {"evaluates": 2}),
+    "saves by epoch": ((1,), "on_step_begin", {"save_strategy": "epoch"}),
+}
+
+
+def terminate(folder, case):
+    victims, event, options = CASES[case]
+    for found in run_ranks(2, terminated_run, str(folder), victims, event, options):
+        assert found == (3, 3, True, [2] if case == "in an evaluation" else [])
+    newest = checkpoints(folder)[0]
+    assert newest.name == "checkpoint-3"
+    verify(newest)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in ("first", "saves by epoch") else c for c in CASES]
+)
+def test_all_ranks_save_and_stop_at_the_same_step(folder, case):
+    terminate(folder, case)
+
+
+@pytest.mark.parametrize(
+    "case", [case if case == "in a save" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+)
+def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder, case):
+    terminate(folder / "a", case)
+    run_ranks(2, one_run, str(folder / "a"), True, {"save_steps": STEPS})
+    run_ranks(2, one_run, str(folder / "b"), None, {"save_steps": STEPS})
+    resumed, whole = (contents(folder / name / f"checkpoint-{STEPS}") for name in ("a", "b"))
+    for found in (resumed, whole):
+        del found["trainer_state"]  # the logs of evaluations
+    assert resumed == whole
+
+
+def test_without_checkpoints_it_only_stops(folder):
+    options = {"save_strategy": "no"}
+    for found in run_ranks(2, terminated_run, str(folder), (1,), "on_step_begin", options):
+        assert found == (3, 3, True, [])
+    assert checkpoints(folder) == []
+
+
+def test_a_signal_after_the_last_mini_batch_changes_nothing(folder):
+    options = {"max_steps": 2, "save_steps": 2}
+    for found in run_ranks(2, terminated_run, str(folder), (0,), "on_step_end", options):
+        assert found == (2, 2, False, [])
+    assert [path.name for path in checkpoints(folder)] == ["checkpoint-2"]
+
+
+def twice(rank, world, folder):
+    callbacks = [Terminate("on_step_begin", 2, times=2)] if rank == 1 else []
+    one_run(rank, world, folder, None, {"ddp_timeout": 30, "callbacks": callbacks})
+
+
+def test_a_second_signal_ends_the_process_at_once(folder):
+    survivor, victim = run_ranks(2, twice, str(folder), expect_failure=True)
+    assert victim.exitcode == -signal.SIGTERM
+    assert isinstance(survivor.exception, HotspaError), survivor.describe()
+    assert checkpoints(folder)[0].name == "checkpoint-2"
+
+
+def test_the_handler_of_before_is_back_after_an_error(tmp_path):
+    def mine(number, frame):
+        raise AssertionError
+
+    class Broken(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            assert signal.getsignal(signal.SIGTERM) is not mine
+            raise ValueError("broken")
+
+    before = signal.signal(signal.SIGTERM, mine)
+    try:
+        with pytest.raises(HotspaError, match="broken"):
+            train(make_trainer(str(tmp_path), 1, callbacks=[Broken()]))
+        assert signal.getsignal(signal.SIGTERM) is mine
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_no_handler_outside_the_main_thread(tmp_path):
+    found = []
+
+    def run():
+        found.append(train(make_trainer(str(tmp_path), 1, max_steps=2)))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert list(found[0]) == [1, 2]
+    assert Path(tmp_path, "checkpoint-2").is_dir()

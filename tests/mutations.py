@@ -1,0 +1,398 @@
+"""Seeded bugs: one exact change of the source each, and the tests that must notice it.
+
+A bug is applied to a copy of the tree (`Copy`), never to the tree itself. `tests/gloo/test_mutations.py` runs them: the
+tests must pass on the unchanged copy and fail, as tests and not at import, on the changed one. A bug that was mended gets
+a line here when a test alone would not say what it guards.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+TESTS_FAILED = 1
+"""What pytest returns when tests ran and some failed; another code is an error of the run itself."""
+
+
+class Mutation(NamedTuple):
+    """A bug: `old`, which occurs once in `file` (as it is installed), becomes `new`, and `test` must fail."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+
+ENGINE, UNIT = "tests/gloo/test_engine.py::", "tests/unit/"
+HOT = ENGINE + "test_five_strategies_in_one_mini_batch[llama_gqa_bias]"
+CLIP = ENGINE + "test_clipping_counts_tied_weights_once"
+ALONE = ENGINE + "test_one_process_runs_the_same_path"
+
+MUTATIONS = [
+    # -- data
+    Mutation(
+        "labels are not shifted",
+        "hf_hotspa/data/collator.py",
+        "targets = (ids if labels is None else labels)[sequence.start + 1 : sequence.stop]",
+        "targets = (ids if labels is None else labels)[sequence.start : sequence.stop - 1]",
+        UNIT + "test_collator.py::test_the_tensors_of_a_pack",
+    ),
+    Mutation(
+        "positions do not start anew in a pack",
+        "hf_hotspa/data/collator.py",
+        "positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)",
+        "positions_T = np.arange(num_tokens) - 0 * np.repeat(starts, lengths)",
+        UNIT + "test_collator.py::test_the_tensors_of_a_pack",
+    ),
+    Mutation(
+        "a rank runs the packs of another replica",
+        "hf_hotspa/data/collator.py",
+        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp] for",
+        "phase.replicas[phase.bucket.strategy.coord(self.rank).dp - 1] for",
+        UNIT + "test_collator.py",
+    ),
+    Mutation(
+        "edges of buckets belong to the longer one",
+        "hf_hotspa/data/bucketing.py",
+        "bisect_left(edges, sequence.num_tokens)",
+        "min(bisect_left(edges, sequence.num_tokens + 1), len(edges) - 1)",
+        UNIT + "test_bucketing.py::test_edges_of_buckets_belong_to_the_shorter_one",
+    ),
+    Mutation(
+        "a split loses a token",
+        "hf_hotspa/data/bucketing.py",
+        "stop = min(start + longest, length)",
+        "stop = min(start + longest, length - 1)",
+        UNIT + "test_bucketing.py::test_truncate_split_and_drop",
+    ),
+    Mutation(
+        "packs may be too full",
+        "hf_hotspa/data/packing.py",
+        "rooms[pack] -= length",
+        "rooms[pack] -= length - 1",
+        UNIT + "test_packing.py",
+    ),
+    Mutation(
+        "every epoch has the same order",
+        "hf_hotspa/trainer/dataloader.py",
+        "self.row_sampler.set_epoch(epoch)",
+        "self.row_sampler.set_epoch(0)",
+        UNIT + "test_dataloader.py",
+    ),
+    # -- layouts
+    Mutation(
+        "ranks count dp first",
+        "hf_hotspa/strategy.py",
+        "return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp",
+        "return (coord.pp * self.tp + coord.tp) * self.dp + coord.dp",
+        UNIT + "test_strategy.py::test_ranks_run_tp_first_then_dp_then_pp",
+    ),
+    Mutation(
+        "a cut is off by one item",
+        "hf_hotspa/layout/vector.py",
+        "first, last = (0, items) if self.replicate else",
+        "first, last = (0, items - 1) if self.replicate else",
+        UNIT + "test_layout.py",
+    ),
+    Mutation(
+        "tied weights are missing on the last stage",
+        "hf_hotspa/layout/placement.py",
+        "if in_head and stage != last:",
+        "if in_head and stage > last:",
+        UNIT + "test_layout.py::test_tied_embeddings_are_held_by_the_first_and_the_last_stage",
+    ),
+    Mutation(
+        "replicated gradients are counted once a shard",
+        "hf_hotspa/layout/placement.py",
+        "if spec.shard_dim is not None or spec.partial_gradient or tp == 1:",
+        "if spec.shard_dim is not None or spec.partial_gradient or tp >= 1:",
+        UNIT
+        + "test_layout.py::test_gradients_of_replicated_parameters_are_counted_once_a_replica_and_those_of_holders_always",
+    ),
+    Mutation(
+        "the master store loses the end of a segment",
+        "hf_hotspa/layout/placement.py",
+        "cuts = np.minimum(cuts, segment.numel)",
+        "cuts = np.minimum(cuts, segment.numel - 1)",
+        UNIT + "test_layout.py",
+    ),
+    Mutation(
+        "the head's cost counts on the first stage",
+        "hf_hotspa/layout/stages.py",
+        "extra = head_cost if stage == num_stages - 1 else 0",
+        "extra = head_cost if stage == 0 else 0",
+        UNIT + "test_layout.py::test_a_costly_head_takes_layers_from_the_last_stage",
+    ),
+    Mutation(
+        "masters of bf16 weights are bf16",
+        "hf_hotspa/layout/vector.py",
+        'return "float32" if self.trainable and self.dtype != "float64" else self.dtype',
+        "return self.dtype",
+        ENGINE + "test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32",
+    ),
+    # -- switches
+    Mutation(
+        "contributions are added in another order",
+        "hf_hotspa/switch/packing.py",
+        "self._adds.sort(key=lambda part: part[0])",
+        "self._adds.sort(key=lambda part: -part[0])",
+        UNIT + "test_executor_loopback.py::test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place",
+    ),
+    Mutation(
+        "a rank's own contribution is left out",
+        "hf_hotspa/switch/packing.py",
+        "if accumulate and current.local:",
+        "if accumulate and current.local and rank < 0:",
+        UNIT + "test_executor_loopback.py::test_contributions_are_added_in_rank_order_with_the_local_one_in_its_place",
+    ),
+    Mutation(
+        "messages of two switches have one tag",
+        "hf_hotspa/switch/executor.py",
+        "base = (epoch % _EPOCH_TAGS * _ROUND_TAGS",
+        "base = (0 * _ROUND_TAGS",
+        UNIT + "test_executor_loopback.py::test_messages_of_other_epochs_do_not_match",
+    ),
+    Mutation(
+        "an executor goes on after a failure",
+        "hf_hotspa/switch/executor.py",
+        "        self._failure = what\n",
+        "        self._failure = None\n",
+        UNIT + "test_executor_loopback.py::test_a_failure_in_flight_names_the_switch_and_ends_the_executor",
+    ),
+    Mutation(
+        "the most loaded holder sends",
+        "hf_hotspa/switch/direct.py",
+        "return min(near or holders, key=",
+        "return max(near or holders, key=",
+        UNIT + "test_planner.py::test_choice_of_sender",
+    ),
+    # -- computation
+    Mutation(
+        "the loss is not scaled",
+        "hf_hotspa/runtime/loss.py",
+        "total.log() - target, 0.0).sum(dtype=torch.float64) * scale",
+        "total.log() - target, 0.0).sum(dtype=torch.float64)",
+        ALONE,
+    ),
+    Mutation(
+        "the gradient is not scaled",
+        "hf_hotspa/runtime/loss.py",
+        "(grad * ctx.scale).to(probability.dtype)",
+        "grad.to(probability.dtype)",
+        ALONE,
+    ),
+    Mutation(
+        "the mask of labels is lost",
+        "hf_hotspa/runtime/loss.py",
+        "valid = labels != IGNORE",
+        "valid = labels == labels",
+        ALONE,
+    ),
+    Mutation(
+        "sequences of a pack attend to each other",
+        "hf_hotspa/runtime/attention.py",
+        "x.split(hotspa_pack.lengths, dim=2)",
+        "x.split((x.shape[2],), dim=2)",
+        ALONE,
+    ),
+    Mutation(
+        "an all-reduce of the loss is missed",
+        "hf_hotspa/runtime/loss.py",
+        "            dist.all_reduce(both, group=group)\n",
+        "            pass\n",
+        CLIP,
+    ),
+    Mutation(
+        "an all-reduce of the backward is missed",
+        "hf_hotspa/runtime/tensor_parallel.py",
+        "        dist.all_reduce(grad, group=ctx.group)\n",
+        "",
+        CLIP,
+    ),
+    Mutation(
+        "rows of other shards are looked up",
+        "hf_hotspa/runtime/tensor_parallel.py",
+        "forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)",
+        "forward(local.masked_fill(elsewhere, 0))",
+        CLIP,
+    ),
+    Mutation(
+        "a bias is added once a shard",
+        "hf_hotspa/runtime/tensor_parallel.py",
+        "y = _SumOfShards.apply(functional.linear(x, module.weight), tensor_group.group)",
+        "y = _SumOfShards.apply(functional.linear(x, module.weight, module.bias), tensor_group.group)",
+        HOT,
+    ),
+    Mutation(
+        "gradients of the mini-batch before stay",
+        "hf_hotspa/runtime/engine.py",
+        "        self.master.zero_gradients()\n",
+        "",
+        HOT,
+    ),
+    Mutation(
+        "gradients of the phase before stay",
+        "hf_hotspa/runtime/phase.py",
+        "                gradient.zero_()\n",
+        "                pass\n",
+        HOT,
+    ),
+    Mutation(
+        "label smoothing takes nothing from the label",
+        "hf_hotspa/runtime/loss.py",
+        "target = (1 - smoothing) * target + smoothing",
+        "target = target + smoothing",
+        "tests/gloo/test_objective.py::test_label_smoothing_is_exact_over_a_cut_vocabulary",
+    ),
+    # -- the optimizer side
+    Mutation(
+        "clipping takes the squared norm",
+        "hf_hotspa/runtime/engine.py",
+        "self._grad_norm = squared_norm**0.5",
+        "self._grad_norm = squared_norm",
+        CLIP,
+    ),
+    Mutation(
+        "a non-finite gradient goes into the optimizer",
+        "hf_hotspa/runtime/engine.py",
+        "if not (torch.isfinite(rows[:, :2]).all()):",
+        "if not (torch.isfinite(rows[:, 2:3]).all()):",
+        "tests/gloo/test_non_finite.py::test_the_error_names_parameter_strategy_pack_and_rows",
+    ),
+    Mutation(
+        "one mini-batch too few is skipped",
+        "hf_hotspa/trainer/skipping.py",
+        "if self._in_a_row > self._limit:",
+        "if self._in_a_row >= self._limit:",
+        "tests/gloo/test_non_finite.py::test_mini_batches_are_skipped_up_to_a_limit[1]",
+    ),
+    # -- agreement
+    Mutation(
+        "digests are not compared",
+        "hf_hotspa/runtime/agreement.py",
+        "if len({int(row[2]) for row in rows}) > 1:",
+        "if len({int(row[2]) for row in rows[:1]}) > 1:",
+        "tests/gloo/test_switch_gloo.py::test_a_difference_is_an_error_on_every_rank_before_anything_is_sent",
+    ),
+    Mutation(
+        "only one rank hears of SIGTERM",
+        "hf_hotspa/runtime/engine.py",
+        "float(self.observer.wants_stop())",
+        "float(self.observer.wants_stop() and self.rank == 0)",
+        "tests/gloo/test_preemption.py::test_without_checkpoints_it_only_stops",
+    ),
+    Mutation(
+        "a lack of memory is any error",
+        "hf_hotspa/runtime/faults.py",
+        "if isinstance(found, MemoryError | torch.OutOfMemoryError):",
+        "if isinstance(found, MemoryError):",
+        "tests/gloo/test_faults.py::test_the_next_launch_avoids_what_ran_out_of_memory",
+    ),
+    # -- checkpoints
+    Mutation(
+        "files are not synced",
+        "hf_hotspa/checkpoint/disk.py",
+        '            self.before("sync", path)\n            file.flush()\n            os.fsync(file.fileno())\n',
+        "            file.flush()\n",
+        UNIT + "test_checkpoint_folder.py::test_everything_is_synced_before_the_commit",
+    ),
+    Mutation(
+        "names are not synced before the commit",
+        "hf_hotspa/checkpoint/folder.py",
+        "            self.disk.sync_directory(temporary)\n",
+        "",
+        UNIT + "test_checkpoint_folder.py::test_everything_is_synced_before_the_commit",
+    ),
+    Mutation(
+        "one checkpoint too many is removed",
+        "hf_hotspa/checkpoint/folder.py",
+        "if len(good) >= limit:",
+        "if len(good) >= limit - 1:",
+        UNIT + "test_checkpoint_folder.py",
+    ),
+    Mutation(
+        "damaged checkpoints count as left",
+        "hf_hotspa/checkpoint/folder.py",
+        "                elif self.verified(path):\n",
+        "                else:\n",
+        UNIT + "test_checkpoint_folder.py",
+    ),
+    Mutation(
+        "hashes are not compared",
+        "hf_hotspa/checkpoint/manifest.py",
+        "if file_digest(file) != record.sha256:",
+        "if len(file_digest(file)) != len(record.sha256):",
+        UNIT + "test_checkpoint_damage.py",
+    ),
+    Mutation(
+        "a finished run makes one step more",
+        "hf_hotspa/trainer/resuming.py",
+        "self.state.global_step >= self.state.max_steps",
+        "self.state.global_step > self.state.max_steps",
+        "tests/gloo/test_resume.py::test_a_finished_run_stays_as_it_is",
+    ),
+]
+
+FAST = (
+    "ranks count dp first",
+    "edges of buckets belong to the longer one",
+    "replicated gradients are counted once a shard",
+    "tied weights are missing on the last stage",
+    "names are not synced before the commit",
+)
+"""Those that the default suite runs: their tests need no processes and no torch."""
+
+
+class Copy:
+    """A copy of package and tests, laid out as installed, so that nothing of the tree itself is imported.
+
+    Args:
+        folder: An empty directory.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        skip = shutil.ignore_patterns("__pycache__", "*.pyc", ".*")
+        shutil.copytree(ROOT / "hf_hotspa", folder / "hf_hotspa", ignore=skip)
+        for name in ("trainer", "callbacks"):
+            shutil.copytree(ROOT / name, folder / "hf_hotspa" / name, ignore=skip)
+        shutil.copytree(ROOT / "tests", folder / "tests", ignore=skip)
+        shutil.copy(ROOT / "pyproject.toml", folder)
+        self._passed: dict[str, bool] = {}
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Python with these arguments, in the copy."""
+        # no bytecode: a file that is changed twice in a second would be taken for its old self
+        env = {**os.environ, "PYTHONPATH": str(self.folder), "PYTHONDONTWRITEBYTECODE": "1", "CI": "1"}
+        return subprocess.run(
+            [sys.executable, *arguments], cwd=self.folder, env=env, capture_output=True, text=True, timeout=600
+        )
+
+    def run_test(self, test: str) -> subprocess.CompletedProcess[str]:
+        """One test, or file of tests, up to the first failure."""
+        return self.run("-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", test)
+
+    def passes(self, test: str) -> bool:
+        """Whether a test passes without a bug; asked once."""
+        if test not in self._passed:
+            self._passed[test] = self.run_test(test).returncode == 0
+        return self._passed[test]
+
+    @contextmanager
+    def with_bug(self, mutation: Mutation) -> Iterator[None]:
+        """Inside, the copy has the bug."""
+        path = self.folder / mutation.file
+        text = path.read_text()
+        found = text.count(mutation.old)
+        assert found == 1, f"{mutation.name!r}: its text occurs {found} times in {mutation.file}"
+        path.write_text(text.replace(mutation.old, mutation.new))
+        try:
+            yield
+        finally:
+            path.write_text(text)
