@@ -49,6 +49,9 @@ from hf_hotspa.switch.table import RELAY, SOURCE, TARGET
 from hf_hotspa.switch.transport import ProcessGroupTransport
 
 CHUNKS = {"whole": None, "4 MiB": 4 << 20, "16 MiB": 16 << 20}
+OTHERS = ("per slice", "per slice, as stored", "all-gather", "checkpoint")
+MOST_SLICES = 100_000
+"""Beyond, a batch of that many operations takes minutes."""
 PAIRS = {
     4: "master->dp4,master->tp4,master->dp2tp2,dp2tp2->tp4,tp4->dp2tp2,dp4->master",
     8: "master->dp8,master->dp2tp4,dp4tp2->dp2tp4,tp8->dp4tp2,dp8->master",
@@ -108,10 +111,13 @@ def measure_pair(
     if not pair.is_return:
         per_slice = PerSlice(plan, vector, rank, source, target)
         works["per slice"] = per_slice.run
+        stored = PerSlice(plan, vector, rank, source, target, as_stored=True)
+        if stored.num_slices <= MOST_SLICES:
+            works["per slice, as stored"] = stored.run
         works["all-gather"] = AllGather(pair, plan, rank, source, target).run
         if folder:
             works["checkpoint"] = Checkpoint(pair, rank, source, target, f"{folder}/{pair.name}").run
-        for name in ("per slice", "all-gather", "checkpoint"):  # the others must do the whole job, too
+        for name in OTHERS:  # the others must do the whole job, too
             if name in works:
                 target.flat.zero_()
                 timed(works[name])
@@ -185,7 +191,7 @@ def ratios(row: dict[str, Any]) -> dict[str, Any]:
     best = min((name for name in seconds if name.startswith("raw ")), key=seconds.__getitem__)
     best_copied = min((name for name in seconds if name.startswith("raw, ")), key=seconds.__getitem__)
     copies = seconds["pack and unpack"] + seconds["local copies"]
-    others = {name: seconds[name] / ours for name in ("per slice", "all-gather", "checkpoint") if name in seconds}
+    others = {name: seconds[name] / ours for name in OTHERS if name in seconds}
     return {
         "best_raw": best,
         "bytes_per_second": row["wire_bytes"] / ours,
@@ -202,7 +208,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
         return f"{value:.1f}x" if value else "-"
 
     header = ["pair", "MB moved", "slices", "rounds", "ours s", "MB/s", "raw s", "(chunks)", "pack s", "local s"]
-    header += ["of raw", "of raw + copies", "per slice", "all-gather", "checkpoint"]
+    header += ["of raw", "of raw + copies", *OTHERS]
     cells = []
     for row in rows:
         seconds, found = row["seconds"], row["ratios"]
@@ -220,7 +226,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
                 f"{seconds['local copies']:.3f}",
                 f"{found['raw / ours']:.2f}",
                 f"{found['raw and copies / ours']:.2f}",
-                *(times(row, name) for name in ("per slice", "all-gather", "checkpoint")),
+                *(times(row, name) for name in OTHERS),
             ]
         )
     print("\n" + markdown(header, cells))

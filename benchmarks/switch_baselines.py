@@ -5,7 +5,9 @@
 * `Copies`: packing and unpacking of the slices of those routes, and the copies inside the rank; nothing is sent. A
   route that is one slice on a side needs no copy there.
 * `PerSlice`: one operation for each slice of a parameter that a rank takes from another one, from source to target
-  buffers, in one batch: what the plan moves, without the fusion of parameters.
+  buffers, in one batch: what the plan moves, without the fusion of parameters. `as_stored`: one operation for each
+  contiguous stretch of the model's own storage, where a row-parallel weight is not stored with its sharded dim
+  outermost.
 * `AllGather`: every rank gathers everything that any rank holds, and copies what it needs.
 * `Checkpoint`: `torch.distributed.checkpoint` save and load through a file system in memory.
 
@@ -143,29 +145,52 @@ class Copies:
             torch._foreach_copy_(views, parts)
 
 
-def _by_parameter(transfers: Iterable[Transfer], vector: ParameterVector) -> list[Transfer]:
-    """The transfers, cut where one parameter ends and the next one begins."""
-    ends = sorted(spec.stop for spec in vector.specs)
+def _slices(transfers: Iterable[Transfer], vector: ParameterVector, as_stored: bool) -> list[Transfer]:
+    """The transfers, cut where one parameter ends and the next one begins.
+
+    Args:
+        transfers: What moves.
+        vector: The parameters.
+        as_stored: Cut also where the model's own storage would: a shard of a row-parallel weight is a stretch of every
+            row there, and one stretch here, where the sharded dim lies outermost.
+    """
+    specs = sorted(vector.specs, key=lambda spec: spec.offset)
+    ends = [spec.stop for spec in specs]
     found = []
     for t in transfers:
         stop = t.start + t.length
         cuts = [t.start, *ends[bisect_right(ends, t.start) : bisect_left(ends, stop)], stop]
         for low, high in pairwise(cuts):
-            moved = low - t.start
-            found.append(
-                t._replace(
-                    start=low, length=high - low, src_offset=t.src_offset + moved, dst_offset=t.dst_offset + moved
-                )
-            )
+            spec = specs[bisect_right(ends, low)]
+            rows = spec.shape[0] if as_stored and spec.shard_dim == 1 else 1
+            edges = [low + (high - low) * row // rows for row in range(rows + 1)]
+            for first, last in pairwise(edges):
+                if first < last:
+                    found.append(_cut(t, first, last))
     return found
 
 
-class PerSlice:
-    """One operation a slice of a parameter."""
+def _cut(t: Transfer, first: int, last: int) -> Transfer:
+    moved = first - t.start
+    return t._replace(
+        start=first, length=last - first, src_offset=t.src_offset + moved, dst_offset=t.dst_offset + moved
+    )
 
-    def __init__(self, plan: SwitchPlan, vector: ParameterVector, rank: int, source: Store, target: Store) -> None:
+
+class PerSlice:
+    """One operation a slice of a parameter, as it lies here or as the model stores it."""
+
+    def __init__(
+        self,
+        plan: SwitchPlan,
+        vector: ParameterVector,
+        rank: int,
+        source: Store,
+        target: Store,
+        as_stored: bool = False,
+    ) -> None:
         self._rank, self._source, self._target = rank, source, target
-        self._slices = _by_parameter((t for t in plan.transfers if t.src != t.dst), vector)
+        self._slices = _slices((t for t in plan.transfers if t.src != t.dst), vector, as_stored)
         self._local = routes_of(plan, rank)[2]
 
     @property
