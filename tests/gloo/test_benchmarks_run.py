@@ -52,6 +52,7 @@ def test_slow_link(tmp_path: Path, nics: tuple[str, ...]) -> None:
         assert side["predicted"]["groups"] >= side["predicted"]["ports"] > 0
 
 
+@pytest.mark.slow
 def test_cost_model(tmp_path: Path) -> None:
     text, found = run_quick("cost_model.py", tmp_path / "cost_model.json", "--cache", str(tmp_path / "cache"))
     (model,) = found["models"]

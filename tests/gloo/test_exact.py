@@ -18,6 +18,8 @@ pytestmark = pytest.mark.gloo
 TOLERANCE = {torch.float32: (1e-6, 1e-5), torch.float64: (1e-12, 1e-11)}
 """Largest relative error of the loss, and of each gradient tensor."""
 
+AWKWARD = ("llama_uneven", "qwen3_qk_norm_tied")
+
 SWITCHES = [
     {"planner": planner, "overlap_load": overlap, "overlap_return": overlap, "devices_per_node": 2}
     for planner, overlap in product(("relay", "algorithm1"), (False, True))
@@ -96,12 +98,20 @@ def test_every_strategy_with_every_switch(family, switch):
     check(run_ranks(4, rank_errors, family, torch.float64, buckets, [switch], timeout=300), torch.float64)
 
 
-# 8 ranks on two cores are slow: fp64, which finds more, in every run
+# 8 ranks on two cores are slow: in every run fp64, which finds more, of the two most awkward families
 @pytest.mark.parametrize(
-    "dtype",
-    [pytest.param(torch.float32, marks=pytest.mark.slow, id="fp32"), pytest.param(torch.float64, id="fp64")],
+    ("family", "dtype"),
+    [
+        pytest.param(
+            family,
+            dtype,
+            marks=() if dtype == torch.float64 and family in AWKWARD else pytest.mark.slow,
+            id=f"{family}-{name}",
+        )
+        for family in FAMILIES
+        for name, dtype in (("fp32", torch.float32), ("fp64", torch.float64))
+    ],
 )
-@pytest.mark.parametrize("family", FAMILIES)
 def test_every_strategy_of_eight_ranks(family, dtype):
     buckets = legal_buckets(8, family)
     # 4 layers: no pp8; llama_uneven has 6 key/value heads: no tp8

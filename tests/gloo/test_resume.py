@@ -46,7 +46,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(("world", "options", "points"), CASES.values(), ids=CASES)
+SLOW = {"workers", "momentum", "rmsprop"}
+
+
+@pytest.mark.parametrize(
+    ("world", "options", "points"),
+    [pytest.param(*case, id=name, marks=pytest.mark.slow if name in SLOW else ()) for name, case in CASES.items()],
+)
 def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
     """In the middle of an epoch, and at its edge (4, or 3 with drop_last)."""
     first = (str(tmp_path / "a"), None, options)
@@ -95,7 +101,7 @@ def check_another_layout(tmp_path, checkpoint, losses, world, strategies, family
             assert math.isclose(loss, losses[at], rel_tol=1e-6), (name, at)
 
 
-DIAGONAL = [(2, 1), (1, 3), (4, 2), (3, 4)]
+DIAGONAL = [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (4, 2), (3, 4)]
 
 
 @pytest.mark.parametrize(("saved", "world"), DIAGONAL)

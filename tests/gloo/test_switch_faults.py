@@ -176,7 +176,7 @@ def test_an_exception_on_one_rank(world_size: int, where: str) -> None:
             check_operation(text, outcome.rank, world_size)
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_rank_that_sleeps_longer_than_the_timeout(world_size: int) -> None:
     outcomes = run_ranks(world_size, broken_switch, "asleep", expect_failure=True, timeout=90)
     texts = {o.rank: check_survivor(o, world_size) for o in outcomes}

@@ -141,12 +141,12 @@ def hot_runs(rank, world_size, kind, folder):
     [
         ("schedulers", 2),
         ("optimizers", 2),
-        ("data and logging", 2),
+        pytest.param("data and logging", 2, marks=pytest.mark.slow),
         pytest.param("optimizers", 1, marks=pytest.mark.slow),
         pytest.param("schedulers", 1, marks=pytest.mark.slow),
         pytest.param("other schedulers", 1, marks=pytest.mark.slow),
         pytest.param("other schedulers", 2, marks=pytest.mark.slow),
-        pytest.param("data and logging", 1, marks=pytest.mark.slow),
+        ("data and logging", 1),
     ],
 )
 def test_a_setting_does_what_it_does_in_the_stock_trainer(kind, world_size, tmp_path):
