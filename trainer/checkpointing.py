@@ -32,7 +32,6 @@ from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.saving import CheckpointWriter
 from hf_hotspa.checkpoint.tensors import (
     Share,
-    dtype_name,
     optimizer_to_json,
     saved_parameters,
     saved_segments,
@@ -41,6 +40,7 @@ from hf_hotspa.checkpoint.tensors import (
     versions,
 )
 from hf_hotspa.errors import CheckpointError
+from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.resuming import ResumeMixin
 
 logger = logging.getLogger(__name__)

@@ -35,6 +35,7 @@ from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.scan import SequenceTable, arrow_view, is_plain_arrow, split_lists
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.rows import as_it_is
 
 
 class ChosenRows(list[int]):
@@ -197,11 +198,6 @@ def planned_ahead(num_workers: int, prefetch_factor: int | None) -> int:
     return (num_workers * (2 if prefetch_factor is None else prefetch_factor)) + 1
 
 
-def _as_it_is(item: dict[str, MiniBatch]) -> dict[str, MiniBatch]:
-    """The collate function: `RankRows` has collated already. Module-level, so that workers can unpickle it."""
-    return item
-
-
 class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
     """The train dataloader of one rank.
 
@@ -273,7 +269,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         super().__init__(
             rows,
             batch_sampler=sampler,
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             persistent_workers=persistent_workers and num_workers > 0,

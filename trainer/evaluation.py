@@ -28,7 +28,7 @@ from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.evaluation import EvaluationResult
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import Planner, RankRows
-from hf_hotspa.trainer.rows import is_stream, scanned
+from hf_hotspa.trainer.rows import as_it_is, is_stream, scanned
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 
 LONGEST, PER_BUCKET = "longest", "buckets"
@@ -107,10 +107,6 @@ class _EvaluationSampler(Sampler[list[int]]):
                 yield group[begin : begin + self.mini_batch_size].tolist()
 
 
-def _as_it_is(item: dict[str, Any]) -> dict[str, Any]:
-    return item
-
-
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each item, and whether it is the last one."""
     held: list[Any] = []
@@ -172,6 +168,28 @@ class EvaluationMixin:
         engine.agree(error, "evaluation data set")
         return loader
 
+    def _stream_rows(
+        self: Any,
+        engine: HotSPaEngine,
+        dataset: Any,
+        buckets: tuple[Bucket, ...],
+        mini_batch_size: int,
+        drop_last: bool = False,
+    ) -> StreamRows:
+        args, shape = self.args, engine.description.shape
+        return StreamRows(
+            dataset,
+            buckets,
+            mini_batch_size=mini_batch_size,
+            rank=args.process_index,
+            vocab_size=shape.vocab_size,
+            any_rank=engine.any_rank,
+            quadratic_cost=shape.quadratic_cost,
+            policy=args.hotspa_overlong,
+            drop_last=drop_last,
+            tokenizer=self.processing_class,
+        )
+
     def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any) -> DataLoader[Any]:
         args = self.args
         if dataset is None:
@@ -179,17 +197,7 @@ class EvaluationMixin:
         buckets = evaluation_buckets(args.hotspa_eval_strategy, engine.buckets)
         shape, size = engine.description.shape, args.eval_batch_size * args.world_size
         if is_stream(dataset):
-            rows = StreamRows(
-                dataset,
-                buckets,
-                mini_batch_size=size,
-                rank=args.process_index,
-                vocab_size=shape.vocab_size,
-                any_rank=engine.any_rank,
-                quadratic_cost=shape.quadratic_cost,
-                policy=args.hotspa_overlong,
-                tokenizer=self.processing_class,
-            )
+            rows = self._stream_rows(engine, dataset, buckets, size)
             return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
         known = self._evaluation_scans.get(id(dataset))
         if known is None:
@@ -205,7 +213,7 @@ class EvaluationMixin:
                 PackedBucketCollator(args.process_index, shape.vocab_size, table),
             ),
             batch_sampler=_EvaluationSampler(table, buckets, size),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),

@@ -22,12 +22,13 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from hf_hotspa.checkpoint.disk import Buffer, Disk, TensorRecord
 from hf_hotspa.checkpoint.export import write_shards
 from hf_hotspa.checkpoint.manifest import TRAINING_ARGUMENTS
-from hf_hotspa.checkpoint.tensors import dtype_name, tensor_bytes
+from hf_hotspa.checkpoint.tensors import tensor_bytes
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import has_weights, open_model
 from hf_hotspa.runtime.model_check import weights_digest
+from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)

@@ -12,6 +12,11 @@ from hf_hotspa.data.prepare import check_masks, prepare_dataset
 from hf_hotspa.data.scan import SequenceTable, scan_dataset
 
 
+def as_it_is(item: dict[str, Any]) -> dict[str, Any]:
+    """The collate function of data sets whose items are collated already. Module-level: workers unpickle it."""
+    return item
+
+
 def is_stream(dataset: Any) -> bool:
     """Whether rows can only be read one after the other: no random access, whether or not there is a length."""
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises

@@ -32,6 +32,7 @@ from hf_hotspa.data.prepare import check_masks, tokenize_rows
 from hf_hotspa.data.scan import row_arrays, scan_dataset
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.rows import as_it_is
 
 Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
 """`input_ids` and, where there are some, `labels`; both [length]."""
@@ -221,14 +222,10 @@ class StreamLoader(DataLoader[dict[str, Any]]):
         super().__init__(
             rows,
             batch_sampler=StreamSampler(rows),
-            collate_fn=_as_it_is,
+            collate_fn=as_it_is,
             pin_memory=pin_memory and torch.accelerator.is_available(),
         )
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration (called by the Trainer)."""
         self.dataset.set_epoch(epoch)
-
-
-def _as_it_is(item: dict[str, Any]) -> dict[str, Any]:
-    return item

@@ -40,7 +40,7 @@ from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
-from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
+from hf_hotspa.trainer.streaming import StreamLoader
 
 _COLLATORS = (PackedBucketCollator, DataCollatorWithFlattening, DefaultDataCollator)
 """Collators that only arrange rows, which packing replaces."""
@@ -211,18 +211,8 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         args = self.args
         shape = engine.description.shape
         if is_stream(self.train_dataset):
-            rows = StreamRows(
-                self.train_dataset,
-                engine.buckets,
-                mini_batch_size=self.get_total_train_batch_size(args),
-                rank=args.process_index,
-                vocab_size=shape.vocab_size,
-                any_rank=engine.any_rank,
-                quadratic_cost=shape.quadratic_cost,
-                policy=args.hotspa_overlong,
-                drop_last=args.dataloader_drop_last,
-                tokenizer=self.processing_class,
-            )
+            size = self.get_total_train_batch_size(args)
+            rows = self._stream_rows(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
             return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
         dataset, table = self._scanned()
         chooser = None

@@ -21,15 +21,11 @@ from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.runtime.storage import from_storage, to_storage
 
 _HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """`float32` for `torch.float32`."""
-    return str(dtype).removeprefix("torch.")
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:

@@ -146,11 +146,14 @@ class Calibration:
         layers, ends = {}, {}
         for tp in sorted({sample.tp for sample in self.memory}):
             found = [sample for sample in self.memory if sample.tp == tp]
-            if len({s.num_layers for s in found}) < 2 or len({s.tokens for s in found}) < 2:
+            depths = sorted({s.num_layers for s in found})
+            if len(depths) < 2 or len({s.tokens for s in found}) < 2:
                 continue
-            rows = np.array([[s.tokens * s.num_layers, s.tokens, 1.0] for s in found], np.float64)
-            taken = np.array([s.num_bytes for s in found])
-            layer, end, _ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(found)))
+            # what does not grow with the tokens is each copy's own: what was free in the heap when it was measured, ...
+            fixed = [[float(s.num_layers == depth) for depth in depths] for s in found]
+            grows = [[s.tokens * s.num_layers, s.tokens] for s in found]
+            rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in found])
+            layer, end, *_ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(found)))
             if layer > 0:
                 layers[tp], ends[tp] = float(layer), float(end)
         return layers, ends

@@ -30,7 +30,8 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
 from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.mesh import ProcessGroups
-from hf_hotspa.runtime.probe import PeakMemory, Probe, layer_counts, pack_lengths, small_copy
+from hf_hotspa.runtime.options import default_device
+from hf_hotspa.runtime.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
 from hf_hotspa.runtime.probe_links import measure_hop, measure_link
 from hf_hotspa.runtime.probe_timing import time_packs
 from hf_hotspa.runtime.specs import describe_model, dtype_name
@@ -41,8 +42,8 @@ logger = logging.getLogger(__name__)
 
 ROUNDS = 3
 """How often everything is measured, in turn. The lower quartile counts: other programs only ever add seconds."""
-LONGEST_PACK_S = 0.25
-"""Packs grow until one takes about so long on the larger copy."""
+LONGEST_PACK_S = 0.8
+"""Packs grow until one takes about so long on the larger copy; and on the smaller copy, until one takes as long there."""
 _FIRST_PACK = 256
 _LARGEST_PACK = 16384
 _TIMEOUT = timedelta(minutes=10)
@@ -86,8 +87,7 @@ def calibrate(
     """
     started = dist.is_available() and dist.is_initialized()
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
-    if device is None:
-        device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    device = device or default_device()
     groups = ProcessGroups(rank, world_size, device, _TIMEOUT)
     try:
         session = _Session(
@@ -202,16 +202,7 @@ class _Session:
 
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
-        if self.groups.agreement is None:
-            return json.loads(json.dumps(data))
-        text = json.dumps(data).encode() if self.rank == 0 else b""
-        size = torch.tensor([len(text)])
-        dist.broadcast(size, src=0, group=self.groups.agreement)
-        buffer = torch.empty(int(size), dtype=torch.uint8)
-        if self.rank == 0:
-            buffer.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0, group=self.groups.agreement)
-        return json.loads(bytes(buffer.tolist()))
+        return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
 
     def _same_everywhere(self, found: Calibration | None) -> Calibration:
         """Rank 0's calibration on every rank."""
@@ -234,13 +225,15 @@ class _Session:
     def _measure(self, key: CalibrationKey, shape: ModelShape, degrees: list[int]) -> Calibration:
         begin = time.perf_counter()
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
-        probes = self._probes(degrees)
+        with freeing_at_once():
+            probes = self._probes(degrees)
+            most = self._most_tokens(probes[-1], shape)
+            longest = self.pack_tokens or self._longest(probes[-1], most)
+            memory = self._memory(probes, degrees, longest, most)
         links = self._links(probes[0], shape)
-        most = self._most_tokens(probes[-1], shape)
-        longest = self.pack_tokens or self._longest(probes[-1], most)
-        packs = [pack_lengths(longest, most), pack_lengths(longest)]
+        last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
+        packs = [pack_lengths(longest, last), pack_lengths(longest)]
         timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
-        memory = self._memory(probes, degrees, longest, most)
         for probe in probes:
             probe.close()
         return Calibration(
@@ -299,9 +292,9 @@ class _Session:
             most = min(most, int(self.agreement.gather([free]).min()) // 2 // int(each))
         return max(1, most)
 
-    def _longest(self, probe: Probe, most: int) -> int:
+    def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
         """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
-        longest = min(_FIRST_PACK, most)
+        longest = min(first, most)
         probe.load(Strategy(self.world_size), self.agreement)
         while True:
             probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
@@ -319,7 +312,7 @@ class _Session:
         return [float(value) for value in self.agreement.gather(values).amax(0)]
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:
-        """Peaks of packs of half, once and twice the longest that is timed, as far as there is room."""
+        """Peaks of packs of half, once and twice the longest that both copies are timed with, as far as there is room."""
         works = PeakMemory(self.device).works
         if not all(self.agreement.gather([float(works)])[:, 0].tolist()):
             self.notes.append("memory was not measured: this system does not reset a process's peak")
@@ -330,7 +323,7 @@ class _Session:
             for tp in degrees:
                 strategy = probe.strategies[tp]
                 probe.load(strategy, self.agreement)
-                for tokens in sorted({longest // 2, longest, min(2 * longest, most)}):
+                for tokens in sorted({max(1, longest // 2), longest, min(2 * longest, most)}):
                     (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
                     found.append(probe.memory_sample(tp, tokens, peak))
                 probe.give_back(strategy, self.agreement)

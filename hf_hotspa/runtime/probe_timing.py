@@ -17,6 +17,9 @@ from hf_hotspa.runtime.probe import Probe, repetitions
 _PIPELINED = 2
 """Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
 
+_WARM_UP_PACKS = 2
+"""Of each copy, in the round before the first: short ones do, and long ones take long."""
+
 _MOST_IDLE = 1.5
 """By how much waiting for one another may raise the cost of packs on shared cores; beyond, others held the cores."""
 
@@ -66,7 +69,8 @@ def time_packs(
         for probe, mine in zip(probes, packs, strict=True):
             for strategy in map(probe.strategies.__getitem__, degrees):
                 values.append((probe.load(strategy, agreement), 0.0))
-                values += [probe.run(strategy, pack, repetitions(pack, longest), agreement) for pack in mine]
+                run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
+                values += [probe.run(strategy, pack, repetitions(pack, longest), agreement) for pack in run]
                 values.append((probe.give_back(strategy, agreement), 0.0))
         if pipeline:
             values += _both_ways(probes[-1], (longest // 4,) * 4, agreement)

@@ -55,7 +55,9 @@ class BoundRound:
     ) -> None:
         self.outgoing: list[torch.Tensor] = []
         self.incoming: list[torch.Tensor] = []
-        self._packs: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        self._staged: dict[int, torch.Tensor] = {}
+        self._packs: list[tuple[torch.Tensor, list[torch.Tensor]]] = []
+        self._converts: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._unpacks: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
         self._adds: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
         for message in current.sends:
@@ -83,17 +85,20 @@ class BoundRound:
         if message.staging_offset < 0 or (len(views) == 1 and views[0].dtype == _dtype(message.wire)):
             self.outgoing.append(views[0])
             return
-        if message.staging_offset not in self._packs:  # messages with one place in staging share it, packed once
-            self._packs[message.staging_offset] = _staged(staging, message), views
-        self.outgoing.append(self._packs[message.staging_offset][0])
+        if message.staging_offset not in self._staged:  # messages with one place in staging share it, packed once
+            staged = self._staged[message.staging_offset] = _staged(staging, message)
+            if all(view.dtype == staged.dtype for view in views):
+                self._packs.append((staged, views))
+            else:
+                self._converts.append((_split(staged, message), views))
+        self.outgoing.append(self._staged[message.staging_offset])
 
     def pack(self) -> None:
         """Packs, and converts, what is sent from staging."""
-        for staged, views in self._packs.values():
-            if all(view.dtype == staged.dtype for view in views):
-                torch.cat(views, out=staged)
-            else:
-                torch._foreach_copy_(list(staged.split([view.numel() for view in views])), views)
+        for staged, views in self._packs:
+            torch.cat(views, out=staged)
+        for parts, views in self._converts:
+            torch._foreach_copy_(parts, views)
 
     def copy_local(self) -> None:
         """The copies inside the rank of a load."""
