@@ -18,7 +18,7 @@ INSTALLED := $(VENV)/.hf_hotspa-installed
 PROCESSES ?= 4
 STRATEGIES ?= dp4:1024@4096,dp2tp2:4096,tp2pp2:8192
 TRAIN_SCRIPT ?= examples/finetune.py
-TRAIN_ARGS ?= --use_cpu --hotspa_strategies "$(STRATEGIES)" --hotspa_overlong split
+TRAIN_ARGS ?= --use_cpu --hotspa_strategies "$(STRATEGIES)" --hotspa_overlong split --hotspa_calibration measure
 EXTRA_TRAIN_ARGS ?=
 LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed_precision no --dynamo_backend no \
 	--main_process_port 0
@@ -26,6 +26,7 @@ LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed
 PYTEST_ARGS ?=
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
+DOCS_ARGS ?=
 
 # One compute thread a process: the tests and the CPU example run several processes on few cores.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
@@ -49,7 +50,7 @@ $(PY):
 $(INSTALLED): setup.cfg constraints.txt | $(PY)
 	@echo "installing hf_hotspa and the versions of constraints.txt into $(VENV) (minutes the first time) ..."
 	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt setuptools
-	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,lint]'
+	@$(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation -e '.[test,lint,docs]'
 	@touch $@
 	@echo "installed: $$($(PY) -c 'import hf_hotspa; print("hf_hotspa", hf_hotspa.__version__)')"
 
@@ -90,6 +91,11 @@ lint: $(INSTALLED)  ## ruff (rules and format), mypy on the merged package, code
 format: $(INSTALLED)  ## Let ruff repair what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Warnings are errors. No network: `make docs` and then open out/site/index.html.
+.PHONY: docs
+docs: $(INSTALLED)  ## The documentation as a site in out/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet $(DOCS_ARGS)
 
 .PHONY: bench
 bench: $(INSTALLED)  ## The benchmarks, one after the other

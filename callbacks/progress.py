@@ -1,9 +1,11 @@
 """`PhaseProgressCallback`: where a long step is, phase by phase, on the main process."""
 
 import sys
+import time
+from html import escape
 from typing import Any
 
-from tqdm.auto import tqdm
+from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from hf_hotspa.report import PhaseEvent
@@ -12,21 +14,24 @@ from hf_hotspa.report import PhaseEvent
 class PhaseProgressCallback(TrainerCallback):
     """Shows one line for the mini-batch under way: the phase that runs, its packs and tokens, and how many are done.
 
-    A bar in a terminal or a notebook, nothing in a pipe. It appears only in steps that take longer than `delay_s`.
+    A bar below the Trainer's own in a terminal, a line of text in a notebook, nothing in a pipe. Steps that are short
+    show nothing: the line appears in the first step, and after a step that took longer than `delay_s`. `HotSPaTrainer`
+    adds this callback by itself where somebody watches and `disable_tqdm` is not set.
 
     Args:
-        delay_s: Seconds that a step may take before the line appears.
+        delay_s: Seconds that a step must take for the next one to have a line.
         disable: True for never, False for always; None: quiet in a pipe.
     """
 
     def __init__(self, delay_s: float = 2.0, disable: bool | None = None) -> None:
         self.delay_s, self.disable = delay_s, disable
-        self._bar: Any = None
+        self._line: _Bar | _NotebookLine | None = None
+        self._notebook_line: _NotebookLine | None = None
+        self._began = 0.0
+        self._last_s = float("inf")  # the first step warms up, and is long
 
     def _is_quiet(self) -> bool:
-        if self.disable is not None:
-            return self.disable
-        return not (sys.stderr.isatty() or "ipykernel" in sys.modules)
+        return not is_watched() if self.disable is None else self.disable
 
     def on_phase_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
@@ -36,30 +41,100 @@ class PhaseProgressCallback(TrainerCallback):
             return
         if phase.index == 0:
             self._close()  # of a mini-batch that was abandoned
-            self._bar = tqdm(
-                total=phase.num_phases, unit="phase", leave=False, delay=self.delay_s, position=1, dynamic_ncols=True
-            )
-        if self._bar is not None:
-            self._bar.set_description_str(
-                f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
+            self._began = time.perf_counter()
+            if self._last_s > self.delay_s:
+                self._line = self._new_line(phase.num_phases)
+        if self._line is not None:
+            self._line.show(
+                phase.index, f"step {phase.step}: {phase.strategy}, {phase.num_packs} packs, {phase.num_tokens} tokens"
             )
 
     def on_phase_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, phase: PhaseEvent, **kwargs: Any
     ) -> None:
         """Counts the phase."""
-        if self._bar is not None:
-            self._bar.update(1)
-            if phase.index + 1 == phase.num_phases:
-                self._close()
+        if phase.index + 1 == phase.num_phases:
+            self._last_s = time.perf_counter() - self._began
+            self._close()
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Takes the line away."""
         self._close()
+        self._notebook_line = None
+
+    def _new_line(self, num_phases: int) -> "_Bar | _NotebookLine":
+        if not in_notebook():
+            return _Bar(num_phases)
+        if self._notebook_line is None:  # one a training: each takes a place in the output of the cell
+            self._notebook_line = _NotebookLine()
+        self._notebook_line.num_phases = num_phases
+        return self._notebook_line
 
     def _close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._bar = None
+        if self._line is not None:
+            self._line.close()
+            self._line = None
+
+
+def in_notebook() -> bool:
+    """Whether the process is the kernel of a notebook."""
+    return "ipykernel" in sys.modules
+
+
+def is_watched() -> bool:
+    """Whether somebody sees what is shown: standard error is a terminal, or the process runs a notebook."""
+    return sys.stderr.isatty() or in_notebook()
+
+
+class _Bar:
+    """One line of a terminal, below the Trainer's bar."""
+
+    def __init__(self, num_phases: int) -> None:
+        self._bar = tqdm(total=num_phases, unit="phase", leave=False, position=1, dynamic_ncols=True)
+
+    def show(self, num_done: int, text: str) -> None:
+        """What runs, and how many phases are done."""
+        self._bar.n = num_done
+        self._bar.set_description_str(text)
+
+    def close(self) -> None:
+        """Takes the line away."""
+        self._bar.close()
+
+
+class _NotebookLine:
+    """One line of text in the output of a cell, changed in place. Needs no widgets."""
+
+    num_phases = 0
+
+    def __init__(self) -> None:
+        from IPython.display import display  # there in every kernel
+
+        self._handle = display(_Text(""), display_id=True)
+
+    def show(self, num_done: int, text: str) -> None:
+        """What runs, and how many phases are done."""
+        self._update(f"{text} (phase {num_done + 1} of {self.num_phases})")
+
+    def close(self) -> None:
+        """Takes the line away."""
+        self._update("")
+
+    def _update(self, text: str) -> None:
+        if self._handle is not None:
+            self._handle.update(_Text(text))
+
+
+class _Text:
+    """What a notebook shows as small text, and everything else as plain text."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def _repr_html_(self) -> str:
+        return f"<small>{escape(self._text)}</small>"

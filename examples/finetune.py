@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stdlib_corpus import build_corpus, build_tokenizer, print_length_histogram
+from stdlib_corpus import CHAT_TEMPLATE, build_corpus, build_tokenizer, print_length_histogram
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, LlamaConfig, set_seed
 
 from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
@@ -61,20 +61,27 @@ class ScriptArguments:
     config: str | None = field(
         default=None, metadata={"help": "A config path or hub name: train a new model of that shape."}
     )
-    tokenizer: str | None = field(default=None, metadata={"help": "A tokenizer; default: the model's."})
+    tokenizer: str | None = field(
+        default=None,
+        metadata={
+            "help": "A tokenizer; default: the model's, or for the small new model one made of Python's sources."
+        },
+    )
     dataset: str = field(
         default="stdlib", metadata={"help": "A local file or folder, a hub name, or 'stdlib' (see above)."}
     )
     dataset_split: str = field(default="train", metadata={"help": "The split of the data set."})
-    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary of the tokenizer that 'stdlib' trains."})
+    vocab_size: int = field(default=2048, metadata={"help": "Vocabulary of the tokenizer that is made here."})
     dtype: str = field(default="float32", metadata={"help": "The dtype in which the model is made or loaded."})
 
 
 def load_data(script: ScriptArguments, args: HotSPaTrainingArguments) -> tuple[Any, Any]:
     """The tokenizer and a data set with `input_ids`; the main process makes the caches, the others read them."""
     with args.main_process_first(desc="tokenising"):
-        if script.dataset == "stdlib" and script.model is None and script.tokenizer is None:
+        new_model = script.model is None and script.tokenizer is None
+        if new_model and (script.config is None or script.dataset == "stdlib"):
             tokenizer = build_tokenizer(script.vocab_size)
+            tokenizer.chat_template = CHAT_TEMPLATE  # for `messages`
         else:
             tokenizer = AutoTokenizer.from_pretrained(script.tokenizer or script.model or script.config)
         dataset = build_corpus() if script.dataset == "stdlib" else load_source(script.dataset, script.dataset_split)
@@ -135,6 +142,9 @@ def main() -> None:
             f"strategies {args.hotspa_strategies}; {args.hotspa_mini_batch_size} rows a mini-batch; over-long rows: {args.hotspa_overlong}"
         )
     trainer.train()
+    if trainer.preempted:  # by SIGTERM: the checkpoint is what counts, and time is short
+        trainer.close_engine()
+        return
     trainer.save_model(args.output_dir)
     if main_process:
         losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]

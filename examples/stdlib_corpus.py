@@ -19,6 +19,13 @@ from pathlib import Path
 from typing import Any
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
+# For conversations, where a tokenizer has no template of its own; what stands between the marks carries the labels.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|{{ message['role'] }}|>\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}\n"
+    "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
 HISTOGRAM_EDGES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "lib-dynload"}
 _TESTS = {"test", "tests", "idle_test"}

@@ -92,7 +92,7 @@ class RankMeasures:
     Args:
         agree_s: Seconds from the begin of the mini-batch on the rank to the agreement of all ranks, one a rank.
         memory_bytes: Peak memory of each rank so far: allocated on an accelerator, resident on CPU.
-        phases: [rank][phase in the order in which they ran][column of `MEASURES`].
+        phases: For each rank, for each phase in the order in which they ran, the columns of `MEASURES`.
     """
 
     agree_s: list[float]

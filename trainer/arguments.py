@@ -21,6 +21,9 @@ from hf_hotspa.trainer.optimizers import check_optimizer_name
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
 
+MEASURE = "measure"
+"""The value of `hotspa_calibration` that measures where the cache holds nothing."""
+
 ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 """The values of the flags that may also decide themselves, as the engine takes them."""
 
@@ -99,8 +102,10 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_calibration: str | None = field(
         default=None,
         metadata={
-            "help": "With auto: a calibration file of hf-hotspa calibrate. Default: measured at the start (seconds) and "
-            "kept in the cache for this machine, model and these versions."
+            "help": "Where predicted seconds are from: a calibration file of hf-hotspa calibrate, or measure (at the start, "
+            "seconds long, kept in the cache for this machine, model and these versions). Default: with auto, measure; with "
+            "strategies of your own what the cache holds, if anything, which then decides nothing and is shown in the log "
+            "and the report."
         },
     )
     hotspa_mini_batch_size: int | None = field(

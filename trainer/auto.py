@@ -28,6 +28,7 @@ from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryOptions
 from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.scan import SequenceTable
@@ -37,7 +38,7 @@ from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
 from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
-from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
 from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs
 
@@ -149,10 +150,10 @@ def prepare_auto(
         HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
             limit under which nothing fits.
     """
-    with _agreement(args) as agreement:
+    with agreement_of(args) as agreement:
         compute_dtype = torch.bfloat16 if args.bf16 else None
         description = table = None
-        with _collected() as found:
+        with collected() as found:
             description = describe_model(model, compute_dtype)
             table = read_table()
         lengths = f"{len(table)} rows, {table.num_tokens} tokens" if table is not None else ""
@@ -162,10 +163,10 @@ def prepare_auto(
         assert table is not None
 
         strategies = legal_strategies(args.world_size, description.shape)
-        calibration = _calibration(model.config, description, args, strategies, agreement)
+        calibration = agreed_calibration(model.config, description, args, strategies, agreement)
         limit, source = _memory_limit(args, agreement)
         avoided = ""
-        with _collected() as found:
+        with collected() as found:
             avoided = json.dumps(largest_packs(args.output_dir))
         agreement.check({}, found.error, "auto strategies")
         # nodes may have disks of their own
@@ -173,7 +174,7 @@ def prepare_auto(
         if most and args.process_index == 0:
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
         plan = None
-        with _collected() as found:
+        with collected() as found:
             plan = _plan(description, args, strategies, table, calibration, limit, source, mini_batch_size, most)
         agreement.check({"choice of strategies": repr(plan.pool) if plan else ""}, found.error, "auto strategies")
         assert plan is not None
@@ -189,7 +190,7 @@ class _Found:
 
 
 @contextmanager
-def _collected() -> Iterator[_Found]:
+def collected() -> Iterator[_Found]:
     """Collects an error of our family instead of raising it."""
     found = _Found()
     try:
@@ -199,7 +200,7 @@ def _collected() -> Iterator[_Found]:
 
 
 @contextmanager
-def _agreement(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
+def agreement_of(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
     """Agreement before there is an engine."""
     if args.world_size == 1:
         yield Agreement(None, 0)
@@ -209,14 +210,19 @@ def _agreement(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
     dist.destroy_process_group(group)  # not after a failure, when peers may be gone
 
 
-def _calibration(
+def agreed_calibration(
     config: PreTrainedConfig,
     description: ModelDescription,
     args: HotSPaTrainingArguments,
     strategies: list[Strategy],
     agreement: Agreement,
 ) -> Calibration:
-    if args.hotspa_calibration is None:
+    """What `hotspa_calibration` names, or else a measurement (kept in the cache). Collective.
+
+    Raises:
+        HotspaError: on every rank: it cannot be read, says nothing about this run, or cannot be measured.
+    """
+    if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
             config,
             strategies=strategies,
@@ -225,8 +231,8 @@ def _calibration(
             progress=lambda text: tqdm.write(f"calibration: {text}"),
         )
     calibration = None
-    with _collected() as found:
-        calibration = Calibration.load(args.hotspa_calibration)
+    with collected() as found:
+        calibration = Calibration.load(str(args.hotspa_calibration))
         _check_fit(calibration, args, description, strategies)
     agreement.check({"calibration": repr(calibration)}, found.error, "hotspa_calibration")
     assert calibration is not None
@@ -280,14 +286,11 @@ def _plan(
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=copies,
     )
-    time = calibration.time_model(sizes)
-    if recompute:  # calibrated without: a layer that is recomputed takes 4/3 of its time
-        time = replace(time, layers={tp: cost * (1 + 1 / (3 * recompute)) for tp, cost in time.layers.items()})
     return make_auto_plan(
         table,
         description.shape,
         strategies,
-        time,
+        calibrated_time(calibration, sizes, recompute),
         calibration.memory_model(sizes, options),
         calibration.switch_seconds(strategies, sizes),
         mini_batch_size=mini_batch_size,
@@ -298,6 +301,15 @@ def _plan(
         max_phases=args.hotspa_max_buckets,
         most_tokens=most_tokens,
     )
+
+
+def calibrated_time(calibration: Calibration, sizes: ModelSizes, recompute_every: int) -> TimeModel:
+    """The time model of a run; see `HotSPaTrainingArguments.hotspa_recompute_every`."""
+    time = calibration.time_model(sizes)
+    if recompute_every:  # calibrated without: a layer that is recomputed takes 4/3 of its time
+        share = 1 + 1 / (3 * recompute_every)
+        time = replace(time, layers={tp: cost * share for tp, cost in time.layers.items()})
+    return time
 
 
 def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:

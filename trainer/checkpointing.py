@@ -61,7 +61,8 @@ class CheckpointingMixin(ResumeMixin):
         Args:
             resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or the path of one,
                 written by any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
-            args, kwargs: As for `Trainer.train`.
+            *args: As for `Trainer.train`.
+            **kwargs: As for `Trainer.train`.
 
         Raises:
             ResumeError: there is no checkpoint, or the run cannot go on exactly from it.

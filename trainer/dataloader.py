@@ -213,8 +213,13 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         seed: `data_seed` of the training arguments, or `seed` where that is None.
         shuffle: False keeps the rows in the order of the dataset.
         drop_last: Leave out a last mini-batch that is not full.
-        num_workers, prefetch_factor, persistent_workers, pin_memory, in_order, multiprocessing_context,
-            worker_init_fn: As for torch's DataLoader.
+        num_workers: As for torch's DataLoader, like the rest up to `worker_init_fn`.
+        prefetch_factor: Mini-batches that a worker makes ahead.
+        persistent_workers: Keep the workers from epoch to epoch.
+        pin_memory: Copy into pinned memory, where there is an accelerator.
+        in_order: Mini-batches come in the order of the sampler.
+        multiprocessing_context: How workers are started.
+        worker_init_fn: Called in each worker with its number.
         chooser: Chooses the buckets of each mini-batch among those of its pool; `buckets` are then used for none but
             mini-batches that were trained before. Its `delay` must be `planned_ahead` of this loader, or more.
 

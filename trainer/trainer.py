@@ -17,6 +17,7 @@ from transformers.data.data_collator import DataCollatorWithFlattening, DefaultD
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
+from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
@@ -36,6 +37,7 @@ from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import record, warn_of_known
+from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
@@ -90,6 +92,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         self.last_report: StepReport | None = None
         self._wrapped: _MasterModule | None = None
         self._auto: AutoStrategies | None = None
+        self._predictions: Predictions | None = None
         self._loaded_state: dict[str, Any] = {}
         self._scan: tuple[Any, Any, SequenceTable] | None = None
         self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
@@ -103,6 +106,9 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
             self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
         if args.hotspa_report and not any(isinstance(c, TraceCallback) for c in self.callback_handler.callbacks):
             self.add_callback(ReportCallback(steps=args.hotspa_trace_steps))
+        shown = is_watched() and not args.disable_tqdm
+        if shown and not any(isinstance(c, PhaseProgressCallback) for c in self.callback_handler.callbacks):
+            self.add_callback(PhaseProgressCallback())
         # gloo processes that leave with a live group abort now and then, after a correct run
         atexit.register(_destroy_default_group)
 
@@ -150,6 +156,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
             self._model_is_current = True  # somebody gave the model other weights: they count
             self.close_engine()
         weights = self._weights_folder()
+        calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         if args.hotspa_auto:
             self._auto = prepare_auto(self.model, args, self._table_for_auto, self.get_total_train_batch_size(args))
         self.engine = HotSPaEngine(
@@ -173,6 +180,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
             seed=args.seed,
         )
         self.engine.observer = PhaseDispatcher(self)
+        self._predictions = make_predictions(self.engine, calibration, args)
         if self._auto is not None:
             self.engine.predicted_bytes = self._auto.predicted_bytes
         elif args.process_index == 0:
@@ -312,8 +320,9 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         except NonFiniteError as failure:
             return self._skipped.skip(self.engine, failure).to(self.args.device)
         self._skipped.trained(report.loss)
-        if self._auto is not None:
-            report = self._auto.trained(self.state.global_step, inputs["mini_batch"].plan, report)
+        foretold = self._auto or self._predictions
+        if foretold is not None:
+            report = foretold.trained(self.state.global_step, inputs["mini_batch"].plan, report)
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)

@@ -22,6 +22,22 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Bucket, Strategy
 
 
+def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: MiniBatchPlan) -> list[PhaseSeconds]:
+    """What the phases of a plan will take, in the order of the plan.
+
+    Args:
+        time: The time model.
+        switch: Load and return seconds of each strategy of the plan.
+        plan: Which sequences run where.
+    """
+    found = []
+    for phase in plan.phases:
+        strategy = phase.bucket.strategy
+        packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
+        found.append(PhaseSeconds(strategy, time.phase_seconds(strategy, packs), switch[strategy]))
+    return found
+
+
 class PhaseChooser:
     """Chooses the buckets of mini-batches.
 
@@ -114,12 +130,7 @@ class PhaseChooser:
         return [factors.apply(phase) for phase in self._uncorrected(plan)]
 
     def _uncorrected(self, plan: MiniBatchPlan) -> list[PhaseSeconds]:
-        found = []
-        for phase in plan.phases:
-            strategy = phase.bucket.strategy
-            packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
-            found.append(PhaseSeconds(strategy, self._time.phase_seconds(strategy, packs), self._switch[strategy]))
-        return found
+        return predict_phases(self._time, self._switch, plan)
 
     def trained(self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds]) -> Refit | None:
         """Takes what mini-batch `number` took.

@@ -1,6 +1,6 @@
 """The panels of the page: each takes a `RunLog` and gives one figure, or says why there is nothing to see."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -79,22 +79,26 @@ def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
 
 def lengths_panel(run: RunLog) -> Panel:
     """The histogram of lengths with the edges of buckets."""
-    name, title = "lengths", "Sequence lengths"
     found = run.facts.lengths
     if found is None or not sum(found["sequences"]):
-        return _empty(name, title, "The data set was a stream: its lengths were not known before.")
+        return _empty("lengths", "Sequence lengths", "The data set was a stream: its lengths were not known before.")
+    return lengths_figure(found, [(b["strategy"], b["longest"]) for b in run.facts.buckets])
+
+
+def lengths_figure(found: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
+    """The same for a histogram (`reporting/histogram.py`) and buckets: strategy and longest sequence of each."""
     series = [
         Series(key, style, [n / max(sum(found[key]), 1) for n in found[key]])
         for key, style in (("sequences", "s0"), ("tokens", "s1"))
     ]
     top = found["edges"][-1]
-    marks = [Mark(b["longest"], f"{b['strategy']} to {b['longest']}") for b in run.facts.buckets]
+    marks = [Mark(longest, f"{strategy} to {longest}") for strategy, longest in buckets]
     body = svg.histogram("Sequence lengths in tokens", found["edges"], series, marks, "tokens")
-    beyond = [b for b in run.facts.buckets if b["longest"] > top]
-    note = "Shares by length of the row; lines are the ends of buckets."
+    beyond = [strategy for strategy, longest in buckets if longest > top]
+    note = "Shares by length of the row; lines are the ends of buckets." if buckets else "Shares by length of the row."
     if beyond:
-        note += f" {', '.join(b['strategy'] for b in beyond)}: beyond the longest row."
-    return Panel(name, title, len(found["sequences"]), body, note, _legend(series))
+        note += f" {', '.join(beyond)}: beyond the longest row."
+    return Panel("lengths", "Sequence lengths", len(found["sequences"]), body, note, _legend(series))
 
 
 def time_panel(run: RunLog) -> Panel:
@@ -212,7 +216,9 @@ def prediction_panel(run: RunLog) -> Panel:
     known = [(record.step, [p for p in record.report.phases if p.predicted_s is not None]) for record in run.steps]
     known = [(step, phases) for step, phases in known if phases]
     if not known:
-        why = "No time model: it comes with hotspa_strategies=auto, which measures the machine first."
+        why = (
+            "No time model: hotspa_strategies=auto measures the machine first, and so does hotspa_calibration=measure."
+        )
         return _empty(name, title, why)
     series = [
         Series("measured", "s0", [sum(p.seconds for p in phases) for _, phases in known]),

@@ -109,6 +109,41 @@ def calibrate(
         raise as_hotspa_error(explained, "calibration") from failure
 
 
+def calibration_key(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, world_size: int, devices_per_node: int
+) -> CalibrationKey:
+    """What a calibration of this model on these ranks holds for, as this rank sees it."""
+    on_gpu = device.type == "cuda"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return CalibrationKey(
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        kind=device.type,
+        cores=usable_cores(),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else memory,
+        world_size=world_size,
+        devices_per_node=devices_per_node,
+        threads=torch.get_num_threads(),
+        backend=dist.get_backend() if world_size > 1 else "none",
+        dtype=dtype_name(dtype),
+        model=config_digest(config.to_dict()),
+        versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},
+    )
+
+
+def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
+    """What the cache holds for a key; None when nothing. Measures nothing and does not communicate.
+
+    Args:
+        key: What it must hold for.
+        folder: The folder of calibrations; the user's cache when None.
+
+    Raises:
+        HotspaConfigError: the file is broken.
+    """
+    path = (folder or cache_folder()) / f"{key.digest()}.json"
+    return Calibration.load(path, key) if path.exists() else None
+
+
 class _Session:
     """One call of `calibrate` on this rank."""
 
@@ -132,7 +167,7 @@ class _Session:
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
         key, shape, degrees = self._set_up(strategies)
         path = folder / f"{key.digest()}.json"
-        found = None if force else self._cached(path, key)
+        found = None if force else self._cached(folder, key)
         if found is not None and set(degrees) <= set(found.degrees):
             self.say(f"read {path}")
             return found
@@ -172,7 +207,7 @@ class _Session:
                 )
                 if why:
                     raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
-            key = self._key(dtype)
+            key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
         except HotspaError as found:
             error = found
         same = {"calibration's degrees": repr(degrees)}
@@ -183,23 +218,6 @@ class _Session:
         assert shape is not None
         return CalibrationKey(**self._from_first(vars(key))), shape, degrees
 
-    def _key(self, dtype: torch.dtype) -> CalibrationKey:
-        on_gpu = self.device.type == "cuda"
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return CalibrationKey(
-            device=torch.cuda.get_device_name(self.device) if on_gpu else cpu_name(),
-            kind=self.device.type,
-            cores=usable_cores(),
-            memory_bytes=torch.cuda.get_device_properties(self.device).total_memory if on_gpu else memory,
-            world_size=self.world_size,
-            devices_per_node=self.devices_per_node,
-            threads=torch.get_num_threads(),
-            backend=dist.get_backend() if self.world_size > 1 else "none",
-            dtype=dtype_name(dtype),
-            model=config_digest(self.config.to_dict()),
-            versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},
-        )
-
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
@@ -208,17 +226,17 @@ class _Session:
         """Rank 0's calibration on every rank."""
         return Calibration.from_dict(self._from_first(found.to_dict() if found is not None else None))
 
-    def _cached(self, path: Path, key: CalibrationKey) -> Calibration | None:
+    def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
         """What the cache of rank 0 holds; a broken file is an error of all ranks."""
         found, error = None, None
-        if self.rank == 0 and path.exists():
+        if self.rank == 0:
             try:
-                found = Calibration.load(path, key)
+                found = cached_calibration(key, folder)
             except HotspaError as broken:
                 error = broken
         self.agreement.check({}, error, "calibration")
         data = self._from_first(found.to_dict() if found is not None else None)
-        return None if data is None else Calibration.from_dict(data, str(path))
+        return None if data is None else Calibration.from_dict(data, str(folder))
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 

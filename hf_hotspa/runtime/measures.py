@@ -15,7 +15,7 @@ from hf_hotspa.report import PhaseEvent, PhaseReport, RankMeasures, StepReport, 
 class PhaseMeasure(NamedTuple):
     """One rank's measures of one phase: seconds, and bytes it sent.
 
-    Args:
+    Attributes:
         load_s: Waiting for the weights.
         compute_s: Forward and backward.
         wait_s: Waiting for the busiest rank.

@@ -20,7 +20,7 @@ from hf_hotspa.switch.ports import PieceClass, PortLoads, nic_bandwidth, node_ba
 class Demand(NamedTuple):
     """Bytes that a node lacks.
 
-    Args:
+    Attributes:
         owners: The ranks that hold them; none of them is in `node`.
         node: The node that lacks them.
         needers: The ranks of that node that need them; at least one.
@@ -36,7 +36,7 @@ class Demand(NamedTuple):
 class Pull(NamedTuple):
     """Bytes that a rank lacks and others of its node hold.
 
-    Args:
+    Attributes:
         owners: The ranks of its node that hold them.
         needer: The rank.
         num_bytes: How many.

@@ -27,7 +27,7 @@ _MOST_JOINED_SETS = 24
 class PieceClass(NamedTuple):
     """Bytes that the same ranks hold and the same ranks need.
 
-    Args:
+    Attributes:
         num_bytes: Their number.
         owners: The ranks that hold them; at least one.
         needers: The ranks that must hold them afterwards; some may be owners.

@@ -140,7 +140,7 @@ class _Crossings:
 class _Shares(NamedTuple):
     """What was decided for sets of ranks, for all kinds of segments together.
 
-    Args:
+    Attributes:
         needers: The needers of each landing key.
         landing: Where each landing key lands.
         sending: Who sends, by owners; empty where every owner sends what it alone holds.

@@ -19,7 +19,7 @@ COLUMNS = 8
 class Transfer(NamedTuple):
     """A stretch of one segment that moves from one rank's buffer to another's, or inside a rank (`src == dst`).
 
-    Args:
+    Attributes:
         segment: Index of the segment.
         length: Elements.
         src: Sending rank.
@@ -67,7 +67,7 @@ def canonical(table: Numbers) -> Numbers:
 class SegmentPlan(NamedTuple):
     """The transfers of one kind of segment.
 
-    Args:
+    Attributes:
         hops: A table of transfers for each hop, [transfers, 8] int64, in canonical order.
         relay_sizes: Elements that each rank's relay buffer needs for one such segment, [world size].
     """

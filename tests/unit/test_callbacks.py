@@ -1,6 +1,7 @@
 """The trace, report and progress callbacks, and how callbacks are called, without training."""
 
 import json
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,8 +20,10 @@ from hf_hotspa.callbacks import progress as progress_module
 from hf_hotspa.errors import CallbackError, HotspaConfigError
 from hf_hotspa.report import PhaseEvent
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer import trainer as trainer_module
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.events import CallbackEvents
+from tests.families import tiny_model
 from tests.run_logs import LONG, SHORT, made_facts, made_phase, made_report
 
 
@@ -117,48 +120,112 @@ class Bar:
     made: list["Bar"] = []
 
     def __init__(self, total, **kwargs):
-        self.total, self.texts, self.done, self.closed = total, [], 0, False
+        self.total, self.texts, self.n, self.closed = total, [], 0, False
         self.made.append(self)
 
     def set_description_str(self, text):
-        self.texts.append(text)
-
-    def update(self, count):
-        self.done += count
+        self.texts.append((self.n, text))
 
     def close(self):
         self.closed = True
 
 
-def _phases(callback, main=True):
+@pytest.fixture
+def bars(monkeypatch):
+    monkeypatch.setattr(progress_module, "tqdm", Bar)
+    monkeypatch.setattr(Bar, "made", [])
+    return Bar.made
+
+
+def watched_by(monkeypatch, terminal, notebook=False):
+    monkeypatch.setattr(progress_module.sys, "stderr", SimpleNamespace(isatty=lambda: terminal))
+    monkeypatch.setattr(progress_module, "in_notebook", lambda: notebook)
+
+
+def _phases(callback, main=True, steps=(1, 2)):
     state = SimpleNamespace(is_world_process_zero=main)
-    for step in (1, 2):
+    for step in steps:
         for index, strategy in enumerate((SHORT, LONG)):
             phase = PhaseEvent(step, index, 2, strategy, num_packs=3, num_sequences=5, num_tokens=70)
             callback.on_phase_begin(None, state, None, phase=phase)
             callback.on_phase_end(None, state, None, phase=phase)
 
 
-def test_progress_shows_a_line_a_phase(monkeypatch):
-    monkeypatch.setattr(progress_module, "tqdm", Bar)
-    monkeypatch.setattr(Bar, "made", [])
-    _phases(PhaseProgressCallback(disable=False))
-    assert len(Bar.made) == 2
-    for step, bar in enumerate(Bar.made, start=1):
-        assert bar.texts == [f"step {step}: {s}, 3 packs, 70 tokens" for s in (SHORT, LONG)]
-        assert (bar.done, bar.total, bar.closed) == (2, 2, True)
+def test_progress_shows_a_line_a_phase(monkeypatch, bars):
+    watched_by(monkeypatch, terminal=False)
+    _phases(PhaseProgressCallback(delay_s=0.0, disable=False))
+    assert len(bars) == 2
+    for step, bar in enumerate(bars, start=1):
+        assert bar.texts == [(n, f"step {step}: {s}, 3 packs, 70 tokens") for n, s in enumerate((SHORT, LONG))]
+        assert bar.total == 2
+        assert bar.closed
 
 
-def test_progress_is_quiet_in_a_pipe_and_on_other_ranks(monkeypatch):
-    monkeypatch.setattr(progress_module, "tqdm", Bar)
-    monkeypatch.setattr(Bar, "made", [])
-    monkeypatch.setattr(progress_module.sys, "stderr", SimpleNamespace(isatty=lambda: False))
-    _phases(PhaseProgressCallback())
-    _phases(PhaseProgressCallback(disable=False), main=False)
-    assert Bar.made == []
-    monkeypatch.setattr(progress_module.sys, "stderr", SimpleNamespace(isatty=lambda: True))
-    _phases(PhaseProgressCallback())
-    assert len(Bar.made) == 2
+def test_progress_appears_in_the_first_step_and_after_long_ones(monkeypatch, bars):
+    now = iter([0.0, 5.0, 10.0, 10.5, 20.0, 23.0, 30.0, 31.0])
+    monkeypatch.setattr(progress_module.time, "perf_counter", lambda: next(now))
+    _phases(PhaseProgressCallback(disable=False), steps=(1, 2, 3, 4))
+    # of 5 s, 0.5 s, 3 s and 1 s: the third one follows a short one
+    assert [bar.texts[0][1].partition(":")[0] for bar in bars] == ["step 1", "step 2", "step 4"]
+
+
+def test_a_mini_batch_that_was_abandoned_leaves_no_line(bars):
+    callback, state = PhaseProgressCallback(disable=False), SimpleNamespace(is_world_process_zero=True)
+    for _ in range(2):
+        phase = PhaseEvent(1, 0, 2, SHORT, num_packs=3, num_sequences=5, num_tokens=70)
+        callback.on_phase_begin(None, state, None, phase=phase)
+    assert [bar.closed for bar in bars] == [True, False]
+    callback.on_train_end(None, state, None)
+    assert bars[1].closed
+
+
+def test_progress_is_quiet_in_a_pipe_and_on_other_ranks(monkeypatch, bars):
+    watched_by(monkeypatch, terminal=False)
+    _phases(PhaseProgressCallback(delay_s=0.0))
+    _phases(PhaseProgressCallback(delay_s=0.0, disable=False), main=False)
+    assert bars == []
+    watched_by(monkeypatch, terminal=True)
+    _phases(PhaseProgressCallback(delay_s=0.0))
+    assert len(bars) == 2
+    _phases(PhaseProgressCallback(delay_s=0.0, disable=True))
+    assert len(bars) == 2
+
+
+def test_a_notebook_has_one_line_that_changes(monkeypatch, bars):
+    shown, places = [], []
+
+    def display(text, display_id):
+        places.append(display_id)
+        return SimpleNamespace(update=shown.append)
+
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    watched_by(monkeypatch, terminal=False, notebook=True)
+    _phases(PhaseProgressCallback(delay_s=0.0))
+    texts = [
+        f"step {step}: {s}, 3 packs, 70 tokens (phase {n} of 2)" if s else ""
+        for step in (1, 2)
+        for n, s in enumerate((SHORT, LONG, ""), start=1)
+    ]
+    assert [repr(text) for text in shown] == texts
+    assert shown[0]._repr_html_() == f"<small>{texts[0]}</small>"
+    assert places == [True]  # one place in the output, however many steps
+    assert bars == []
+
+
+@pytest.mark.parametrize(("terminal", "disable_tqdm", "there"), [(True, False, 1), (True, True, 0), (False, False, 0)])
+def test_the_trainer_adds_it_where_somebody_watches(monkeypatch, tmp_path, terminal, disable_tqdm, there):
+    monkeypatch.setattr(trainer_module, "is_watched", lambda: terminal)
+    args = HotSPaTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", disable_tqdm=disable_tqdm, report_to="none"
+    )
+    trainer = trainer_module.HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[])
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert kinds.count(PhaseProgressCallback) == there
+    trainer = trainer_module.HotSPaTrainer(
+        model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[], callbacks=[PhaseProgressCallback(delay_s=9.0)]
+    )
+    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    assert kinds.count(PhaseProgressCallback) == 1
 
 
 def test_much_switching_is_said_once(monkeypatch, caplog):

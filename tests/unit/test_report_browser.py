@@ -1,20 +1,21 @@
 """The page in a real browser, where one is installed: no console message, nothing that sticks out, in every dress."""
 
+import os
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 
 from hf_hotspa.reporting.page import report_page, save_page
+from hf_hotspa.reporting.panels import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.run_logs import write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)"),
-]
+pytestmark = pytest.mark.slow
+needs_browser = pytest.mark.skipif(BROWSER is None, reason="needs Chromium (Debian: apt-get install chromium)")
 
 # Runs in the page, after it is drawn, and leaves what it found where the test reads it.
 PROBE = """<script>addEventListener("load", function () {
@@ -22,27 +23,68 @@ PROBE = """<script>addEventListener("load", function () {
   var wide = document.documentElement.scrollWidth > document.documentElement.clientWidth;
   var charts = document.querySelectorAll("svg"), empty = 0;
   charts.forEach(function (c) { if (c.getBoundingClientRect().width < 200) empty++; });
+  var panels = document.querySelectorAll("figure.panel"), blank = [];
+  panels.forEach(function (p) {
+    var marks = p.querySelectorAll("svg rect:not(.hover), svg polyline, svg circle, tbody tr, dl.facts div").length;
+    if (!(p.dataset.points > 0) || !marks || p.querySelector(".empty")) blank.push(p.id);
+  });
   var column = document.querySelector("[data-tip]"), box = column.getBoundingClientRect();
   column.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.x + 1, clientY: box.y + 1}));
   var tip = document.getElementById("tip");
   document.title = ["PROBE", dark, wide, charts.length, empty, !tip.hidden && tip.textContent.length > 3,
-    getComputedStyle(document.body).backgroundColor].join("|");
+    panels.length, blank.join(" "), getComputedStyle(document.body).backgroundColor].join("|");
 });</script>"""
 
 
-@pytest.mark.parametrize("width", [500, 1300])
-@pytest.mark.parametrize("dark", [False, True])
-def test_the_page_in_a_browser(tmp_path, width, dark):
-    page = report_page(read_run_log(write_run(tmp_path, steps=40)))
-    path = save_page(tmp_path / "page.html", page.replace("</body>", PROBE + "</body>"))
+def seen(folder, page, width=1300, dark=False):
+    """What the probe finds in a page."""
+    path = save_page(folder / "page.html", page.replace("</body>", PROBE + "</body>"))
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
-        f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={tmp_path / 'profile'}",
+        f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={folder / 'profile'}",
         f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", path.as_uri(),
     ]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr
-    title = done.stdout.partition("<title>")[2].partition("</title>")[0]
+    return done.stdout.partition("<title>")[2].partition("</title>")[0].split("|")
+
+
+@needs_browser
+@pytest.mark.parametrize("width", [500, 1300])
+@pytest.mark.parametrize("dark", [False, True])
+def test_the_page_in_a_browser(tmp_path, width, dark):
+    page = report_page(read_run_log(write_run(tmp_path, steps=40)))
     background = "rgb(20, 23, 27)" if dark else "rgb(246, 247, 249)"
-    assert title.split("|") == ["PROBE", str(dark).lower(), "false", "8", "0", "true", background]
+    assert seen(tmp_path, page, width, dark) == [
+        "PROBE", str(dark).lower(), "false", "8", "0", "true", "11", "", background,
+    ]  # fmt: skip
+
+
+@needs_browser
+def test_a_panel_without_data_is_found(tmp_path):
+    page = report_page(read_run_log(write_run(tmp_path, lengths=None)))
+    assert seen(tmp_path, page)[7] == "panel-lengths"
+
+
+@pytest.mark.timeout(600)
+def test_every_panel_of_what_make_train_runs_has_data(tmp_path):
+    """Strategies and flags are those of the Makefile; only the steps are fewer, and the corpus is smaller."""
+    root = Path(__file__).resolve().parents[2]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(f'{{"text": "{"def f(x): return x + 1 " * (1 + 10 * n)}"}}\n' for n in range(48)))
+    arguments = f"--max_steps 3 --dataset {data} --vocab_size 400 --output_dir {tmp_path / 'out'}"
+    done = subprocess.run(
+        ["make", "-o", ".venv/.hf_hotspa-installed", "train", f"EXTRA_TRAIN_ARGS={arguments}"],
+        cwd=root,
+        env={**os.environ, "HF_HOTSPA_CACHE": str(tmp_path / "cache"), "HF_HOME": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "equal to what was trained: True" in done.stdout
+    run = read_run_log(tmp_path / "out")
+    assert [p.name for p in all_panels(run) if not p.points] == []
+    if BROWSER is not None:
+        assert seen(tmp_path, report_page(run))[6:8] == ["11", ""]

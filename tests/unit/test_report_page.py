@@ -7,8 +7,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
+from hf_hotspa.reporting.inline import show_lengths, show_report
 from hf_hotspa.reporting.page import report_page, save_page
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
@@ -119,6 +121,36 @@ def test_short_and_long_runs(tmp_path, steps):
     text = report_page(read_run_log(write_run(tmp_path, steps=steps)))
     check_page(text)
     assert len(text) < 600_000
+
+
+def test_pictures_for_notebooks_are_frames_with_whole_pages(tmp_path):
+    def page_in(shown):
+        frame = HTMLParserOfFrame(shown._repr_html_())
+        assert "a page of" in repr(shown)
+        return frame.srcdoc
+
+    assert page_in(show_report(write_run(tmp_path))) == report_page(read_run_log(tmp_path))
+    shown = page_in(show_lengths([3, 5, 5, 9, 90], f"{SHORT}:16@64,{LONG}:200"))
+    check_page(shown)
+    assert Page(shown).points == {"lengths": len(charts(shown)[0].findall(".//{*}rect[@class='s0']"))}
+    assert f"{SHORT} to 16" in shown
+    assert "beyond the longest row" in shown
+    assert Page(page_in(show_lengths([]))).points == {}
+    with pytest.raises(StrategyError):
+        show_lengths([3], "dp2")
+
+
+class HTMLParserOfFrame(HTMLParser):
+    """The page inside a frame."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.srcdoc = None
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        assert (tag, self.srcdoc) == ("iframe", None)
+        self.srcdoc = dict(attrs)["srcdoc"]
 
 
 def test_a_page_is_written_whole(tmp_path):

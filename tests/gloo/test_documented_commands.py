@@ -1,0 +1,148 @@
+"""Every command that README.md and docs/ show is run, or its block says visibly that it needs GPUs.
+
+Commands of `hf-hotspa` that measure nothing run as they are, in a folder that holds what they name. The others are made
+short by arguments (`made_short`), and are slow tests. A command that is neither fails here.
+"""
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_hotspa.cli import main
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests.calibrations import made_calibration
+from tests.contract.commands import PAGES, ROOT, Command, all_commands, commands_of
+from tests.families import tiny_config, tiny_model
+from tests.oracle import random_rows
+from tests.run_logs import write_run
+
+pytestmark = pytest.mark.gloo
+
+FAMILY = "llama_gqa_bias"
+COMMANDS = sorted({c.text for c in all_commands() if not c.needs_gpus})
+DIRECT = re.compile(r"hf-hotspa (plan|estimate|report|compare|inspect|verify|export) ")
+# What stands in the pages -> what stands for it here: names of files that a small run gives, and sizes that it has.
+STAND_INS = {
+    "out/checkpoint-500": "out/checkpoint-1",
+    "--nodes 1x8 --calibration": "--nodes 1x2 --calibration",
+    "--lengths chat --longest 4096": "--lengths chat --longest 256",
+}
+
+_TRAIN = "--max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400"
+_STRATEGIES = " --hotspa_strategies dp4:512@1024,dp2tp2:1024 --hotspa_overlong truncate"
+
+
+def made_short(command: str, folder: Path) -> str | None:
+    """The command as it is run: with less to do, and with its files in a folder. None for one that nobody knows."""
+    out = f"--output_dir {folder / 'out'}"
+    if command == "git clone URL-OF-THIS-REPOSITORY hf_hotspa && cd hf_hotspa":
+        return f"git clone --quiet {ROOT} {folder / 'clone'} && cd {folder / 'clone'} && test -f Makefile"
+    if re.fullmatch(r"make train( EXTRA_TRAIN_ARGS=\"--dataset my.jsonl\")?", command):
+        extra = f"--dataset {folder / 'my.jsonl'} " if "my.jsonl" in command else ""
+        return f'make -o .venv/.hf_hotspa-installed train EXTRA_TRAIN_ARGS="{extra}{_TRAIN} {out}"'
+    if command in ("make test", "make test-slow"):
+        return f'make -o .venv/.hf_hotspa-installed {command.split()[1]} PYTEST_ARGS="--collect-only -q"'
+    if command in ("make lint", "make docs"):
+        site = f' DOCS_ARGS="--site-dir {folder / "site"}"' if command == "make docs" else ""
+        return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"
+    if command.startswith(("accelerate launch ", "torchrun ")) and "examples/finetune.py --use_cpu" in command:
+        return f"{command} {_TRAIN}{_STRATEGIES} {out}"
+    if command.startswith("accelerate launch ") and "examples/from_trl.py --use_cpu" in command:
+        return f"{command} --max_steps 2 {out}"
+    if command == "hf-hotspa calibrate --model config.json --output calibration.json":
+        return f"cd {folder} && {command.replace('calibration.json', 'measured.json')} --processes 2"
+    return None
+
+
+@pytest.fixture(scope="module")
+def workplace(tmp_path_factory):
+    """A folder with what the commands name: runs, a checkpoint, a config, a calibration, rows."""
+    folder = tmp_path_factory.mktemp("workplace")
+    for name in ("out-static", "out-hot"):
+        write_run(folder / name)
+    model = tiny_model(FAMILY)
+    args = HotSPaTrainingArguments(
+        output_dir=str(folder / "out"), use_cpu=True, hotspa_strategies="dp1:60", max_steps=1, save_steps=1,
+        hotspa_mini_batch_size=2, disable_tqdm=True, report_to="none",
+    )  # fmt: skip
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=random_rows(4, model.config.vocab_size, longest=60))
+    trainer.train()
+    trainer.close_engine()
+    (folder / "config.json").write_text(tiny_config(FAMILY).to_json_string())
+    (folder / "my.jsonl").write_text("".join(f'{{"text": "{"a row of words " * (1 + n % 9)}"}}\n' for n in range(24)))
+    from hf_hotspa.cost.coefficients import Cost
+
+    costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
+    made_calibration(model, 2, costs).save(folder / "calibration.json")
+    return folder
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if DIRECT.match(c)])
+def test_a_command_that_measures_nothing(command, workplace, monkeypatch, capsys):
+    monkeypatch.chdir(workplace)
+    for shown, used in STAND_INS.items():
+        command = command.replace(shown, used)
+    assert main(shlex.split(command)[1:]) == 0, capsys.readouterr().err
+    assert capsys.readouterr().out.strip()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if not DIRECT.match(c)])
+def test_a_command_made_short(command, workplace):
+    line = made_short(command, workplace)
+    assert line is not None, f"say in made_short how {command!r} is run, or mark its block '# needs GPUs'"
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment |= {"HF_HOTSPA_CACHE": str(workplace / "cache"), "HF_HOME": str(workplace / "cache")}
+    done = subprocess.run(line, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, f"{line}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    if "max_steps 2" in line:
+        run = read_run_log(workplace / "out")
+        assert len(run.steps) == 2
+        assert run.facts.world_size == (2 if "from_trl" in line else 4)
+
+
+def test_every_command_is_known(tmp_path):
+    unknown = [c for c in COMMANDS if not DIRECT.match(c) and made_short(c, tmp_path) is None]
+    assert unknown == [], "say in made_short how they are run, or begin their block with the line '# needs GPUs'"
+    assert {c.page for c in all_commands()} >= {
+        "README.md",
+        "docs/index.md",
+        "docs/launching.md",
+        "docs/checkpoints.md",
+    }
+
+
+def test_what_needs_gpus_says_so_and_could_not_run_here():
+    marked = {c.text for c in all_commands() if c.needs_gpus}
+    assert marked
+    assert all("--use_cpu" not in text and "hf-hotspa" not in text and not text.startswith("make ") for text in marked)
+    assert marked.isdisjoint(COMMANDS)
+
+
+def test_the_readme_goes_from_a_clone_to_a_report_of_own_data_in_three_commands():
+    first = [c.text for c in commands_of(PAGES[0].read_text(), "README.md")][:3]
+    assert first[0].startswith("git clone")
+    assert first[-1] == 'make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"'
+
+
+def test_commands_are_read_as_a_shell_reads_them():
+    text = "\n".join(
+        ["```sh", "make train   # minutes", "", "hf-hotspa plan \\", "    --model x", "```", "```python", "make x", "```",
+         "~~~", "```bash", "# needs GPUs", "a b", "```"]
+    )  # fmt: skip
+    found = list(commands_of(text, "p"))
+    assert found == [
+        Command("p", "make train", False),
+        Command("p", "hf-hotspa plan --model x", False),
+        Command("p", "a b", True),
+    ]
+    with pytest.raises(ValueError, match="not closed"):
+        list(commands_of("```sh\nmake", "p"))

@@ -1,0 +1,113 @@
+"""The examples train on CPU processes; the notebook runs from top to bottom.
+
+How they are launched from a command line: test_documented_commands.py and test_launch_files.py.
+"""
+
+import json
+import os
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_hotspa.reporting.panels import all_panels
+from hf_hotspa.reporting.run_log import read_run_log
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def run_script(rank, world_size, script, words, log):
+    """Runs a script of examples/ in this rank; what the main process prints goes to a file."""
+    sys.argv = [script, *words]
+    sys.path.insert(0, str(EXAMPLES))
+    if rank == 0:
+        sys.stdout = open(log, "w", buffering=1)  # noqa: SIM115 - closed with the process
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
+
+
+def command_of(script):
+    """The words of the script in the first command of its docstring, and how many processes it starts."""
+    found = re.search(
+        rf"^    accelerate launch .*--num_processes (\d+) examples/{script} (.*)$", text_of(script), re.MULTILINE
+    )
+    return int(found[1]), found[2].split()
+
+
+def text_of(script):
+    return (EXAMPLES / script).read_text()
+
+
+def test_the_script_that_comes_from_trl(tmp_path):
+    processes, words = command_of("from_trl.py")
+    log = tmp_path / "log.txt"
+    run_ranks(
+        processes, run_script, "from_trl.py", [*words, "--max_steps", "6", "--output_dir", str(tmp_path)], str(log)
+    )
+    assert re.search(r"loss [\d.]+ -> [\d.]+; the model is in", log.read_text())
+    assert (tmp_path / "model.safetensors").exists()
+    run = read_run_log(tmp_path)
+    assert {phase.strategy for record in run.steps for phase in record.report.phases} == {"dp2tp1pp1", "dp1tp2pp1"}
+    assert run.steps[-1].report.loss < run.steps[0].report.loss - 0.5
+    # only what the assistant says carries labels, and what is longer than max_length is cut off
+    assert all(0 < r.report.num_labels < 0.8 * r.report.num_tokens for r in run.steps)
+    assert sum(r.report.num_truncated for r in run.steps) > 0
+
+
+def cells():
+    return json.loads((EXAMPLES / "notebook.ipynb").read_text())["cells"]
+
+
+def test_the_notebook_is_kept_without_outputs():
+    for cell in cells():
+        assert not cell.get("outputs")
+        assert cell.get("execution_count") is None
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_notebook_runs_from_top_to_bottom(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    for name in ("notebook.ipynb", "from_trl.py", "chats.jsonl"):
+        (tmp_path / name).write_bytes((EXAMPLES / name).read_bytes())
+    notebook = nbformat.read(tmp_path / "notebook.ipynb", as_version=4)
+    nbformat.validate(notebook)
+    environment = {**os.environ, "HF_HOTSPA_CACHE": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
+    client = NotebookClient(notebook, timeout=400, kernel_name="python3", resources={"metadata": {"path": tmp_path}})
+    client.execute(env=environment)
+
+    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
+    assert not [output for output in outputs if output.output_type == "error"]
+    text = "".join(output.text for output in outputs if output.output_type == "stream" and output.name == "stdout")
+    assert "hotspa_strategies=" in text  # of the plan
+    assert "the saved model is the trained one: True" in text
+    assert re.search(r"loss [\d.]+ -> [\d.]+", text)
+    pictures = [output.data["text/html"] for output in outputs if "text/html" in output.get("data", {})]
+    frames = [html for html in pictures if html.startswith("<iframe")]
+    assert len(frames) == 3
+    assert all("&lt;svg" in html for html in frames)
+    assert any("panel-loss" in html for html in frames)
+    assert {p.name for p in all_panels(read_run_log(tmp_path / "out" / "two_processes")) if not p.points} <= {
+        "prediction"
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_chats_of_ones_own_need_no_model_and_no_tokenizer(tmp_path):
+    words = (
+        f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400 --hotspa_overlong split --dataset "
+        f"{EXAMPLES / 'chats.jsonl'} --output_dir {tmp_path / 'out'} --hotspa_strategies dp2:256,tp2:1024"
+    )
+    env = {"HF_HOME": str(tmp_path / "cache")}
+    run_ranks(2, run_script, "finetune.py", words.split(), str(tmp_path / "log.txt"), env=env)
+    assert "equal to what was trained: True" in (tmp_path / "log.txt").read_text()
+    run = read_run_log(tmp_path / "out")
+    assert all(0 < record.report.num_labels < record.report.num_tokens for record in run.steps)

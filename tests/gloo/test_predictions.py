@@ -1,0 +1,124 @@
+"""Predicted seconds with strategies of one's own: from a file, from the cache, or not at all; they decide nothing."""
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+
+pytestmark = pytest.mark.gloo
+
+STRATEGIES = "dp2:16@32,tp2:60"
+
+
+def calibration_for(world_size):
+    from hf_hotspa.cost.coefficients import Cost
+    from tests.calibrations import made_calibration
+
+    costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
+    return made_calibration(tiny_model("llama_gqa_bias"), world_size, costs)
+
+
+def train(folder, **options):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    model = tiny_model("llama_gqa_bias")
+    settings = {
+        "max_steps": 2, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": STRATEGIES,
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none",
+    }  # fmt: skip
+    args = HotSPaTrainingArguments(output_dir=folder, **{**settings, **options})
+    trainer = HotSPaTrainer(
+        model=model, args=args, train_dataset=random_rows(24, model.config.vocab_size, longest=60, seed=3)
+    )
+    trainer.train()
+    predicted = [phase.predicted_s for phase in trainer.last_report.phases]
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    config, device = trainer.model.config, args.device
+    trainer.close_engine()
+    return (
+        [log["loss"] for log in logs],
+        predicted,
+        [log.get("hotspa/prediction_error") for log in logs],
+        config,
+        device,
+    )
+
+
+class Warnings(logging.Handler):
+    """Keeps what is said about predictions."""
+
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+
+    def emit(self, record):
+        if "no predictions" in record.getMessage():
+            self.texts.append(record.getMessage())
+
+
+def four_runs(rank, world_size, folder, file):
+    """Without anything, with a file, with a cache, with a broken cache."""
+    import torch
+    import torch.distributed as dist
+
+    from hf_hotspa.runtime.calibration import calibration_key
+
+    warnings = Warnings()
+    logging.getLogger("hf_hotspa.trainer.predictions").addHandler(warnings)
+    os.environ["HF_HOTSPA_CACHE"] = folder
+    *none, config, device = train(f"{folder}/none")
+    *given, _, _ = train(f"{folder}/file", hotspa_calibration=file)
+    key = calibration_key(
+        config, torch.float32, device, world_size, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    )
+    path = Path(folder) / "calibration" / f"{key.digest()}.json"
+    if rank == 0:
+        dataclasses.replace(calibration_for(world_size), key=key).save(path)
+    dist.barrier()
+    *cached, _, _ = train(f"{folder}/cached")
+    assert not warnings.texts
+    if rank == 0:
+        path.write_text(path.read_text()[:100])
+    dist.barrier()
+    *broken, _, _ = train(f"{folder}/broken")
+    return none, given, cached, broken, warnings.texts
+
+
+def test_predictions_come_from_a_file_or_the_cache_and_change_nothing(tmp_path):
+    file = tmp_path / "calibration.json"
+    calibration_for(2).save(file)
+    both = run_ranks(2, four_runs, str(tmp_path), str(file))
+    for none, given, cached, broken, _ in both:
+        assert none[1] == broken[1] == [None, None]
+        assert set(none[2]) == set(broken[2]) == {None}
+        assert given[1] == cached[1]
+        assert all(seconds > 0 for seconds in given[1])
+        assert len(given[1]) == 2
+        assert all(error >= 0 for error in given[2])
+        assert none[0] == given[0] == cached[0] == broken[0]  # the losses
+    assert both[0][1][1] == both[1][1][1]
+    assert "not valid JSON" in both[0][4][0]
+    assert both[1][4] == []  # rank 0 reads, rank 0 warns
+
+
+def refused_run(rank, world_size, folder, file):
+    from hf_hotspa.errors import HotspaError
+
+    with pytest.raises(HotspaError) as caught:
+        train(folder, hotspa_calibration=file)
+    return str(caught.value)
+
+
+def test_a_file_of_another_case_is_refused_on_every_rank(tmp_path):
+    file = tmp_path / "calibration.json"
+    calibration_for(4).save(file)
+    first, second = run_ranks(2, refused_run, str(tmp_path), str(file))
+    assert first == second
+    assert "processes 4 instead of 2" in first
