@@ -19,7 +19,7 @@ MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value hea
 def short_name(strategy: Strategy) -> str:
     """`dp2tp2` for `dp2tp2pp1`."""
     parts = [f"{axis}{getattr(strategy, axis)}" for axis in ("dp", "tp", "pp") if getattr(strategy, axis) > 1]
-    return "".join(parts) or "dp1"
+    return ("".join(parts) or "dp1") + strategy.options
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
     python benchmarks/cost_model.py --model 0.9M --json out/cost_model.json
     python benchmarks/cost_model.py --model 0.9M --model 7M --rounds 7 --patience 20
+    python benchmarks/cost_model.py --model 7M --memory-only --memory-tokens 16384 --strategies tp4 tp4+sp tp4+rc tp4+sp+rc
     python benchmarks/cost_model.py --quick
 
 A mini-batch holds sequences of one length (the last one holds a mixture), is packed as in training, and runs through the
@@ -142,6 +143,17 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
     return calibration, runs, phases, sizes
 
 
+def calibrated(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
+    """`(calibration, sizes of the model)`; the work of one rank."""
+    from hf_hotspa.runtime.calibration import calibrate
+    from hf_hotspa.runtime.specs import describe_model
+
+    model = make_model(name)
+    description = describe_model(model)
+    sizes = ModelSizes(description.shape, "float32", vector=description.vector)
+    return calibrate(model.config, cache=Path(options.cache), force=True), sizes
+
+
 def measure_memory(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
     """Bytes that packs take at most, on the fullest rank, by strategy and pack tokens; the work of one rank.
 
@@ -164,12 +176,13 @@ def _measure_memory(world_size: int, options: argparse.Namespace, name: str) -> 
     memory, model = PeakMemory(torch.device("cpu")), make_model(name)
     if not memory.works:
         return {}
-    strategies = legal_strategies(world_size, _shape_of(model))
+    strategies = list(map(Strategy.parse, options.strategies)) or legal_strategies(world_size, _shape_of(model))
     engine = HotSPaEngine(model, [Bucket(s, edge, edge) for edge, s in enumerate(strategies, 1)])
     peaks = {}
     for tokens in (64, *options.memory_tokens):  # the first only warms up
         for strategy in strategies:
-            case = Case("memory", (tokens,) * strategy.dp * strategy.pp)
+            longest = min(tokens, model.config.max_position_embeddings)
+            case = Case("memory", (longest,) * (tokens // longest) * strategy.dp * strategy.pp)
             mini_batch = make_mini_batch(engine, case, strategy, tokens)
             memory.start()
             engine.forward_backward(mini_batch)
@@ -226,6 +239,11 @@ def quietest(runs: Sequence[Run], count: int) -> list[Run]:
 def compare(options: argparse.Namespace, name: str, cases: list[Case]) -> dict[str, Any]:
     """Measures one model and prints the comparison."""
     peaks = run_world(options.ranks, measure_memory, options, name) if options.memory_tokens else {}
+    if options.memory_only:
+        calibration, sizes = run_world(options.ranks, calibrated, options, name)
+        memory = compare_memory(calibration, sizes, peaks)
+        print_memory(memory)
+        return {"model": name, "calibration": calibration.to_dict(), "memory": memory}
     calibration, all_runs, phases, sizes = run_world(options.ranks, measure, options, name, cases)
     time_model = calibration.time_model(sizes)
     strategies = list(dict.fromkeys(strategy for _, strategy in phases))
@@ -307,6 +325,13 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--tokens", type=int, default=4096, help="of a mini-batch")
     parser.add_argument("--pack-tokens", type=int, default=1024, help="of a pack, where no sequence is longer")
+    parser.add_argument("--memory-only", action="store_true", help="no seconds")
+    parser.add_argument(
+        "--strategies",
+        nargs="+",
+        default=[],
+        help="whose memory is measured, such as tp4 tp4+sp+rc; all without options",
+    )
     parser.add_argument("--memory-tokens", type=int, nargs="*", default=list(MEMORY_TOKENS), help="of a pack")
     parser.add_argument("--cache", default=".cache/calibration", help="folder of calibrations")
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")

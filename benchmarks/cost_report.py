@@ -124,10 +124,17 @@ def print_memory(rows: Sequence[dict[str, Any]]) -> None:
     if not rows:
         print("\nmemory: not measured")
         return
-    print("\n| strategy | pack tokens | predicted MiB | measured MiB | error | of all |\n|---|---|---|---|---|---|")
+    print(
+        "\n| strategy | pack tokens | predicted MiB | measured MiB | error | of all | / first |\n|---"
+        + "|---" * 6
+        + "|"
+    )
     for row in rows:
         sizes = f"{row['predicted_bytes'] / 2**20:.1f} | {row['measured_bytes'] / 2**20:.1f}"
-        print(f"| {row['strategy']} | {row['tokens']} | {sizes} | {row['error']:+.1%} | {row['total_error']:+.1%} |")
+        first = next(other for other in rows if other["tokens"] == row["tokens"])
+        share = row["measured_bytes"] / first["measured_bytes"]
+        errors = f"{row['error']:+.1%} | {row['total_error']:+.1%}"
+        print(f"| {row['strategy']} | {row['tokens']} | {sizes} | {errors} | {share:.2f} |")
     worst = max(abs(row["total_error"]) for row in rows)
     print(
         f"memory of packs, and its error as a share of all with Adam: worst {worst:.1%} (target {TARGETS['memory']:.0%})"

@@ -42,10 +42,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
     common.add_argument(
-        "--sequence-parallel", action="store_true", help="norms and residuals divided over tp (not in the trainer yet)"
+        "--sequence-parallel",
+        action="store_true",
+        help="strategies with tp are sequence parallel (+sp): norms and residuals divided over tp",
     )
     common.add_argument(
-        "--recompute", action="store_true", help="layers keep their input only (not in the trainer yet)"
+        "--recompute", action="store_true", help="all strategies recompute (+rc): layers keep their input only"
     )
     machines = f"{', '.join(PRESETS)}, or a YAML file"
 

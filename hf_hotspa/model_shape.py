@@ -21,6 +21,7 @@ class ModelShape:
         has_pp_plan: Whether transformers has a pipeline plan for the family.
         tp_obstacle: Why tp > 1 cannot be exact although there is a plan, or None.
         pp_obstacle: The same for pp > 1.
+        sp_obstacle: Why tensor parallelism cannot be sequence parallel, too, or None.
     """
 
     family: str
@@ -36,6 +37,7 @@ class ModelShape:
     has_pp_plan: bool = True
     tp_obstacle: str | None = None
     pp_obstacle: str | None = None
+    sp_obstacle: str | None = None
 
     @property
     def quadratic_cost(self) -> float:

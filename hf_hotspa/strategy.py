@@ -2,7 +2,8 @@
 
 Owns the two grammars that users type:
 
-* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), and
+* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), with options after a plus sign:
+  ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough.
 
@@ -20,6 +21,7 @@ from hf_hotspa.model_shape import ModelShape
 AXES = ("dp", "tp", "pp")
 _STRATEGY = re.compile(r"(?:(?:dp|tp|pp)[0-9]+)+")
 _DEGREE = re.compile(r"(dp|tp|pp)([0-9]+)")
+_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?")
 _MAX_DEGREE = 1 << 20
 
 
@@ -34,23 +36,29 @@ class Coord:
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """The degrees of data, tensor and pipeline parallelism of one layout.
+    """The degrees of data, tensor and pipeline parallelism of one layout, and how its ranks save memory.
 
     Args:
         dp: Replicas.
         tp: Ranks that share each layer of a replica.
         pp: Pipeline stages of a replica.
+        sp: Sequence parallel: between the parts of a layer that tp divides, each of its ranks holds only its share of
+            the tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
+        rc: Recompute: every rc-th layer keeps only its input and computes its activations again in the backward pass; 0
+            for none.
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, or the order is not one of its shards.
+        StrategyError: when a degree is not a positive integer, the order is not one of its shards, or sp has no tp.
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    sp: bool = False
+    rc: int = 0
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -63,9 +71,21 @@ class Strategy:
                 )
         if self.shard_order and sorted(self.shard_order) != list(range(self.tp)):
             raise StrategyError(f"{self.shard_order} is not an order of the {self.tp} shards of {self}")
+        if self.sp and self.tp == 1:
+            raise StrategyError(
+                f"strategy {self} is sequence parallel without tensor parallelism",
+                why="sp divides the tokens over the ranks of tp",
+                fix="use tp2 or more, or leave +sp out",
+            )
 
     def __str__(self) -> str:
-        return f"dp{self.dp}tp{self.tp}pp{self.pp}"
+        return f"dp{self.dp}tp{self.tp}pp{self.pp}{self.options}"
+
+    @property
+    def options(self) -> str:
+        """What follows the degrees: `+sp`, `+rc`, `+rc2`, or nothing."""
+        recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
+        return f"{'+sp' if self.sp else ''}{recompute}"
 
     @property
     def world_size(self) -> int:
@@ -95,20 +115,30 @@ class Strategy:
         """The ranks of one pipeline, by stage."""
         return tuple(self.rank(Coord(dp_coord, tp_coord, p)) for p in range(self.pp))
 
+    @property
+    def plain(self) -> "Strategy":
+        """The degrees alone: what decides where weights lie."""
+        return replace(self, sp=False, rc=0)
+
     @classmethod
     def parse(cls, text: str) -> "Strategy":
-        """Reads ``dp4tp2pp1``; each axis at most once, in any order, 1 when left out.
+        """Reads ``dp4tp2pp1``, then options; each axis at most once, in any order, 1 when left out.
 
         Raises:
             StrategyError: the text is not a strategy.
         """
         text = text.strip()
         how = "write the degrees as dp4tp2pp1; an axis may be left out when its degree is 1 (dp2tp2, tp4)"
-        base, plus, options = text.partition("+")
-        if plus:
-            raise StrategyError(
-                f"strategy {text!r} asks for the options {options!r}, which are not supported yet", fix=f"use {base!r}"
-            )
+        base, *options = text.split("+")
+        found: dict[str, int] = {}
+        for option in options:
+            match = _OPTION.fullmatch(option)
+            if match is None or option[:2] in found:
+                raise StrategyError(
+                    f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
+                    fix="options are +sp (sequence parallel), +rc (recompute every layer) and +rc2 (every second layer)",
+                )
+            found[option[:2]] = int(match[1] or 1)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
         degrees: dict[str, int] = {}
@@ -118,7 +148,8 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1))
+        sp, rc = "sp" in found, found.get("rc", 0)
+        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1), sp, rc)
 
     def misfit(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -126,6 +157,8 @@ class Strategy:
             return f"the family {model.family!r} has no tensor-parallel plan in transformers, so tp must be 1"
         if self.tp > 1 and model.tp_obstacle:
             return model.tp_obstacle
+        if self.sp and model.sp_obstacle:
+            return model.sp_obstacle
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads

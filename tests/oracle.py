@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import _engine_run_backward
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -26,7 +27,21 @@ class _KeepDouble(TorchFunctionMode):
                     return args[0]
                 if func in (functional.softmax, torch.softmax, torch.Tensor.softmax):
                     kwargs = {**kwargs, "dtype": torch.float64}
+        if func in (torch.Tensor.backward, torch.autograd.backward):
+            return self._backward(*args, **kwargs)
         return func(*args, **kwargs)
+
+    @staticmethod
+    def _backward(tensors: Any, gradient: Any = None, *rest: Any, grad_tensors: Any = None, **kwargs: Any) -> None:
+        """Layers may be recomputed in a backward, and a mode is off while it handles a call: the engine is called here."""
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        given = gradient if gradient is not None else grad_tensors
+        gradients = [given] if given is None or isinstance(given, Tensor) else list(given)
+        ones = [torch.ones_like(t) if g is None else g for t, g in zip(tensors, gradients, strict=True)]
+        with _KeepDouble():
+            _engine_run_backward(
+                tuple(tensors), tuple(ones), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
 
 
 @contextmanager

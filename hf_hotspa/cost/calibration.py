@@ -134,10 +134,8 @@ class Calibration:
             world_size: Ranks; as many as were measured when None.
         """
         options = options or MemoryOptions()
-        options = replace(options, compute_dtype=self.key.dtype)
-        if not options.recompute and not options.sequence_parallel:  # neither was measured
-            layers, ends = self.memory_per_token
-            options = replace(options, activation_bytes=layers, end_bytes=ends)
+        layers, ends = self.memory_per_token
+        options = replace(options, compute_dtype=self.key.dtype, activation_bytes=layers, end_bytes=ends)
         return MemoryModel(sizes, world_size or self.key.world_size, options)
 
     @cached_property

@@ -11,9 +11,9 @@ follow in closed form, and never fall when the limit rises. Plain data, no torch
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 
-from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes
+from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
@@ -37,7 +37,7 @@ def activation_bytes(
     f is what the layer's parameters leave for three matrices; for a mixture of experts it counts all experts.
     """
     if recompute:
-        return float(shape.hidden_size * element_bytes)
+        return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
     kv_size = shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
     attention_parameters = shape.hidden_size * 2 * (shape.attention_size + kv_size)
     mlp = max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
@@ -171,30 +171,27 @@ class MemoryModel:
         master = self.sizes.master(self.world_size)
         in_flight = strategy.pp - stage if num_packs is None else min(strategy.pp - stage, num_packs)
 
-        def formula(recompute: bool) -> float:
-            return activation_bytes(
-                shape,
-                strategy.tp,
-                recompute=recompute,
-                sequence_parallel=options.sequence_parallel,
-                element_bytes=dtype_bytes(options.compute_dtype),
-            )
-
-        per_token = options.activation_bytes.get(strategy.tp)
-        if per_token is None:
-            per_token = formula(options.recompute)
-        tokens = per_token * sizes.num_layers * in_flight
-        if options.recompute and in_flight:
-            tokens += formula(False)  # the layer that is being recomputed has all its activations
+        hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
+        sharers = strategy.tp if strategy.sp or options.sequence_parallel else 1
+        per_token = self._layer_bytes(strategy)
+        recompute = strategy.rc or int(options.recompute)
+        kept = per_token if not recompute else hidden / sharers / recompute + per_token * (1 - 1 / recompute)
+        tokens = kept * sizes.num_layers * in_flight
+        if recompute and in_flight:
+            tokens += per_token  # the layer that is being recomputed has all its activations
         last = stage == strategy.pp - 1 and in_flight > 0
         if in_flight and not last:
             # what a stage sends stays until its backward pass
-            tokens += in_flight * shape.hidden_size * dtype_bytes(options.compute_dtype)
+            tokens += in_flight * hidden / sharers
             tokens += min(per_token, options.end_bytes.get(strategy.tp, 0.0))
         weights = options.weight_copies * sizes.weight_bytes
+        rows = -(-shape.vocab_size // strategy.tp)
         logits = options.end_bytes.get(strategy.tp)
         if logits is None:
-            logits = (-(-shape.vocab_size // strategy.tp)) * 4 * options.logit_copies
+            logits = rows * 4 * options.logit_copies
+        at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
+        # of the other tokens, the hidden states and their gradients
+        rest = 2 * hidden * (pack_tokens - at_a_time)
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -203,7 +200,7 @@ class MemoryModel:
             gradients=sizes.gradient_bytes,
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=tokens * pack_tokens,
-            logits=pack_tokens * logits if last else 0.0,
+            logits=at_a_time * logits + rest if last else 0.0,
             switch=options.switch_bytes,
             communicators=options.communicator_bytes,
             reserved=options.reserved_bytes,
@@ -211,6 +208,19 @@ class MemoryModel:
             in_flight=in_flight,
             pack_tokens=pack_tokens,
         )
+
+    def _layer_bytes(self, strategy: Strategy) -> float:
+        """Bytes of a token in one layer that keeps all its activations, measured where possible."""
+        options, shape, tp = self.options, self.sizes.shape, strategy.tp
+        element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
+        sp = strategy.sp or options.sequence_parallel
+        if not sp and tp in measured:
+            return measured[tp]
+        if sp and 1 in measured:
+            # all is divided, but for what the two blocks gather
+            gathered = 2 * shape.hidden_size * element_bytes
+            return (measured[1] - gathered) / tp + gathered
+        return activation_bytes(shape, tp, sequence_parallel=sp, element_bytes=element_bytes)
 
     def largest_pack(self, strategy: Strategy, limit_bytes: float | None, *, arena_bytes: int = 0) -> int:
         """The most tokens that a pack may have.
@@ -226,11 +236,16 @@ class MemoryModel:
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         found = UNLIMITED_TOKENS
+        chunk = loss_chunk_tokens(-(-self.sizes.shape.vocab_size // strategy.tp))
         for stage in range(strategy.pp):
-            one = self._breakdown(strategy, stage, 1, None, arena_bytes)
-            fixed = replace(one, activations=0.0, logits=0.0).total
-            per_token = one.activations + one.logits
-            found = min(found, int(max(0.0, limit_bytes - fixed) // per_token))
+
+            def total(tokens: int, stage: int = stage) -> float:
+                return self._breakdown(strategy, stage, tokens, None, arena_bytes).total
+
+            # linear up to a chunk of the loss, and linear beyond
+            first = chunk if total(chunk) <= limit_bytes else 0
+            base = total(first)
+            found = min(found, first + int(max(0.0, limit_bytes - base) // (total(first + 1) - base)))
         return found
 
     def bytes_needed(self, strategy: Strategy, pack_tokens: int, *, arena_bytes: int = 0) -> float:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.cost.histogram import DISTRIBUTIONS, load_histogram, synthetic_lengths
 from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, MemoryRooms
@@ -101,7 +100,7 @@ class Setup:
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
             dtype = dtype or measured.key.dtype
-            _check_calibration(measured, str(calibration), shape, count, devices, dtype, **options)
+            _check_calibration(measured, str(calibration), shape, count, devices, dtype)
             machine = measured.hardware()
         limit = machine.device.memory_bytes if machine is not None else None
         if memory_limit is not None:
@@ -141,8 +140,6 @@ class Setup:
         """The memory model."""
         options = MemoryOptions(
             compute_dtype=self.dtype,
-            recompute=self.recompute,
-            sequence_parallel=self.sequence_parallel,
             reserved_bytes=self.hardware.reserved_bytes if self.hardware is not None else 0,
         )
         if self.calibration is not None:
@@ -157,13 +154,18 @@ class Setup:
         """
         assert self.hardware is not None
         if self.calibration is not None:
-            model = self.calibration.time_model(self.sizes, self.world_size)
-        else:
-            model = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
-        if not self.recompute:
-            return model
-        layers: dict[int, Cost] = {tp: cost * (4 / 3) for tp, cost in model.layers.items()}
-        return replace(model, layers=layers, forward_share=1 / 4)
+            return self.calibration.time_model(self.sizes, self.world_size)
+        return TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
+
+    def strategies(self) -> list[Strategy]:
+        """Every legal strategy, with the options that are asked for."""
+        legal = legal_strategies(self.world_size, self.model.shape)
+        return list(map(self.with_options, legal))
+
+    def with_options(self, strategy: Strategy) -> Strategy:
+        """A strategy with its own options and those that are asked for of all."""
+        sp = strategy.sp or (self.sequence_parallel and strategy.tp > 1)
+        return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
 
     def switch_seconds(self, strategies: Sequence[Strategy]) -> dict[Strategy, float]:
         """Load and return seconds of each strategy."""
@@ -227,7 +229,7 @@ class Plan:
                 f"The model has {positions} positions: the trainer refuses longer buckets until "
                 "max_position_embeddings is raised."
             )
-        return found + _unsupported(self.setup)
+        return found
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -264,7 +266,7 @@ class Plan:
 
 
 def _check_calibration(
-    found: Calibration, where: str, model: ModelConfig, nodes: int, devices: int, dtype: str, **options: Any
+    found: Calibration, where: str, model: ModelConfig, nodes: int, devices: int, dtype: str
 ) -> None:
     """Refuses a calibration of another model, dtype or kind of node."""
     key, facts, shape = found.key, found.model, model.shape
@@ -280,7 +282,6 @@ def _check_calibration(
     other += [f"{name} {measured} instead of {asked}" for name, measured, asked in pairs if measured != asked]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
         other.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
-    other += [f"no {name}" for name in ("sequence_parallel", "recompute") if options.get(name)]
     if nodes > 1 and found.inter is None:
         other.append("no links between nodes")
     if other:
@@ -289,13 +290,6 @@ def _check_calibration(
             where=where,
             fix="calibrate this model on this kind of cluster (hf-hotspa calibrate), or use --hardware",
         )
-
-
-def _unsupported(setup: Setup) -> list[str]:
-    named = (("recomputation", setup.recompute), ("sequence parallelism", setup.sequence_parallel))
-    if asked := [name for name, used in named if used]:
-        return [f"Assumes {' and '.join(asked)}, which the trainer does not offer yet."]
-    return []
 
 
 def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
@@ -342,9 +336,9 @@ def make_plan(
     assert setup.hardware is not None
     shape = setup.model.shape
     found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings)
-    time = setup.time(legal_strategies(setup.world_size, shape))
+    time = setup.time(setup.strategies())
     # a calibration may know fewer degrees than more devices allow
-    strategies = [strategy for strategy in legal_strategies(setup.world_size, shape) if time.knows(strategy)]
+    strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
     choice = search(
         found,
         strategies,
@@ -382,10 +376,6 @@ class Estimate:
         """Whether it stays below the limit."""
         return self.setup.limit_bytes is None or self.memory.total <= self.setup.limit_bytes
 
-    def notes(self) -> list[str]:
-        """What the reader must know before using the numbers."""
-        return _unsupported(self.setup)
-
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
         return {
@@ -397,7 +387,6 @@ class Estimate:
             "largest_pack_tokens": self.largest_pack,
             "fits": self.fits,
             "memory": memory_dict(self.memory),
-            "notes": self.notes(),
         }
 
 
@@ -409,7 +398,7 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     """
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
-    found = Strategy.parse(strategy)
+    found = setup.with_options(Strategy.parse(strategy))
     shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
     check_buckets((Bucket(found, pack_tokens, pack_tokens),), setup.world_size, shape)
     largest = setup.memory.largest_pack(found, setup.limit_bytes)

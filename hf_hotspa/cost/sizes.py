@@ -17,6 +17,9 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 
+LOSS_CHUNK_BYTES = 256 << 20
+"""How large the fp32 logits that exist at a time may be on a rank; the loss of a longer pack is computed in chunks."""
+
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
 _MASTER_BYTES = 4
 
@@ -30,6 +33,11 @@ def dtype_bytes(dtype: str) -> int:
     if dtype not in _DTYPE_BYTES:
         raise HotspaConfigError(f"no size is known for dtype {dtype!r}", fix=f"use one of {', '.join(_DTYPE_BYTES)}")
     return _DTYPE_BYTES[dtype]
+
+
+def loss_chunk_tokens(vocabulary_rows: int) -> int:
+    """Tokens whose logits exist at a time, from the most rows of the vocabulary that a rank holds."""
+    return max(1, LOSS_CHUNK_BYTES // (4 * max(1, vocabulary_rows)))
 
 
 @dataclass(frozen=True)

@@ -195,7 +195,7 @@ def estimate_text(estimate: Estimate) -> str:
         lines.append("Not even a pack of one token fits.")
     else:
         lines.append(f"Largest pack that fits: {estimate.largest_pack} tokens")
-    return "\n".join(lines + _notes(estimate.notes()))
+    return "\n".join(lines)
 
 
 def check_plot() -> None:

@@ -162,16 +162,16 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        tp, pp = strategy.tp, strategy.pp
-        if (tp, pp) not in self._stage_costs:
-            self._stage_costs[tp, pp] = self._sum_stages(tp, pp)
-        return self._stage_costs[tp, pp]
+        key = strategy.tp, strategy.pp, strategy.rc
+        if key not in self._stage_costs:
+            self._stage_costs[key] = self._sum_stages(*key)
+        return self._stage_costs[key]
 
     @cached_property
-    def _stage_costs(self) -> dict[tuple[int, int], tuple[Cost, ...]]:
+    def _stage_costs(self) -> dict[tuple[int, int, int], tuple[Cost, ...]]:
         return {}
 
-    def _sum_stages(self, tp: int, pp: int) -> tuple[Cost, ...]:
+    def _sum_stages(self, tp: int, pp: int, rc: int) -> tuple[Cost, ...]:
         if (tp, pp) in self.stages:
             return (self.stages[tp, pp],) * pp
         if tp not in self.layers:
@@ -184,6 +184,8 @@ class TimeModel:
         found = []
         for stage, layers in enumerate(cut_stages(self.layer_costs, self.head_cost, pp)):
             cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
+            if rc:  # one more forward pass of every rc-th layer
+                cost *= 1 + self.forward_share / rc
             if stage == 0:
                 cost += self.embeddings.get(tp, Cost())
             if stage == pp - 1:

@@ -237,7 +237,8 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     """What each rank adds to the gradient, as intervals of its gradient buffers (shaped like its weight buffers).
 
     A sharded parameter, and one with partial gradients, is added by every holder (replicated key/value heads hold
-    different parts of the sum). A parameter that all tp coordinates hold with identical gradients is added in disjoint
+    different parts of the sum; with sequence parallelism, so does every parameter, for each coordinate sees its own
+    tokens). A parameter that all tp coordinates hold with identical gradients is added in disjoint
     1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Frozen ones add nothing.
     """
     tp = strategy.tp
@@ -246,7 +247,7 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
         spec = slot.spec
         if not spec.trainable:
             return []
-        if spec.shard_dim is not None or spec.partial_gradient or tp == 1:
+        if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp == 1:
             return slot.intervals()
         low, high = slot.numel * tp_coord // tp, slot.numel * (tp_coord + 1) // tp
         return [Interval(spec.offset + low, spec.offset + high, slot.segment, slot.offset + low)] if high > low else []

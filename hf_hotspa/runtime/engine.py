@@ -74,6 +74,7 @@ class HotSPaEngine:
             for none.
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
         seed: Seed of that noise.
+        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
@@ -107,6 +108,7 @@ class HotSPaEngine:
         recompute_every: int = 0,
         neftune_alpha: float | None = None,
         seed: int = 0,
+        loss_chunk_tokens: int | None = None,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -115,6 +117,7 @@ class HotSPaEngine:
         options = EngineOptions(
             compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
             switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
+            loss_chunk_tokens,
         )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises

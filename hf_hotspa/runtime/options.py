@@ -41,6 +41,7 @@ class EngineOptions:
     recompute_every: int = 0
     neftune_alpha: float | None = None
     seed: int = 0
+    loss_chunk_tokens: int | None = None
 
     def check(self) -> None:
         """Refuses values that cannot be meant.
@@ -59,6 +60,10 @@ class EngineOptions:
             raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise HotspaConfigError(f"the label smoothing is {self.label_smoothing}", fix="use a number from 0 to 1")
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise HotspaConfigError(
+                f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"
+            )
         if self.recompute_every < 0:
             raise HotspaConfigError(
                 f"recompute_every is {self.recompute_every}",

@@ -15,16 +15,19 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_hotspa.cost.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.errors import ModelError
+from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
+from hf_hotspa.runtime.head_loss import Tail, chunked_loss
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.noise import EmbeddingNoise
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
+from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.storage import from_storage
 from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
@@ -86,17 +89,26 @@ class Replica:
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
-        if options.recompute_every:
+        self._tail = Tail(self.model, description.base) if self.is_last else None
+        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(max(self.vocabulary_widths))
+        recompute_every = strategy.rc or options.recompute_every
+        if recompute_every:
             if not self.model.supports_gradient_checkpointing:
                 raise ModelError(
                     f"{type(self.model).__name__} cannot recompute its layers",
-                    fix="leave activation_checkpointing off, or lower the tokens per pack",
+                    fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
                 )
             # the models' own enabling also puts hooks on embeddings, which later stages do not have
             recompute = partial(checkpoint, use_reentrant=False)
-            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=options.recompute_every)
+            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=recompute_every)
         self.noise: EmbeddingNoise | None = None
         if options.neftune_alpha is not None and self.is_first:
+            if strategy.sp:
+                raise UnsupportedError(
+                    f"noise on embeddings (neftune_noise_alpha) under {strategy}",
+                    why="each rank embeds the tokens of all and keeps its share; the noise is drawn for whole sequences",
+                    fix="leave +sp out, or neftune_noise_alpha",
+                )
             self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
             self.model.get_input_embeddings().register_forward_hook(self.noise)
         self.release()
@@ -176,6 +188,9 @@ class Replica:
                 set_local_heads(modules[name], (high - low) // head_size, mine)
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+        if strategy.sp:
+            apply_sequence_parallel(present, description.styles, widths, tensor)
+            return lambda: None
         return apply_tensor_parallel(present, description.styles, widths, tensor)
 
     # -- storage ------------------------------------------------------------------------------------------------------
@@ -225,6 +240,8 @@ class Replica:
             [1, T, hidden size] for the next stage, or on the last stage the scaled sum of cross entropies (fp64
             scalar).
         """
+        num_tokens = micro_batch.num_tokens
+        micro_batch = self._divisible(micro_batch)
         pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids,
@@ -239,22 +256,8 @@ class Replica:
         else:
             inputs["inputs_embeds"] = hidden
         if self.is_last:
-            # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
-            logits = self.model(**inputs).logits.squeeze(0)
-            tensor = self.mesh.tensor
-            first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
-            out = vocab_parallel_cross_entropy(
-                logits,
-                micro_batch.labels[0],
-                scale,
-                first_row,
-                group,
-                smoothing=self._smoothing,
-                vocab_size=self._vocab_size,
-            )
+            out = self._loss(inputs, micro_batch.labels[0], scale, num_tokens)
             self.losses.append(out.detach())
-            if self.logits is not None:
-                self.logits.append(logits)
         else:
             out = self._base(**inputs).last_hidden_state
         self._after_forward()
@@ -267,9 +270,56 @@ class Replica:
             )
         return out
 
+    def _loss(self, inputs: dict[str, Any], labels: Tensor, scale: float, num_tokens: int) -> Tensor:
+        """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
+        tensor = self.mesh.tensor
+        first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
+
+        def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
+            return vocab_parallel_cross_entropy(
+                logits,
+                labels[tokens],
+                scale,
+                first_row,
+                group,
+                smoothing=self._smoothing,
+                vocab_size=self._vocab_size,
+            )
+
+        tail, sp = self._tail, self.mesh.strategy.sp
+        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
+        if in_chunks or sp:
+            assert tail is not None
+            hidden = self._base(**inputs).last_hidden_state
+            if sp:
+                assert group is not None
+                hidden = gather_tokens(hidden, group)
+            if in_chunks:
+                return chunked_loss(
+                    lambda part, tokens: cross_entropy(tail(part, inputs), tokens),
+                    hidden,
+                    tail.parameters,
+                    self._chunk_tokens,
+                )
+            logits = tail(hidden, inputs)
+        else:
+            # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
+            logits = self.model(**inputs).logits.squeeze(0)
+        if self.logits is not None:
+            self.logits.append(logits[:num_tokens])
+        return cross_entropy(logits, slice(None))
+
+    def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
+        """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
+        strategy = self.mesh.strategy
+        if not strategy.sp:
+            return micro_batch
+        return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
+
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of what travels between stages."""
-        return (1, micro_batch.num_tokens, self.hidden_size)
+        sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
+        return (1, -(-micro_batch.num_tokens // sharers), self.hidden_size)
 
 
 def _view(buffer: Tensor | None, slot: Slot) -> Tensor:

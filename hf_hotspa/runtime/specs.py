@@ -17,6 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.runtime import sequence_parallel
 from hf_hotspa.runtime.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,
@@ -327,6 +328,7 @@ def describe_model(model: PreTrainedModel, compute_dtype: torch.dtype | None = N
         has_pp_plan=bool(text.base_model_pp_plan),
         tp_obstacle=styles.obstacle,
         pp_obstacle=_pipeline_obstacle(model, before, after),
+        sp_obstacle=_sequence_obstacle(styles, [f"{base}.{child}." for child in before]),
     )
     return ModelDescription(
         model_class=type(model),
@@ -378,6 +380,15 @@ def _spec(
         tied_names=tied,
         in_head=f"{head}.weight" in tied,
     )
+
+
+def _sequence_obstacle(styles: _Styles, before: list[str]) -> str | None:
+    """Why the model cannot be sequence parallel, or None."""
+    for name, module in styles.modules.items():
+        early = name != styles.embedding and any(f"{name}.".startswith(prefix) for prefix in before)
+        if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
+    return sequence_parallel.obstacle(styles.modules, styles.styles, styles.partial, styles.layer_prefix)
 
 
 def _pipeline_obstacle(model: PreTrainedModel, before: tuple[str, ...], after: tuple[str, ...]) -> str | None:

@@ -51,6 +51,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/pipeline.py",
         "hf_hotspa/runtime/attention.py",
         "hf_hotspa/runtime/loss.py",
+        "hf_hotspa/runtime/head_loss.py",
         "hf_hotspa/runtime/noise.py",
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/agreement.py",

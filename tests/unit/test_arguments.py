@@ -90,7 +90,7 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_strategies": "dp4:64"}, LaunchError, "--multi_gpu --num_processes 4"),
         ({"hotspa_strategies": "auto", "hotspa_longest": 0}, HotspaConfigError, "hotspa_longest is 0"),
         ({"hotspa_strategies": "auto", "hotspa_max_buckets": 0}, HotspaConfigError, "hotspa_max_buckets is 0"),
-        ({"hotspa_strategies": "dp1+sp:64"}, StrategyError, "'sp'"),
+        ({"hotspa_strategies": "dp1+sp:64"}, StrategyError, "without tensor"),
         ({"hotspa_strategies": "dp1"}, StrategyError, "longest"),
         ({"hotspa_overlong": "cut"}, HotspaConfigError, "split"),
         ({"hotspa_pipeline_schedule": "zb"}, HotspaConfigError, "1f1b"),

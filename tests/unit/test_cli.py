@@ -62,7 +62,8 @@ def test_a_config_gives_the_shape_of_the_model(family: str, tmp_path: Path) -> N
     found, exact = load_model(tmp_path).shape, describe_model(tiny_model(family)).shape
     # biases and extra norms, which are much of a layer only in tiny models
     assert found.layer_parameters == pytest.approx(exact.layer_parameters, rel=0.05)
-    assert vars(found) | {"layer_parameters": 0} == vars(exact) | {"layer_parameters": 0}
+    unknown = {"layer_parameters": 0, "sp_obstacle": None}  # the latter needs the model's modules
+    assert vars(found) | unknown == vars(exact) | unknown
     assert load_model(tmp_path).tied == tiny_config(family).tie_word_embeddings
 
 
@@ -133,7 +134,7 @@ def test_plans(capsys: pytest.CaptureFixture[str], model: str, nodes: str, lengt
         parts = {k: v for k, v in bucket["memory"].items() if k not in ("total", "stage", "in_flight")}
         assert sum(parts.values()) == pytest.approx(bucket["memory"]["total"])
         assert bucket["memory"]["total"] <= found["limit_bytes"]
-    assert "does not offer" in found["notes"][0]
+    assert all(bucket.strategy.sp == (bucket.strategy.tp > 1) for bucket in buckets)
 
 
 def test_the_text_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
@@ -154,7 +155,7 @@ def test_recomputation_costs_time_and_saves_memory(capsys: pytest.CaptureFixture
     plain, recomputed = answer(capsys, short), answer(capsys, [*short, "--recompute"])
     assert recomputed["buckets"][0]["memory"]["activations"] < plain["buckets"][0]["memory"]["activations"]
     assert recomputed["seconds"] > 0.9 * plain["seconds"]
-    assert "does not offer" in recomputed["notes"][0]
+    assert all(bucket["strategy"].endswith("+rc") for bucket in recomputed["buckets"])
     assert not plain["notes"]
 
 

@@ -79,9 +79,13 @@ BAD_STRATEGIES = [
     ("dp1048577", "dp degree 1048577"),
     ("dp99999999", "too large"),
     ("dp" + "9" * 10_000, "too large"),
-    ("dp2+sp", "options 'sp'"),
-    ("dp2+", "options ''"),
-    ("+sp", "options 'sp'"),
+    ("dp2+sp", "without tensor parallelism"),
+    ("dp2+", "the option ''"),
+    ("+sp", "is not a strategy"),
+    ("tp2+sp+sp", "'sp' twice"),
+    ("tp2+rc+rc2", "'rc2' twice"),
+    ("tp2+rc0", "the option 'rc0', which there is not"),
+    ("tp2+cp", "the option 'cp', which there is not"),
 ]
 
 
@@ -264,7 +268,7 @@ BAD_BUCKETS = [
     ("dp4:1024,dp2:2048", "different numbers of processes"),
     ("dp4:1024;tp4:2048", "no longest sequence"),
     ("dp4tp0:1024", "tp degree 0"),
-    ("dp4+rc:1024", "options 'rc'"),
+    ("dp4+zz:1024", "the option 'zz'"),
 ]
 
 

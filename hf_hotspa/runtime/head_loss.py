@@ -1,0 +1,115 @@
+"""From the last hidden state to the loss without the logits of a whole pack.
+
+The head runs on a chunk of tokens after the other, and the gradient of a chunk is computed as soon as its loss is known,
+while its logits still exist: nothing is computed twice, and at most one chunk's logits are alive, whatever the length of
+the pack. That is possible because the loss is a sum over tokens with a known factor: the gradient that comes back
+from outside only scales what is there. Hsu et al. (2024, Liger Kernel, section 3.2) fuse head and loss in this way.
+
+What a family does between head and loss (scales, soft caps, vocabulary slices) is kept: the family's own forward runs,
+with a base model that hands out the chunk.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+class _Chunk(nn.Module):
+    """Stands where the base model is: its result is the chunk at hand."""
+
+    hidden: Tensor | None = None
+
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+
+
+class Tail:
+    """What a causal language model does after its base model, as a function of the hidden state.
+
+    Args:
+        model: The replica's model on a last stage.
+        base: Name of its base model.
+    """
+
+    def __init__(self, model: nn.Module, base: str) -> None:
+        self._chunk = _Chunk()
+        shell = copy.copy(model)  # shares the modules, but for the base model
+        shell._modules = {**model._modules, base: self._chunk}
+        self._shell = shell
+        inside = {id(parameter) for parameter in model.get_submodule(base).parameters()}
+        head: Any = model.get_output_embeddings()  # type: ignore[operator]
+        own = [p for p in model.parameters() if id(p) not in inside]
+        tied = [p for p in head.parameters() if id(p) in inside]
+        self.parameters: tuple[nn.Parameter, ...] = (*own, *tied)
+
+    def __call__(self, hidden: Tensor, inputs: dict[str, Any]) -> Tensor:
+        """Logits [t, V] of [1, t, h] hidden states."""
+        self._chunk.hidden = hidden
+        logits: Tensor = self._shell(**inputs).logits
+        self._chunk.hidden = None
+        return logits.squeeze(0)
+
+
+class _ChunkedLoss(torch.autograd.Function):
+    """The sum of the losses of all chunks; their gradients are computed on the way and handed out by the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: Callable[[Tensor, slice], Tensor], chunk: int, hidden: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=hidden.device)
+        wanted = [parameter for parameter in parameters if parameter.requires_grad]
+        needs_hidden = ctx.needs_input_grad[2]
+        of_hidden = torch.zeros_like(hidden) if needs_hidden else None
+        sums = [
+            torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in wanted
+        ]
+        for begin in range(0, hidden.shape[1], chunk):
+            place = slice(begin, min(begin + chunk, hidden.shape[1]))
+            with torch.enable_grad():
+                part = hidden[:, place].detach().requires_grad_(needs_hidden)
+                loss = run(part, place)
+                leaves = [*([part] if needs_hidden else []), *wanted]
+                found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+            total += loss.detach()
+            if of_hidden is not None:
+                mine = found.pop(0)
+                if mine is not None:
+                    of_hidden[:, place] = mine
+            for whole, mine in zip(sums, found, strict=True):
+                if mine is not None:
+                    whole += mine
+        ctx.of_hidden = of_hidden
+        ctx.sums = [sums.pop(0) if parameter.requires_grad else None for parameter in parameters]
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        scaled = [None if found is None else found.mul_(grad.to(found.dtype)) for found in (ctx.of_hidden, *ctx.sums)]
+        ctx.of_hidden = ctx.sums = None
+        return None, None, *scaled
+
+
+def chunked_loss(
+    run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunk: int
+) -> Tensor:
+    """The loss of a pack, one chunk of tokens after the other.
+
+    Args:
+        run: The loss of a chunk, an fp64 scalar: of its hidden states [1, t, h] and of which tokens they are. Every rank
+            of a tensor-parallel group calls it for the same chunks in the same order.
+        hidden: [1, T, h], what the base model gives.
+        parameters: Everything that `run` trains.
+        chunk: Tokens of a chunk.
+
+    Returns:
+        The sum, an fp64 scalar; its backward may run once.
+    """
+    if torch.is_grad_enabled():
+        return _ChunkedLoss.apply(run, chunk, hidden, *parameters)
+    parts = [slice(begin, begin + chunk) for begin in range(0, hidden.shape[1], chunk)]
+    return torch.stack([run(hidden[:, part], part) for part in parts]).sum()

@@ -1,0 +1,72 @@
+"""The loss in chunks of tokens: the same numbers, and never the logits of more than a chunk."""
+
+import pytest
+import torch
+
+from hf_hotspa.cost.sizes import LOSS_CHUNK_BYTES, loss_chunk_tokens
+from hf_hotspa.runtime.head_loss import Tail, chunked_loss
+from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
+from tests.families import tiny_model
+
+TOKENS = 23
+
+
+def one(model, ids, labels, chunk=None):
+    """Loss and gradients of the model as it is, or in chunks; and how many tokens the head was given at a time."""
+    model.zero_grad()
+    seen = []
+    hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    if chunk is None:
+        loss = vocab_parallel_cross_entropy(model(input_ids=ids, use_cache=False).logits[0], labels, 0.25)
+    else:
+        tail = Tail(model, model.base_model_prefix)
+        hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+
+        def run(part, tokens):
+            return vocab_parallel_cross_entropy(tail(part, {}), labels[tokens], 0.25)
+
+        loss = chunked_loss(run, hidden, tail.parameters, chunk)
+    (3 * loss).backward()
+    hook.remove()
+    return loss.item(), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}, seen
+
+
+def both(family, chunk, train_head=True):
+    model = tiny_model(family, torch.float64)
+    model.get_output_embeddings().weight.requires_grad_(train_head)
+    ids = torch.randint(3, model.config.vocab_size, (1, TOKENS), generator=torch.Generator().manual_seed(2))
+    labels = ids[0].roll(-1)
+    labels[5] = -100
+    return one(model, ids, labels), one(model, ids, labels, chunk)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, TOKENS, 100])
+@pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied", "gemma2_soft_caps"])
+def test_loss_and_gradients_are_those_of_all_tokens_at_once(family, chunk):
+    (loss, gradients, whole), (in_chunks, found, seen) = both(family, chunk)
+    assert in_chunks == pytest.approx(loss, rel=1e-13)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-14)
+    assert whole == [TOKENS]
+    assert max(seen) == min(chunk, TOKENS)
+    assert sum(seen) == TOKENS
+
+
+def test_a_frozen_head_gets_no_gradient():
+    (_, gradients, _), (_, found, _) = both("llama_gqa_bias", 7, train_head=False)
+    assert found["lm_head.weight"] is None
+    torch.testing.assert_close(found["model.norm.weight"], gradients["model.norm.weight"])
+
+
+def test_without_gradients_nothing_is_kept():
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    tail, hidden = Tail(model, "model"), torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64)
+    with torch.no_grad():
+        loss = chunked_loss(lambda part, _: tail(part, {}).sum(dtype=torch.float64), hidden, tail.parameters, 5)
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(model.lm_head(hidden).sum().item())
+
+
+def test_a_chunk_of_a_large_vocabulary_is_small():
+    assert loss_chunk_tokens(152_064) * 152_064 * 4 <= LOSS_CHUNK_BYTES
+    assert loss_chunk_tokens(1 << 40) == 1
