@@ -10,7 +10,7 @@ order on every rank, and `compute` itself waits for each weight and lets each gr
 is over; `return_gradients` then waits for the rest of the return.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -44,6 +44,7 @@ class PhaseRunner:
 
     Attributes:
         act: What it does, or did last: `load`, `compute` or `return`.
+        frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
 
     def __init__(
@@ -70,6 +71,9 @@ class PhaseRunner:
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
         self.act = "load"
+        self.frozen_bytes = 0
+        self._holder: Hashable = None
+        self._there: frozenset[int] = frozenset()
 
     def load(self, previous: "PhaseRunner | None" = None) -> SwitchStats:
         """Fills this strategy's weights and clears its gradients. Collective.
@@ -78,10 +82,12 @@ class PhaseRunner:
             previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
         """
         plan, second = self._take(previous)
+        self._take_gradients()
         switching, epoch = self._switching, self._switching.next_epoch()
         stats = switching.executor.run(
             plan, self._master.weights, self.weights, switching.weight_dtypes, epoch, second=second
         )
+        switching.arenas.loaded(self._holder)
         self._bind()
         return stats
 
@@ -91,31 +97,41 @@ class PhaseRunner:
         worker = self._switching.worker
         assert worker is not None
         plan, second = self._take(previous)
+        self._take_gradients()
         dtypes, epoch = self._switching.weight_dtypes, self._switching.next_epoch()
         job = worker.submit(plan, self._master.weights, self.weights, dtypes, epoch, second=second)
         self._load_job = job
-        self._guard.arm(job)
+        self._guard.arm(job, self._there)
         self._bind()
         return job
 
     def load_for_forward(self) -> SwitchStats:
         """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
-        self.act, switching = "load", self._switching
-        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
-        plan, epoch = switching.pool.load(self.mesh.strategy, None), switching.next_epoch()
+        plan, _ = self._take(None)
+        switching, epoch = self._switching, self._switching.next_epoch()
         stats = switching.executor.run(plan, self._master.weights, self.weights, switching.weight_dtypes, epoch)
+        switching.arenas.loaded(self._holder)
         self.replica.bind(self.weights, None)
         self.replica.model.eval()
         return stats
 
     def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
-        """Takes this phase's buffers; the plan that fills them, and the second source that it draws on."""
-        self.act, switching = "load", self._switching
+        """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
+
+        Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
+        """
+        self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         kept = previous if switching.arenas.keeps_last else None
-        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
-        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
-        plan = switching.pool.load(self.mesh.strategy, kept.mesh.strategy if kept else None)
+        self._holder = (str(strategy), self._master.frozen_version) if switching.pool.has_frozen else None
+        self.weights, again = switching.arenas.take_weights(self._sizes, switching.weight_dtypes, self._holder)
+        plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
+        self.frozen_bytes = switching.frozen_bytes(plan)
+        self._there = switching.frozen_segments if again else frozenset()
         return plan, kept.weights if kept else None
+
+    def _take_gradients(self) -> None:
+        switching = self._switching
+        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
 
     def _bind(self) -> None:
         for gradient in self._gradients:
@@ -146,6 +162,7 @@ class PhaseRunner:
         loss = self._runner.run(micro_batches, scale)
         if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
             self._load_job.result()
+            self._switching.arenas.loaded(self._holder)
         self._disarm()
         if self._watch is not None:
             self._watch.disarm()
