@@ -29,6 +29,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.report import StepReport
+from hf_hotspa.runtime.adapters import bare_model
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.runtime.evaluation import Evaluation
 from hf_hotspa.runtime.faults import OutOfMemory, out_of_memory
@@ -50,7 +51,8 @@ class HotSPaEngine:
     """Trains one model with hot-switched strategies. Construction and all methods but the properties are collective.
 
     Args:
-        model: A transformers causal language model with its weights, the same on all ranks (else rank 0's are taken).
+        model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with its weights,
+            the same on all ranks (else rank 0's are taken).
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
         weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
@@ -131,7 +133,7 @@ class HotSPaEngine:
             load_weights(weights, model, self.master, self._agreement)
         elif fill_from_model(model, self.master, self._agreement, self._groups.switch):
             self._frozen_in = weakref.ref(model), self.master.frozen_version
-        buffers = dict(model.named_buffers())
+        buffers = dict(bare_model(model)[0].named_buffers())
         self.phases = {
             strategy: PhaseRunner(
                 self.description,

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.layout.placement import stage_of_unit
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.options import EngineOptions
@@ -24,6 +26,7 @@ from hf_hotspa.runtime.pipeline import PipelineRunner
 from hf_hotspa.runtime.replica import Replica
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.switching import Switching
+from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.executor import Buffers, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob
@@ -38,7 +41,7 @@ class PhaseRunner:
         switching: The plans of all strategies, and what runs them.
         master: The master store.
         buffers: The model's buffers by name.
-        schedule: The pipeline schedule, one of `pipeline.SCHEDULES`.
+        schedule: The pipeline schedule, one of `pipeline.SCHEDULES`; `own` where the first stage is frozen.
         overlap: Which switches will be submitted to a worker; none when None.
         options: The engine's options, for what the replica itself takes from them.
 
@@ -62,6 +65,8 @@ class PhaseRunner:
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         self.replica = Replica(description, mesh, master.device, buffers, options)
+        if not _trains_first_stage(description.vector, mesh.strategy):
+            schedule = "own"  # torch's schedules differentiate the first stage's output
         pad = description.config.get_text_config().pad_token_id
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
@@ -205,3 +210,8 @@ class PhaseRunner:
         self._load_job = None
         if self._guard is not None:
             self._guard.disarm()
+
+
+def _trains_first_stage(vector: ParameterVector, strategy: Strategy) -> bool:
+    trained = [segment.unit for segment in vector.segments if segment.trainable]
+    return any(stage_of_unit(vector, strategy, unit) == 0 for unit in dict.fromkeys(trained))
