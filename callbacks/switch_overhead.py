@@ -34,6 +34,7 @@ class _Totals:
     switch_s: float = 0.0
     hidden_s: float = 0.0
     switch_bytes: int = 0
+    frozen_bytes: int = 0
     wait_s: float = 0.0
     predicted_s: float = 0.0
     measured_s: float = 0.0
@@ -47,6 +48,7 @@ class _Totals:
         self.switch_s += report.switch_s
         self.hidden_s += report.hidden_s
         self.switch_bytes += report.switch_bytes
+        self.frozen_bytes += report.frozen_bytes
         self.wait_s += sum(phase.wait_s for phase in report.phases)
         for phase in report.phases:
             self.by_strategy[phase.strategy].append(phase)
@@ -63,7 +65,8 @@ class SwitchOverheadCallback(TrainerCallback):
         print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
 
     The logged keys, each a mean over the steps since the last log: `hotspa/switch_s` (exposed seconds, which the step
-    takes longer), `hotspa/hidden_s` (beside computation), `hotspa/switch_mb`, `hotspa/switch_share` (exposed, 0 to 1),
+    takes longer), `hotspa/hidden_s` (beside computation), `hotspa/switch_mb`, of it `hotspa/frozen_mb` where weights are
+    frozen (the rest is trained weights and gradients), `hotspa/switch_share` (exposed, 0 to 1),
     `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
     `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error`
     (errors of phases, which do not cancel, as a share of the measured seconds); and counts since the last log of rows that a policy changed: `hotspa/truncated`,
@@ -119,6 +122,8 @@ class SwitchOverheadCallback(TrainerCallback):
             "hotspa/tokens_per_s": totals.tokens / totals.seconds,
             "hotspa/phases": sum(map(len, totals.by_strategy.values())) / totals.steps,
         }
+        if self._whole_run.frozen_bytes:
+            metrics["hotspa/frozen_mb"] = totals.frozen_bytes / totals.steps / 1e6
         if totals.measured_s > 0:
             metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s

@@ -46,6 +46,8 @@ class PhaseReport:
         room_tokens: Tokens that its packs could have held.
         busiest_tokens: Tokens of the busiest replica.
         longest_tokens: The longest sequence.
+        frozen_bytes: The part of `load_bytes` that was frozen weights: none where a strategy still holds them from its
+            last run.
     """
 
     strategy: str
@@ -64,6 +66,7 @@ class PhaseReport:
     room_tokens: int = 0
     busiest_tokens: int = 0
     longest_tokens: int = 0
+    frozen_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -149,6 +152,11 @@ class StepReport:
     @property
     def switch_bytes(self) -> int:
         return sum(phase.switch_bytes for phase in self.phases)
+
+    @property
+    def frozen_bytes(self) -> int:
+        """The part of `switch_bytes` that was frozen weights."""
+        return sum(phase.frozen_bytes for phase in self.phases)
 
     @property
     def switch_share(self) -> float:

@@ -33,6 +33,7 @@ ENGINE, UNIT = "tests/gloo/test_engine.py::", "tests/unit/"
 HOT = ENGINE + "test_five_strategies_in_one_mini_batch[llama_gqa_bias]"
 CLIP = ENGINE + "test_clipping_counts_tied_weights_once"
 ALONE = ENGINE + "test_one_process_runs_the_same_path"
+LORA = "tests/gloo/test_lora.py::"
 
 MUTATIONS = [
     # -- data
@@ -225,9 +226,30 @@ MUTATIONS = [
     Mutation(
         "a bias is added once a shard",
         "hf_hotspa/runtime/tensor_parallel.py",
-        "y = _SumOfShards.apply(functional.linear(x, module.weight), tensor_group.group)",
-        "y = _SumOfShards.apply(functional.linear(x, module.weight, module.bias), tensor_group.group)",
+        "return functional.linear(x, linear.weight)",
+        "return functional.linear(x, linear.weight, linear.bias)",
         HOT,
+    ),
+    Mutation(
+        "row-parallel adapters are left out",
+        "hf_hotspa/runtime/tensor_parallel.py",
+        "linear.forward, product = product, module.forward",
+        "linear.forward = product",
+        LORA + "test_hot_switched_gradients_equal_those_of_peft",
+    ),
+    Mutation(
+        "the factor of an adapter that every shard holds is not summed",
+        "hf_hotspa/runtime/specs.py",
+        "partial_gradient=partial,",
+        "partial_gradient=module in styles.partial,",
+        LORA + "test_hot_switched_gradients_equal_those_of_peft",
+    ),
+    Mutation(
+        "frozen weights that have changed are not loaded",
+        "hf_hotspa/runtime/phase.py",
+        "(str(strategy), self._master.frozen_version)",
+        "(str(strategy), 0)",
+        LORA + "test_frozen_weights_are_loaded_again_only_where_they_are_gone",
     ),
     Mutation(
         "gradients of the mini-batch before stay",

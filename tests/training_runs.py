@@ -33,7 +33,7 @@ class _Losses(TrainerCallback):
 def make_trainer(
     output: str, world: int, *, family: str = "qwen3_qk_norm_tied", rows: Any = None, **options: Any
 ) -> Any:
-    """A trainer with saves after every step, unless the options say something else."""
+    """A trainer with saves after every step, unless the options say something else; `lora` makes it a `PeftModel`."""
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -45,7 +45,13 @@ def make_trainer(
         "save_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "seed": 7,
         "hotspa_mini_batch_size": MINI_BATCH, "hotspa_strategies": STRATEGIES[world], "hotspa_report": False,
     }  # fmt: skip
-    model = tiny_model(family, seed=seed, **changes)
+    lora = options.pop("lora", None)
+    if lora is None:
+        model = tiny_model(family, seed=seed, **changes)
+    else:
+        from tests.lora import tiny_lora
+
+        model = tiny_lora(family, seed=seed, model=changes, **lora)
     rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3) if rows is None else rows
     args = HotSPaTrainingArguments(**{**common, **options})
     return HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[_Losses(), *callbacks])

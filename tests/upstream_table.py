@@ -1,7 +1,7 @@
 """The signatures of everything upstream that the package overrides or relies upon; `python -m tests.upstream_table`.
 
-Written to `tests/data/upstream_signatures.json`. When an upgrade of transformers, accelerate or torch changes one of
-them, `tests/contract/test_upstream.py` fails and names it: read what changed, mend the package, write the file anew.
+Written to `tests/data/upstream_signatures.json`. When an upgrade of transformers, accelerate, peft or torch changes
+one of them, `tests/contract/test_upstream.py` fails and names it: read what changed, mend the package, write the file anew.
 """
 
 import importlib
@@ -16,6 +16,12 @@ FILE = Path(__file__).parent / "data" / "upstream_signatures.json"
 RELIED_UPON = (
     "accelerate.data_loader:SeedableRandomSampler.__init__",
     "accelerate.data_loader:skip_first_batches",
+    "peft:LoraConfig.__init__",
+    "peft:PeftConfig.save_pretrained",
+    "peft:PeftModel.save_pretrained",
+    "peft:get_peft_model",
+    "peft:inject_adapter_in_model",
+    "peft.tuners.lora:Linear.forward",
     "torch.distributed:batch_isend_irecv",
     "torch.distributed:P2POp.__init__",
     "torch.distributed.pipelining:PipelineStage.__init__",

@@ -35,11 +35,13 @@ from hf_hotspa.checkpoint.tensors import (
     optimizer_to_json,
     saved_parameters,
     saved_segments,
+    saved_vector,
     share_of,
     tensor_bytes,
     versions,
 )
 from hf_hotspa.errors import CheckpointError
+from hf_hotspa.runtime.adapters import is_adapted, save_config
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.resuming import ResumeMixin
 
@@ -159,7 +161,8 @@ class CheckpointingMixin(ResumeMixin):
         engine, args = self.engine, self.args
         assert engine is not None
         optimizer = None if args.save_only_model else self.optimizer
-        share = share_of(engine.master, optimizer)
+        vector = saved_vector(engine.description.vector, engine.description.adapters is not None)
+        share = share_of(engine.master, optimizer, vector)
         if args.hotspa_async_save:
             share = share.copy()
         rank, world = args.process_index, args.world_size
@@ -184,9 +187,11 @@ class CheckpointingMixin(ResumeMixin):
             return records
 
         def make_manifest(files: tuple[FileRecord, ...]) -> Manifest:
-            vector, model = engine.description.vector, self.model
+            model = self.model
             dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
-            exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
+            exported = set[str]()  # an adapter ties nothing
+            if engine.description.adapters is None:
+                exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
             return Manifest(
                 step=step,
                 world_size=world,
@@ -195,7 +200,7 @@ class CheckpointingMixin(ResumeMixin):
                 run=folder.run,
                 versions=versions(),
                 files=files,
-                segments=saved_segments(vector, engine.master),
+                segments=saved_segments(vector, world),
                 parameters=saved_parameters(vector, share.states, dtypes, exported),
             )
 
@@ -222,6 +227,8 @@ class CheckpointingMixin(ResumeMixin):
                 "data": {"order": self._data_order, "epoch": self.state.epoch, "mini_batches": self.state.global_step},
                 "hotspa": own_state() if own_state is not None else {},
             }
+            if is_adapted(self.model):
+                state["base model"] = self._base_digest()
             texts[STATE] = json.dumps(state) + "\n"
         return texts
 
@@ -231,6 +238,8 @@ class CheckpointingMixin(ResumeMixin):
         folder.disk.make_directory(target)
         self._write_configs(target)
         records = folder.disk.adopt(temporary, MODEL_FOLDER)
+        if is_adapted(model):  # the buffers are the base model's
+            return records
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         buffers = [
             (TensorRecord(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
@@ -242,12 +251,15 @@ class CheckpointingMixin(ResumeMixin):
         return records
 
     def _write_configs(self, target: Path) -> None:
-        """Config, generation config and tokenizer, as transformers writes them."""
+        """Config, generation config and tokenizer, as transformers writes them; or the config of the adapter."""
         model, config = self.model, self.model.config
-        config.architectures = [type(model).__name__]
-        config.save_pretrained(target)
-        if model.can_generate():
-            model.generation_config.save_pretrained(target)
+        if is_adapted(model):
+            save_config(model, target)
+        else:
+            config.architectures = [type(model).__name__]
+            config.save_pretrained(target)
+            if model.can_generate():
+                model.generation_config.save_pretrained(target)
         if self.processing_class is not None:
             self.processing_class.save_pretrained(target)
 

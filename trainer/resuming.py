@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,9 @@ from hf_hotspa.checkpoint.disk import read_object
 from hf_hotspa.checkpoint.folder import check_step, checkpoints
 from hf_hotspa.checkpoint.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
 from hf_hotspa.checkpoint.rng import set_random_state
-from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore
+from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, saved_vector
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.runtime.adapters import frozen_digest
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -71,6 +73,7 @@ class ResumeMixin(Trainer):
     _model_is_current: bool
     _resumption: Resumption | None = None
     _data_order: dict[str, Any] | None = None
+    _base_known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None
 
     if TYPE_CHECKING:
 
@@ -199,7 +202,11 @@ class ResumeMixin(Trainer):
         assert engine is not None
         error: HotspaError | None = None
         try:
-            check_model(manifest, engine.description.vector, str(path))
+            check_model(
+                manifest, saved_vector(engine.description.vector, engine.description.adapters is not None), str(path)
+            )
+            if state is not None and engine.description.adapters is not None and self.is_world_process_zero():
+                self._check_base(state.get("base model"), str(path))  # the main process's is the one that counts
             optimizer = bare_optimizer(self.optimizer) if state is not None and self.optimizer is not None else None
             restore(path, manifest, engine.master, optimizer, state["optimizer"] if state is not None else None)
         except HotspaError as found:
@@ -208,6 +215,24 @@ class ResumeMixin(Trainer):
             error = DamagedCheckpointError(f"{type(found).__name__}: {found}", where=str(path))
         engine.agree(error, "resume")
         self._model_is_current = False
+
+    def _base_digest(self) -> str:
+        """The digest of the frozen weights beside an adapter; computed once for every engine. Main process."""
+        assert self.engine is not None
+        now = weakref.ref(self.engine), self.engine.master.frozen_version
+        if self._base_known is None or self._base_known[0] != now:
+            self._base_known = now, frozen_digest(self.model)
+        return self._base_known[1]
+
+    def _check_base(self, saved: Any, where: str) -> None:
+        """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""
+        if saved != self._base_digest():
+            raise ResumeError(
+                "the frozen weights of the model are not those that the checkpoint's adapter was trained beside",
+                where=where,
+                why="a checkpoint of an adapter holds the trained weights, and of the base model a digest",
+                fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
+            )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`."""

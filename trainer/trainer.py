@@ -25,6 +25,7 @@ from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.scan import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.report import StepReport
+from hf_hotspa.runtime.adapters import bare_model, refuse_quantized
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
@@ -64,7 +65,7 @@ class _MasterModule(nn.Module):
 class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`. `model` may also be the folder of a saved model, of which each rank then reads its
+    Takes the arguments of `Trainer`. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
     share only. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as `processing_class`, one of
     the columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the
     trained weights; that of a folder never holds any, unless `materialize()` is called.
@@ -88,6 +89,8 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
                 f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
             )
         self._refuse(kwargs)
+        if isinstance(model, nn.Module):
+            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
         self.engine: HotSPaEngine | None = None
         self.last_report: StepReport | None = None
         self._wrapped: _MasterModule | None = None
@@ -339,11 +342,13 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         return self.engine.grad_norm
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """6 FLOP per parameter and token of the whole mini-batch, counted by one rank (the Trainer sums over ranks)."""
+        """6 FLOP per parameter and token of the whole mini-batch, 4 per frozen one, which needs no gradient; counted by
+        one rank (the Trainer sums over ranks)."""
         assert self.engine is not None
         if self.args.process_index != 0:
             return 0
-        return 6.0 * self.engine.description.vector.numel * inputs["mini_batch"].plan.num_tokens
+        per_token = sum((6.0 if s.trainable else 4.0) * s.numel for s in self.engine.description.vector.segments)
+        return per_token * inputs["mini_batch"].plan.num_tokens
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         if self.args.include_num_input_tokens_seen != "no":

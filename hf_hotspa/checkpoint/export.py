@@ -3,10 +3,12 @@
 Streams: one parameter after the other is put together from the ranks' shares and written, so that a model larger than
 the memory can be exported. The result appears under its name when it is complete. Names are those of the model in
 memory, as `save_pretrained(save_original_format=False)` writes them; of tied weights one is written, the one that
-transformers keeps.
+transformers keeps. A checkpoint of an adapter becomes what `PeftModel.save_pretrained` writes: one file of the trained
+weights, and the adapter's config.
 """
 
 import json
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -33,6 +35,20 @@ A {model} trained with hf_hotspa {version} (not affiliated with Hugging Face), e
 - ranks: {world}
 - dtype of the weights: {dtype}
 """
+_ADAPTER_CARD = """---
+library_name: peft
+---
+
+# {name}
+
+A LoRA adapter for {model}, trained with hf_hotspa {version} (not affiliated with Hugging Face), exported from step {step}.
+
+- strategies: {strategies}
+- ranks: {world}
+- dtype of the weights: {dtype}
+"""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names."""
 _CHUNK = 16 << 20
 MAX_SHARD_BYTES = 5 * 10**9
 
@@ -40,7 +56,7 @@ MAX_SHARD_BYTES = 5 * 10**9
 def export(
     checkpoint: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
 ) -> list[Path]:
-    """Writes the model of a checkpoint so that `from_pretrained` loads it.
+    """Writes the model of a checkpoint so that `from_pretrained` loads it (that of `PeftModel` for an adapter).
 
     Args:
         checkpoint: The checkpoint; it is verified first.
@@ -81,8 +97,22 @@ def export(
     return [target / name for name in names]
 
 
-def _weight_record(parameter: SavedParameter, dtype: str | None) -> TensorRecord:
-    return TensorRecord(parameter.exported_name, dtype or parameter.model_dtype, parameter.shape)
+def adapter_name(name: str) -> str:
+    """The name of an adapter's parameter in PEFT's files, which leave out what the adapter is called in the model.
+
+    Args:
+        name: As in `PeftModel.named_parameters`.
+    """
+    return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
+
+
+def _is_adapter(manifest: Manifest) -> bool:
+    return any(file.name == f"{MODEL_FOLDER}/{ADAPTER_CONFIG}" for file in manifest.files)
+
+
+def _weight_record(parameter: SavedParameter, dtype: str | None, adapter: bool) -> TensorRecord:
+    name = adapter_name(parameter.name) if adapter else parameter.exported_name
+    return TensorRecord(name, dtype or parameter.model_dtype, parameter.shape)
 
 
 def _num_bytes(record: TensorRecord) -> int:
@@ -96,7 +126,8 @@ def _write_weights(
     disk: Disk, reader: ShareReader, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
 ) -> list[str]:
     """The weights of a checkpoint; returns the names of the files."""
-    entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype), p) for p in manifest.parameters]
+    adapter = _is_adapter(manifest)
+    entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype, adapter), p) for p in manifest.parameters]
     has_buffers = any(file.name == BUFFERS for file in manifest.files)
     if has_buffers:
         with safe_open(reader.folder / BUFFERS, framework="pt", device="cpu") as buffers:
@@ -111,6 +142,9 @@ def _write_weights(
             return tensor_bytes(source)
         return tensor_bytes(reader.whole(source).to(getattr(torch, dtype or source.model_dtype)))
 
+    if adapter:  # PEFT reads one file
+        disk.write(folder, ADAPTER_WEIGHTS, tensor_file(entries, data))
+        return [ADAPTER_WEIGHTS]
     return write_shards(disk, folder, entries, data, max_shard_bytes)
 
 
@@ -172,6 +206,11 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
             continue
         (folder / rest).parent.mkdir(parents=True, exist_ok=True)
         with open_inside(checkpoint, record.name) as file:
+            if rest == ADAPTER_CONFIG:
+                model = str(
+                    json.loads(file.read()).get("base_model_name_or_path") or "the model that it was trained on"
+                )
+                file.seek(0)
             if rest != "config.json":
                 disk.write(folder, rest, iter(lambda file=file: file.read(_CHUNK), b""))  # type: ignore[misc]
                 continue
@@ -179,7 +218,7 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
         model = str((config.get("architectures") or [model])[0])
         disk.write(folder, rest, [(json.dumps({**config, "dtype": first}, indent=2) + "\n").encode()])
     if not (folder / "README.md").exists():
-        card = _CARD.format(
+        card = (_ADAPTER_CARD if _is_adapter(manifest) else _CARD).format(
             name=name,
             model=model,
             version=manifest.versions.get("hf-hotspa", ""),

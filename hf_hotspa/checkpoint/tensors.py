@@ -1,7 +1,8 @@
 """Tensors in and out of a checkpoint: each rank writes its share of the master store and reads the slices of its own.
 
 A share holds the weights, bit for bit, and every state of the optimizer that has one value for each weight; what an
-optimizer keeps once for a parameter (`step`) goes into `state.json`.
+optimizer keeps once for a parameter (`step`) goes into `state.json`. Of a model with adapters it holds the trained
+weights only: the base model is not copied into every checkpoint.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,8 @@ from hf_hotspa.checkpoint.disk import Buffer, TensorRecord, check_name, tensor_f
 from hf_hotspa.checkpoint.manifest import WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
 from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.layout.placement import master_layout
+from hf_hotspa.layout.vector import ParameterVector, trained_part
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.runtime.storage import from_storage, to_storage
@@ -72,19 +74,26 @@ class Share:
         return tensor_file(self.tensors, tensor_bytes)
 
 
-def share_of(master: MasterStore, optimizer: Optimizer | None) -> Share:
+def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
+    """The parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
+    return trained_part(vector) if adapted else vector
+
+
+def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector | None = None) -> Share:
     """This rank's share, as views of the master store and the optimizer's tensors.
 
     Args:
         master: The master store.
         optimizer: Its optimizer; None to leave it out.
+        vector: What is saved (`saved_vector`); everything when None.
 
     Raises:
         UnsupportedError: the optimizer keeps something that belongs neither to one weight nor to one parameter.
     """
     share = Share()
     state = bare_optimizer(optimizer).state if optimizer is not None else {}
-    for name, parameter in master.parameters.items():
+    for name in (spec.name for spec in (vector or master.vector).specs):
+        parameter = master.parameters[name]
         stored: dict[str, Tensor] = {WEIGHT: parameter}
         for key, value in state.get(parameter, {}).items():
             if isinstance(value, Tensor) and value.shape == parameter.shape:
@@ -127,13 +136,13 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
     return {"class": type(bare).__name__, "groups": groups, "scalars": share.scalars}
 
 
-def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
-    """How the ranks divide the vector, for the manifest."""
-    segments = []
+def saved_segments(vector: ParameterVector, world_size: int) -> tuple[SavedSegment, ...]:
+    """How the ranks divide the vector, for the manifest: as the master store divides each of its segments."""
+    segments, layout = [], master_layout(vector, world_size)
     for segment in vector.segments:
         cuts = [0]
-        for rank in range(master.world_size):
-            cuts.append(cuts[-1] + master.layout.sizes[rank][segment.index])
+        for rank in range(world_size):
+            cuts.append(cuts[-1] + layout.sizes[rank][segment.index])
         segments.append(SavedSegment(segment.start, segment.stop, tuple(cuts)))
     return tuple(segments)
 
@@ -257,9 +266,10 @@ def restore(
     saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
     states: dict[str, dict[str, Any]] = {}
     shares = master.owned_ranges()
-    for name, parameter in master.parameters.items():
-        spec, start, stop = shares[name]
-        found = saved_parameters[name]
+    for name, found in saved_parameters.items():
+        parameter, (spec, start, stop) = master.parameters[name], shares[name]
+        if not spec.trainable:
+            master.frozen_version += 1
         parameter.copy_(reader.read_as(found, WEIGHT, spec.shard_dim, start, stop))
         if optimizer is not None:
             states[name] = {

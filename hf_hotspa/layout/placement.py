@@ -1,8 +1,8 @@
 """Layouts: which intervals of the parameter vector each rank holds, and where in its buffers.
 
-Three layouts are computed here, each a pure function of plain data:
+The layouts computed here are pure functions of plain data:
 
-* `strategy_layout`: the weights of one strategy,
+* `strategy_layout`: the weights of one strategy; `trained_layout`: the trained ones of them,
 * `gradient_layout`: what each rank of a strategy has to add to the gradient of which element,
 * `master_layout`: the master store, in which every element has exactly one owner.
 
@@ -231,6 +231,16 @@ def _place(
 def strategy_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     """The layout of the weights under a strategy."""
     return _placed(str(strategy), vector, strategy, lambda slot, _: slot.intervals())
+
+
+def trained_layout(vector: ParameterVector, layout: Layout) -> Layout:
+    """Of a layout only the trained weights, where they are: the buffers of frozen segments stay as they are."""
+    nothing = np.empty((0, 4), np.int64)
+    placements = tuple(
+        placement if segment.trainable else place(nothing, placement.sizes)
+        for segment, placement in zip(vector.segments, layout.placements, strict=True)
+    )
+    return Layout(f"trained weights of {layout.name}", layout.world_size, layout.bases, placements)
 
 
 def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:

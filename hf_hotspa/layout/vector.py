@@ -171,6 +171,11 @@ class ParameterVector:
         return hashlib.sha256(repr(self).encode()).hexdigest()
 
 
+def trained_part(vector: ParameterVector) -> ParameterVector:
+    """The trained parameters of a vector, laid end to end in the same order."""
+    return build_vector([spec for spec in vector.specs if spec.trainable], vector.layer_costs, vector.head_cost)
+
+
 def _unit_order(unit: int, num_layers: int) -> int:
     return {EMBEDDING: -1, HEAD: num_layers}.get(unit, unit)
 

@@ -276,6 +276,9 @@ def strategies_panel(run: RunLog) -> Panel:
             "GB moved",
         ]
     ]
+    frozen = any(s.frozen_bytes for s in summary.strategies)
+    if frozen:
+        rows[0].append("of it frozen")
     for s in summary.strategies:
         rows.append(
             [
@@ -286,6 +289,7 @@ def strategies_panel(run: RunLog) -> Panel:
                 f"{s.wait_s:.2f}",
                 f"{s.switch_s:.2f}",
                 f"{s.switch_bytes / 1e9:.3g}",
+                *([f"{s.frozen_bytes / 1e9:.3g}"] if frozen else []),
             ]
         )
     return Panel("strategies", "Strategies", len(summary.strategies), table(rows), wide=True)

@@ -270,11 +270,15 @@ _PHASE_FIELDS = {f.name: f.type for f in fields(PhaseReport)}
 _STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks")}
 
 
+_LATER = {"frozen_bytes": 0}
+"""Fields that the first records do not have, and what they count as there."""
+
+
 def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
     """The known fields, each of its type; a newer version may have written more."""
     found: dict[str, Any] = {}
     for name, kind in types.items():
-        value = data[name]
+        value = data[name] if name in data or name not in _LATER else _LATER[name]
         if kind is int:
             found[name] = _count(value)
         elif kind is str:

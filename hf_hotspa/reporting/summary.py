@@ -33,6 +33,7 @@ class StrategyTotals:
     switch_bytes: int
     predicted_s: float | None
     measured_s: float
+    frozen_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,6 +115,7 @@ def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
         switch_bytes=sum(p.switch_bytes for p in phases),
         predicted_s=sum(p.predicted_s or 0.0 for p in known) if known else None,
         measured_s=sum(p.seconds for p in known),
+        frozen_bytes=sum(p.frozen_bytes for p in phases),
     )
 
 

@@ -2,10 +2,11 @@
 
 Only one strategy has storage at a time, so one allocation per dtype, as large as the largest strategy needs, serves
 them all. It is kept between phases: on CPU the page faults of fresh memory cost ten times what clearing reused memory
-does.
+does. What an arena holds is written down, so that a strategy that comes back to its own weights need not be given the
+frozen ones again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -73,10 +74,39 @@ class Arenas:
             for arena in self._weights:
                 arena.take(sizes, weights)
 
-    def next_weights(self) -> "Arena":
-        """The arena for the weights of the next strategy; with two copies those of the last one stay valid."""
-        self._weights.append(self._weights.pop(0))
-        return self._weights[-1]
+    def take_weights(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], holder: Hashable = None
+    ) -> tuple[list[Tensor | None], bool]:
+        """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
+
+        Args:
+            sizes: Elements of each segment.
+            dtypes: The dtype of each segment.
+            holder: What was given to `loaded` when these very weights were loaded before; None for nothing.
+
+        Returns:
+            As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
+            arena counts as empty until the next `loaded`.
+        """
+        held = [holder is not None and arena.holder == holder for arena in self._weights]
+        self._weights.append(self._weights.pop(held.index(True) if any(held) else 0))
+        arena = self._weights[-1]
+        arena.holder = None
+        return arena.take(sizes, dtypes), any(held)
+
+    def loaded(self, holder: Hashable) -> None:
+        """The buffers taken last are filled; `holder` says with what."""
+        self._weights[-1].holder = holder
+
+    def forget(self) -> None:
+        """Nothing is known of what the arenas hold."""
+        for arena in self._weights:
+            arena.holder = None
+
+    @property
+    def holders(self) -> str:
+        """What is known of what the arenas hold; must be the same on all ranks before a switch."""
+        return repr([arena.holder for arena in self._weights])
 
     @property
     def keeps_last(self) -> bool:
@@ -92,6 +122,7 @@ class Arenas:
         """Gives the memory back."""
         for arena in (self.gradients, *self._weights):
             arena.clear()
+        self.forget()
 
 
 class Arena:
@@ -99,10 +130,14 @@ class Arena:
 
     Args:
         device: Where the memory is.
+
+    Attributes:
+        holder: What its buffers hold, in the words of its user; None when not known.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.holder: Hashable = None
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:

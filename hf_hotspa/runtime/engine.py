@@ -16,6 +16,7 @@ optimizer step changes the weights; what one rank finds wrong before a phase is 
 
 import os
 import time
+import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,16 +24,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import PreTrainedModel
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.errors import DataError, HotspaError, ModelError
+from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.report import StepReport
+from hf_hotspa.runtime.adapters import bare_model
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.runtime.evaluation import Evaluation
 from hf_hotspa.runtime.faults import OutOfMemory, out_of_memory
-from hf_hotspa.runtime.loading import fill_from_model, has_weights, load_weights
+from hf_hotspa.runtime.loading import fill_from_model, load_weights, write_to_model
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
@@ -50,7 +51,8 @@ class HotSPaEngine:
     """Trains one model with hot-switched strategies. Construction and all methods but the properties are collective.
 
     Args:
-        model: A transformers causal language model with its weights, the same on all ranks (else rank 0's are taken).
+        model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with its weights,
+            the same on all ranks (else rank 0's are taken).
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
         weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
@@ -88,7 +90,7 @@ class HotSPaEngine:
 
     def __init__(
         self,
-        model: PreTrainedModel,
+        model: nn.Module,
         buckets: Sequence[Bucket],
         *,
         weights: Path | None = None,
@@ -129,11 +131,12 @@ class HotSPaEngine:
         self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, device)
-        if weights is None:
-            fill_from_model(model, self.master, self._agreement, self._groups.switch)
-        else:
+        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
+        if weights is not None:
             load_weights(weights, model, self.master, self._agreement)
-        buffers = dict(model.named_buffers())
+        elif fill_from_model(model, self.master, self._agreement, self._groups.switch):
+            self._frozen_in = weakref.ref(model), self.master.frozen_version
+        buffers = dict(bare_model(model)[0].named_buffers())
         self.phases = {
             strategy: PhaseRunner(
                 self.description,
@@ -159,7 +162,7 @@ class HotSPaEngine:
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
-    def _describe(self, model: PreTrainedModel, options: EngineOptions, weights: Path | None) -> ModelDescription:
+    def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
         description, error = None, None
         try:
             description = describe_model(model, options.compute_dtype)
@@ -271,7 +274,7 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        self._agreement.check(mini_batch.digests(), error, where)
+        self._agreement.check(mini_batch.digests() | self._switching.held(), error, where)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         self.master.zero_gradients()
         self.master.bind_gradients()
@@ -314,6 +317,7 @@ class HotSPaEngine:
         if self._switching.worker is not None:
             self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
         self.phases[phase.bucket.strategy].release()
+        self._switching.arenas.forget()
         return explained
 
     def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
@@ -377,7 +381,10 @@ class HotSPaEngine:
             raise_non_finite(mini_batch.plan, self.phases, self.master, self._agreement, total_loss, where)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        return step_report(self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks)
+        frozen = [self.phases[mini_batch.phases[index].bucket.strategy].frozen_bytes for index in order]
+        return step_report(
+            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen
+        )
 
     def _synchronize(self) -> None:
         if self.device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
@@ -385,32 +392,28 @@ class HotSPaEngine:
 
     def evaluation(self) -> Evaluation:
         """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
-        return Evaluation(self.phases, self._agreement, self._groups, self._failed)
+        return Evaluation(self.phases, self._agreement, self._groups, self._failed, self._switching.held)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def write_back(self, model: PreTrainedModel) -> None:
-        """Copies the trained weights into a model of the same structure (one segment at a time). Collective."""
-        if not has_weights(model):
-            raise ModelError(
-                "the model is on the meta device", fix="give its parameters memory (trainer.materialize())"
-            )
-        targets = dict(model.named_parameters(remove_duplicate=False))
-        for name, whole in self.weights():
-            targets[name].copy_(whole)
+    def write_back(self, model: nn.Module) -> None:
+        """Copies the weights into a model of the same structure (one segment at a time), without the frozen ones if it
+        has them: the engine was made of it, or wrote to it last. Collective."""
+        current = weakref.ref(model), self.master.frozen_version
+        write_to_model(model, self.weights(frozen=current != self._frozen_in))
+        self._frozen_in = current
 
-    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight whole, in master precision, as `MasterStore.gather`. Collective: every rank takes all of them."""
+    def weights(self, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, or every trained one, as `MasterStore.gather`. Collective: every rank takes all of them."""
         self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
-        return self.master.gather(self._groups.switch)
+        return self.master.gather(self._groups.switch, frozen=frozen)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
         self._agreement.barrier()
-        gathered = self.master.gather(self._groups.switch, gradients=True)
-        return {name: whole.clone() for name, whole in gathered}
+        return {name: whole.clone() for name, whole in self.master.gather(self._groups.switch, gradients=True)}
 
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""

@@ -46,6 +46,7 @@ class Evaluation:
         agreement: The agreement of all ranks.
         groups: The process groups.
         failed: Ends what is under way in a phase that failed; returns what to raise.
+        held: What else the ranks must have in common before weights are loaded.
     """
 
     def __init__(
@@ -54,8 +55,10 @@ class Evaluation:
         agreement: Agreement,
         groups: ProcessGroups,
         failed: Callable[[PhaseBatch, BaseException, str], BaseException],
+        held: Callable[[], dict[str, str]],
     ) -> None:
         self._phases, self._agreement, self._groups, self._failed = phases, agreement, groups, failed
+        self._held = held
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
 
@@ -87,7 +90,7 @@ class Evaluation:
         """
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"
-        self._agreement.check(mini_batch.digests(), mini_batch.error, where)
+        self._agreement.check(mini_batch.digests() | self._held(), mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         for plan, phase in self._in_order(mini_batch):
             try:

@@ -8,7 +8,7 @@ name, on every rank, before a weight is read.
 """
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from accelerate import init_empty_weights
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -46,8 +46,8 @@ _MAX_LISTED = 3
 
 
 def fill_from_model(
-    model: PreTrainedModel, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
-) -> None:
+    model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
+) -> bool:
     """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
 
     Args:
@@ -55,19 +55,37 @@ def fill_from_model(
         master: The store to fill.
         agreement: Of all ranks, on the host.
         group: Of all ranks, on the device.
+
+    Returns:
+        Whether all ranks held the same one.
     """
     tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     # compared on 52 bits, which a float64 carries exactly
     digests = agreement.gather([float(int(weights_digest(model)[:13], 16))])
     if len(set(digests[:, 0].tolist())) == 1:
         master.fill(tensors)
-        return
+        return True
     if agreement.rank == 0:
         logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
     for spec in master.vector.specs:
         tensor = tensors[spec.name].to(master.device, copy=True).contiguous()
         dist.broadcast(tensor, src=0, group=group)
         master.fill({spec.name: tensor})
+    return False
+
+
+def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies weights into the parameters of a model.
+
+    Raises:
+        ModelError: its parameters have no memory.
+    """
+    if not has_weights(model):
+        raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
+    targets = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, whole in weights:
+            targets[name].copy_(whole)
 
 
 # -- a model without its weights --------------------------------------------------------------------------------------
@@ -131,7 +149,7 @@ def _keep_in_fp32(model: PreTrainedModel) -> None:
                 tensor.data = tensor.data.float()
 
 
-def has_weights(model: PreTrainedModel) -> bool:
+def has_weights(model: nn.Module) -> bool:
     """Whether a model holds weights; one on the meta device does not."""
     return not any(p.is_meta for p in model.parameters())
 

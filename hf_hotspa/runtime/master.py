@@ -31,11 +31,13 @@ class MasterStore:
         gradients: The same for trained segments.
         parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
             view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
+        frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
     """
 
     def __init__(self, vector: ParameterVector, rank: int, world_size: int, device: torch.device) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
         self.layout: Layout = master_layout(vector, world_size)
+        self.frozen_version = 0
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []
         self._owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
@@ -84,6 +86,7 @@ class MasterStore:
         Args:
             tensors: Full parameters by Hugging Face name, on any device; those left out keep their values.
         """
+        self.frozen_version += 1
         for spec, segment_index, low, high in self._shares():
             held, buffer = self._owned.get(segment_index), self.weights[segment_index]
             if held is not None and buffer is not None and high > low and spec.name in tensors:
@@ -91,12 +94,15 @@ class MasterStore:
                 buffer[low:high].copy_(to_storage(tensors[spec.name], spec.shard_dim)[start : start + high - low])
 
     @torch.no_grad()
-    def gather(self, group: dist.ProcessGroup | None, gradients: bool = False) -> Iterator[tuple[str, Tensor]]:
+    def gather(
+        self, group: dist.ProcessGroup | None, gradients: bool = False, frozen: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, on every rank, in master precision; at most one segment exists at a time. Collective.
 
         Args:
             group: All ranks; None with one rank.
             gradients: Gather the gradients of the trained parameters instead of the weights.
+            frozen: Whether frozen weights are gathered, too.
 
         Yields:
             The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
@@ -104,7 +110,7 @@ class MasterStore:
         """
         buffers = self.gradients if gradients else self.weights
         for segment in self.vector.segments:
-            if gradients and not segment.trainable:
+            if not segment.trainable and (gradients or not frozen):
                 continue
             sizes = [self.layout.sizes[rank][segment.index] for rank in range(self.world_size)]
             dtype = getattr(torch, segment.master_dtype)

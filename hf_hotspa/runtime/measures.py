@@ -96,6 +96,7 @@ def step_report(
     measures: Tensor,
     total_s: float,
     ranks: Tensor | None = None,
+    frozen_bytes: Sequence[int] | None = None,
 ) -> StepReport:
     """The report of a mini-batch.
 
@@ -108,6 +109,7 @@ def step_report(
         measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
         total_s: Wall seconds on this rank.
         ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
+        frozen_bytes: For each phase in that order the bytes of frozen weights that were moved; none when None.
     """
     return StepReport(
         step=step,
@@ -120,8 +122,8 @@ def step_report(
         num_dropped=plan.num_dropped,
         num_empty=plan.num_empty,
         phases=tuple(
-            _phase_report(plan.phases[index], measured)
-            for index, measured in zip(order, measures.unbind(1), strict=True)
+            _phase_report(plan.phases[index], measured, frozen)
+            for index, measured, frozen in zip(order, measures.unbind(1), frozen_bytes or [0] * len(order), strict=True)
         ),
         total_s=total_s,
         ranks=None
@@ -130,7 +132,7 @@ def step_report(
     )
 
 
-def _phase_report(phase: PhasePlan, measured: Tensor) -> PhaseReport:
+def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> PhaseReport:
     most = PhaseMeasure(*measured.amax(0).tolist())
     least = PhaseMeasure(*measured.amin(0).tolist())
     total = PhaseMeasure(*measured.sum(0).tolist())
@@ -151,4 +153,5 @@ def _phase_report(phase: PhasePlan, measured: Tensor) -> PhaseReport:
         room_tokens=phase.num_packs * phase.bucket.pack_tokens,
         busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
         longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
+        frozen_bytes=frozen_bytes,
     )

@@ -7,19 +7,17 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 import hashlib
 from pathlib import Path
 
-import torch
-from accelerate import init_empty_weights
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.runtime.attention import ATTENTION
+from hf_hotspa.runtime.adapters import bit_sum
+from hf_hotspa.runtime.skeleton import build_skeleton
 from hf_hotspa.runtime.specs import ModelDescription
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-def check_model(model: PreTrainedModel, description: ModelDescription, weights: Path | None = None) -> None:
+def check_model(model: nn.Module, description: ModelDescription, weights: Path | None = None) -> None:
     """Compares the model with what its class builds from its config.
 
     Args:
@@ -61,9 +59,8 @@ def check_model(model: PreTrainedModel, description: ModelDescription, weights: 
         raise UnsupportedError(
             f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
         )
-    with init_empty_weights(include_buffers=False):
-        fresh = description.model_class._from_config(description.config, attn_implementation=ATTENTION)
-    expected = {name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
+    fresh = build_skeleton(description)
+    expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
     found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     if found != expected:
         names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
@@ -73,16 +70,24 @@ def check_model(model: PreTrainedModel, description: ModelDescription, weights: 
             f"{description.model_class.__name__} built from its config ({len(names)} differ)",
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
+    _check_scalings(fresh, description)
 
 
-def weights_digest(model: PreTrainedModel) -> str:
+def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
+    """Refuses a LoRA layer whose factor was changed after it was made (`set_scale`, `scale_layer`)."""
+    adapters = description.adapters
+    for name, scaling in adapters.scalings.items() if adapters is not None else ():
+        assert adapters is not None
+        expected = float(fresh.get_submodule(name).scaling[adapters.name])
+        if scaling != expected:
+            raise ModelError(
+                f"the LoRA layer {name!r} scales by {scaling}, and by {expected} as its config makes it",
+                why="the model is rebuilt for every strategy and the change would be lost",
+                fix="set r and lora_alpha (or rank_pattern and alpha_pattern) in the LoraConfig",
+            )
+
+
+def weights_digest(model: nn.Module) -> str:
     """A digest of all parameters' bits, to find ranks that built their model from different seeds. Zeros on meta."""
-    sums = [(name, _bit_sum(p.detach())) for name, p in model.named_parameters()]
+    sums = [(name, bit_sum(p.detach())) for name, p in model.named_parameters()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
-
-
-def _bit_sum(tensor: Tensor) -> int:
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return (
-        int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() and not tensor.is_meta else 0
-    )

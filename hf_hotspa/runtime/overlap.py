@@ -9,7 +9,7 @@
 Both hang hooks on the replica once; between phases, and where nothing is pending, a hook is one comparison.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ class WeightGuard:
         self._slots = {id(parameter): slot for parameter, slot in parameters if slot.numel}
         self._guarded: list[tuple[frozenset[int], frozenset[int]]] = []
         self._job: SwitchJob | None = None
+        self._there: frozenset[int] = frozenset()
         self._pending: set[int] = set()
         self._unseen: set[int] = set()
         inside: set[int] = set()
@@ -69,9 +70,9 @@ class WeightGuard:
             module.register_forward_pre_hook(partial(self._before, len(self._guarded)))
             self._guarded.append((own, frozenset(self._slots[parameter].segment for parameter in own)))
 
-    def arm(self, job: SwitchJob) -> None:
-        """From now on modules wait for this load."""
-        self._job = job
+    def arm(self, job: SwitchJob, there: Collection[int] = ()) -> None:
+        """From now on modules wait for this load, but not for the segments that are there already."""
+        self._job, self._there = job, frozenset(there)
         self._pending = set(range(len(self._guarded)))
         self._unseen = set(self._slots)
 
@@ -101,7 +102,7 @@ class WeightGuard:
         if self._job is None or index not in self._pending:
             return
         parameters, segments = self._guarded[index]
-        self._job.wait(segments)
+        self._job.wait(segments - self._there)
         self._pending.discard(index)
         self._unseen -= parameters
 

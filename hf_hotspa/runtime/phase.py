@@ -10,12 +10,14 @@ order on every rank, and `compute` itself waits for each weight and lets each gr
 is over; `return_gradients` then waits for the rest of the return.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.layout.placement import stage_of_unit
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.options import EngineOptions
@@ -24,6 +26,7 @@ from hf_hotspa.runtime.pipeline import PipelineRunner
 from hf_hotspa.runtime.replica import Replica
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.switching import Switching
+from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.executor import Buffers, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob
@@ -38,12 +41,13 @@ class PhaseRunner:
         switching: The plans of all strategies, and what runs them.
         master: The master store.
         buffers: The model's buffers by name.
-        schedule: The pipeline schedule, one of `pipeline.SCHEDULES`.
+        schedule: The pipeline schedule, one of `pipeline.SCHEDULES`; `own` where the first stage is frozen.
         overlap: Which switches will be submitted to a worker; none when None.
         options: The engine's options, for what the replica itself takes from them.
 
     Attributes:
         act: What it does, or did last: `load`, `compute` or `return`.
+        frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class PhaseRunner:
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         self.replica = Replica(description, mesh, master.device, buffers, options)
+        if not _trains_first_stage(description.vector, mesh.strategy):
+            schedule = "own"  # torch's schedules differentiate the first stage's output
         pad = description.config.get_text_config().pad_token_id
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
@@ -70,6 +76,9 @@ class PhaseRunner:
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
         self.act = "load"
+        self.frozen_bytes = 0
+        self._holder: Hashable = None
+        self._there: frozenset[int] = frozenset()
 
     def load(self, previous: "PhaseRunner | None" = None) -> SwitchStats:
         """Fills this strategy's weights and clears its gradients. Collective.
@@ -78,10 +87,12 @@ class PhaseRunner:
             previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
         """
         plan, second = self._take(previous)
+        self._take_gradients()
         switching, epoch = self._switching, self._switching.next_epoch()
         stats = switching.executor.run(
             plan, self._master.weights, self.weights, switching.weight_dtypes, epoch, second=second
         )
+        switching.arenas.loaded(self._holder)
         self._bind()
         return stats
 
@@ -91,31 +102,41 @@ class PhaseRunner:
         worker = self._switching.worker
         assert worker is not None
         plan, second = self._take(previous)
+        self._take_gradients()
         dtypes, epoch = self._switching.weight_dtypes, self._switching.next_epoch()
         job = worker.submit(plan, self._master.weights, self.weights, dtypes, epoch, second=second)
         self._load_job = job
-        self._guard.arm(job)
+        self._guard.arm(job, self._there)
         self._bind()
         return job
 
     def load_for_forward(self) -> SwitchStats:
         """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
-        self.act, switching = "load", self._switching
-        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
-        plan, epoch = switching.pool.load(self.mesh.strategy, None), switching.next_epoch()
+        plan, _ = self._take(None)
+        switching, epoch = self._switching, self._switching.next_epoch()
         stats = switching.executor.run(plan, self._master.weights, self.weights, switching.weight_dtypes, epoch)
+        switching.arenas.loaded(self._holder)
         self.replica.bind(self.weights, None)
         self.replica.model.eval()
         return stats
 
     def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
-        """Takes this phase's buffers; the plan that fills them, and the second source that it draws on."""
-        self.act, switching = "load", self._switching
+        """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
+
+        Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
+        """
+        self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         kept = previous if switching.arenas.keeps_last else None
-        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
-        self.weights = switching.arenas.next_weights().take(self._sizes, switching.weight_dtypes)
-        plan = switching.pool.load(self.mesh.strategy, kept.mesh.strategy if kept else None)
+        self._holder = (str(strategy), self._master.frozen_version) if switching.pool.has_frozen else None
+        self.weights, again = switching.arenas.take_weights(self._sizes, switching.weight_dtypes, self._holder)
+        plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
+        self.frozen_bytes = switching.frozen_bytes(plan)
+        self._there = switching.frozen_segments if again else frozenset()
         return plan, kept.weights if kept else None
+
+    def _take_gradients(self) -> None:
+        switching = self._switching
+        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
 
     def _bind(self) -> None:
         for gradient in self._gradients:
@@ -146,6 +167,7 @@ class PhaseRunner:
         loss = self._runner.run(micro_batches, scale)
         if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
             self._load_job.result()
+            self._switching.arenas.loaded(self._holder)
         self._disarm()
         if self._watch is not None:
             self._watch.disarm()
@@ -188,3 +210,8 @@ class PhaseRunner:
         self._load_job = None
         if self._guard is not None:
             self._guard.disarm()
+
+
+def _trains_first_stage(vector: ParameterVector, strategy: Strategy) -> bool:
+    trained = [segment.unit for segment in vector.segments if segment.trainable]
+    return any(stage_of_unit(vector, strategy, unit) == 0 for unit in dict.fromkeys(trained))

@@ -11,7 +11,6 @@ from functools import partial
 from typing import Any
 
 import torch
-from accelerate import init_empty_weights
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +19,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
-from hf_hotspa.runtime.attention import ATTENTION, PackedSequences
+from hf_hotspa.runtime.attention import PackedSequences
 from hf_hotspa.runtime.head_loss import Tail, chunked_loss
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
@@ -28,6 +27,7 @@ from hf_hotspa.runtime.noise import EmbeddingNoise
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
 from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_tokens
+from hf_hotspa.runtime.skeleton import build_skeleton
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.storage import from_storage
 from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
@@ -47,7 +47,7 @@ class Replica:
         description: The model as plain data.
         mesh: The strategy, this rank's place in it, and its groups.
         device: Where it computes.
-        buffers: The model's buffers by name (rotary tables and the like), copied to the device.
+        buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
         options: The engine's options: label smoothing, recomputation and noise are applied here.
 
     Attributes:
@@ -116,10 +116,7 @@ class Replica:
     # -- construction -------------------------------------------------------------------------------------------------
 
     def _build(self, description: ModelDescription) -> Any:
-        with init_empty_weights(include_buffers=False):
-            model = description.model_class._from_config(
-                description.config, attn_implementation=ATTENTION, dtype=description.compute_dtype
-            )
+        model = build_skeleton(description)
         model.train()
         base = getattr(model, description.base)
         layers = getattr(base, description.layers)
@@ -149,7 +146,7 @@ class Replica:
                 # gradients of 16-bit weights accumulate in fp32
                 parameter.grad_dtype = getattr(torch, self._segments[slot.segment].master_dtype)
             for name in (spec.name, *spec.tied_names):
-                module, _, leaf = name.rpartition(".")
+                module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
                     modules[module]._parameters[leaf] = parameter
             owned.append((parameter, slot))
@@ -168,7 +165,7 @@ class Replica:
         specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
         widths = {
             module: tuple(
-                sum(b - a for a, b in specs[f"{module}.weight"].shard_rows(strategy.tp, shard))
+                sum(b - a for a, b in specs[description.weight_of(module)].shard_rows(strategy.tp, shard))
                 for shard in range(strategy.tp)
             )
             for module in description.styles
@@ -181,7 +178,7 @@ class Replica:
             query = next((f"{name}.{leaf}" for leaf in ("q_proj", "qkv_proj") if f"{name}.{leaf}" in local), None)
             if query is not None and name in modules:
                 heads, kv_heads = description.shape.num_attention_heads, description.shape.num_key_value_heads
-                parts = specs[f"{query}.weight"].parts
+                parts = specs[description.weight_of(query)].parts
                 head_size = parts[0].rows // heads
                 low, high = parts[0].cut(strategy.tp, tensor.shard)
                 mine = max(kv_heads * (tensor.shard + 1) // strategy.tp - kv_heads * tensor.shard // strategy.tp, 1)

@@ -13,15 +13,14 @@ gradient layout adds it up.
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional
 
 from hf_hotspa.runtime.mesh import TensorGroup
-from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, VOCABULARY_EMBEDDING
+from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, VOCABULARY_EMBEDDING, product_without_bias
 
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
@@ -90,9 +89,9 @@ def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **
     return forward(*args, **kwargs)
 
 
-def _rowwise(x: Tensor, *, module: nn.Linear, group: dist.ProcessGroup) -> Tensor:
-    y = _ScatterSum.apply(functional.linear(x, module.weight), group)
-    return y if module.bias is None else y + module.bias
+def _rowwise(x: Tensor, *, product: Callable[[Tensor], Tensor], linear: nn.Linear, group: dist.ProcessGroup) -> Tensor:
+    y = _ScatterSum.apply(product(x), group)
+    return y if linear.bias is None else y + linear.bias
 
 
 def _embedding(
@@ -123,6 +122,8 @@ def obstacle(modules: Mapping[str, nn.Module], styles: Mapping[str, str], partia
         if not name.startswith(layers) or not any(True for _ in module.parameters(recurse=False)):
             continue
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if any(f"{name}.".startswith(f"{planned}.") and name != planned for planned in styles):
+            continue  # an adapter inside of a projection
         if name in styles and styles[name] not in SHARDED:
             return f"{name} is not cut into shards that work alone ({styles[name]}), so it cannot be sequence parallel"
         if block is None and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
@@ -158,7 +159,8 @@ def apply_sequence_parallel(
         if module is None:
             continue
         if style == ROWWISE:
-            module.forward = partial(_rowwise, module=cast(nn.Linear, module), group=group)
+            product, linear = product_without_bias(module)
+            module.forward = partial(_rowwise, product=product, linear=linear, group=group)
         elif style == VOCABULARY_EMBEDDING:
             shard = tensor_group.shard
             first_row, num_rows = sum(widths[name][:shard]), widths[name][shard]

@@ -8,7 +8,7 @@ What cannot be exact is refused here, by name, before anything is built.
 import copy
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
+from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, base_layer, unwrap
 from hf_hotspa.runtime.tensor_parallel import (
     COLWISE,
     COLWISE_GATHER,
@@ -57,6 +58,8 @@ class ModelDescription:
         styles: Tensor-parallel style by module name.
         attention_layers: Names of the attention modules whose heads are cut.
         compute_dtype: The dtype of activations.
+        prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
+        adapters: Its LoRA adapter; None without one.
     """
 
     model_class: type[PreTrainedModel]
@@ -71,10 +74,22 @@ class ModelDescription:
     styles: Mapping[str, str]
     attention_layers: tuple[str, ...]
     compute_dtype: torch.dtype
+    prefix: str = ""
+    adapters: Adapters | None = None
 
     def digest(self) -> str:
         """Equal on ranks whose models and layouts agree."""
-        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())}"
+        adapters = self.adapters.digest() if self.adapters is not None else ""
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters}"
+
+    def local_name(self, name: str) -> str:
+        """A parameter's name in `model_class`."""
+        return name.removeprefix(self.prefix)
+
+    def weight_of(self, module: str) -> str:
+        """The name in the parameter vector of the weight of a module of `styles`; of a LoRA layer, that of its base."""
+        inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
+        return f"{self.prefix}{module}{inside}.weight"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -156,7 +171,8 @@ class _Styles:
     """Reads the tensor-parallel plan: a style for every module, the parts of every weight that is cut."""
 
     def __init__(self, model: PreTrainedModel, layer_prefix: str, embedding: str, head: str) -> None:
-        self.modules = dict(model.named_modules())
+        # a LoRA layer is what its base is
+        self.modules = {name: base_layer(module) for name, module in model.named_modules()}
         self.plan = dict(model.tp_plan or {})
         self.has_plan = bool(model.config.get_text_config().base_model_tp_plan)
         self.heads, self.kv_heads = _heads(model.config)
@@ -275,33 +291,34 @@ def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) ->
     raise ModelError(f"{type(model).__name__} has no {what}", fix="pass an AutoModelForCausalLM model")
 
 
-def describe_model(model: PreTrainedModel, compute_dtype: torch.dtype | None = None) -> ModelDescription:
+def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelDescription:
     """Reads everything the engine needs from a model. The model is not changed and no tensor is copied.
 
     Args:
-        model: A causal language model, on any device.
+        model: A causal language model, on any device; or a `PeftModel` with a LoRA adapter around one.
         compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
 
     Raises:
         ModelError: its structure cannot be laid out.
         UnsupportedError: its config asks for something that cannot be exact.
     """
-    if not isinstance(model, PreTrainedModel):
+    bare, prefix, adapters = unwrap(model)
+    if not isinstance(bare, PreTrainedModel):
         raise ModelError(
-            f"the model is a {type(model).__name__}, not a transformers PreTrainedModel",
+            f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel",
             fix="pass what AutoModelForCausalLM.from_config or from_pretrained returns",
         )
-    refuse_inexact(model.config)
-    layers, before, after = _base_parts(model)
-    base, text = model.base_model_prefix, model.config.get_text_config()
-    embedding = _module_name(model, model.get_input_embeddings(), "input embedding")
-    head = _module_name(model, model.get_output_embeddings(), "output embedding (language-model head)")
+    refuse_inexact(bare.config)
+    layers, before, after = _base_parts(bare)
+    base, text = bare.base_model_prefix, bare.config.get_text_config()
+    embedding = _module_name(bare, bare.get_input_embeddings(), "input embedding")
+    head = _module_name(bare, bare.get_output_embeddings(), "output embedding (language-model head)")
     layer_prefix = f"{base}.{layers}."
-    styles = _Styles(model, layer_prefix, embedding, head)
+    styles = _Styles(bare, layer_prefix, embedding, head)
 
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in bare.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
     specs, costs = [], [0] * text.num_hidden_layers
@@ -310,10 +327,11 @@ def describe_model(model: PreTrainedModel, compute_dtype: torch.dtype | None = N
         if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"}:
             raise ModelError(f"parameters {[name, *tied]} are tied; only input and output embeddings may be")
         unit = _unit(name, layer_prefix, [f"{base}.{child}." for child in before])
-        if unit >= 0:
-            costs[unit] += parameter.numel()
-        specs.append(_spec(name, tuple(tied), parameter, unit, styles, compute_dtype, head))
-    vector = build_vector(specs, costs, head_cost=model.get_parameter(f"{head}.weight").numel())
+        spec = _spec(name, tuple(tied), parameter, unit, styles, compute_dtype, head, adapters)
+        if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
+            costs[unit] += parameter.numel()  # an adapter costs next to nothing
+        specs.append(replace(spec, name=prefix + name, tied_names=tuple(prefix + other for other in tied)))
+    vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
     shape = ModelShape(
         family=text.model_type,
         num_layers=text.num_hidden_layers,
@@ -321,18 +339,18 @@ def describe_model(model: PreTrainedModel, compute_dtype: torch.dtype | None = N
         num_key_value_heads=styles.kv_heads,
         hidden_size=text.hidden_size,
         attention_size=styles.heads * (getattr(text, "head_dim", None) or text.hidden_size // styles.heads),
-        vocab_size=model.get_parameter(f"{embedding}.weight").shape[0],
+        vocab_size=bare.get_parameter(f"{embedding}.weight").shape[0],
         layer_parameters=sum(costs) // len(costs),
         max_position_embeddings=getattr(text, "max_position_embeddings", None),
         has_tp_plan=styles.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
         tp_obstacle=styles.obstacle,
-        pp_obstacle=_pipeline_obstacle(model, before, after),
+        pp_obstacle=_pipeline_obstacle(bare, before, after),
         sp_obstacle=_sequence_obstacle(styles, [f"{base}.{child}." for child in before]),
     )
     return ModelDescription(
-        model_class=type(model),
-        config=copy.deepcopy(model.config),
+        model_class=type(bare),
+        config=copy.deepcopy(bare.config),
         vector=vector,
         shape=shape,
         base=base,
@@ -342,7 +360,9 @@ def describe_model(model: PreTrainedModel, compute_dtype: torch.dtype | None = N
         head=head,
         styles=styles.styles,
         attention_layers=tuple(styles.attention_layers),
-        compute_dtype=compute_dtype or model.dtype,
+        compute_dtype=compute_dtype or bare.dtype,
+        prefix=prefix,
+        adapters=adapters,
     )
 
 
@@ -360,11 +380,19 @@ def _spec(
     styles: _Styles,
     compute_dtype: torch.dtype | None,
     head: str,
+    adapters: Adapters | None = None,
 ) -> ParameterSpec:
     module, _, leaf = name.rpartition(".")
+    module, role = adapters.layer_of(module) if adapters is not None else (module, None)
     style, parts = styles.styles.get(module), styles.parts.get(module, ())
+    rowwise = style in (ROWWISE, ROWWISE_SPLIT)
     shard_dim: int | None = None
-    if style in (ROWWISE, ROWWISE_SPLIT):
+    partial = module in styles.partial
+    if role is not None and style is not None:
+        # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
+        partial = role == (LORA_B if rowwise else LORA_A)
+        shard_dim = None if partial else int(rowwise)
+    elif rowwise:
         shard_dim = 1 if leaf == "weight" else None  # the bias is added once, after the sum
     elif style is not None and leaf in ("weight", "bias"):
         shard_dim = 0
@@ -375,7 +403,7 @@ def _spec(
         unit=unit,
         shard_dim=shard_dim,
         parts=parts if shard_dim is not None else (),
-        partial_gradient=module in styles.partial,
+        partial_gradient=partial,
         trainable=parameter.requires_grad,
         tied_names=tied,
         in_head=f"{head}.weight" in tied,

@@ -43,6 +43,7 @@ class Switching:
         arenas: The memory of the active strategy.
         weight_dtypes: The dtype of the weights of each segment, in strategies and on the wire.
         gradient_dtypes: The dtype of its gradients; None for frozen segments.
+        frozen_segments: Those.
         forecast: The memory that this rank will take.
     """
 
@@ -58,6 +59,7 @@ class Switching:
         device, rank = groups.device, groups.rank
         self.weight_dtypes = [getattr(torch, s.dtype) for s in vector.segments]
         self.gradient_dtypes = [getattr(torch, s.master_dtype) if s.trainable else None for s in vector.segments]
+        self.frozen_segments = frozenset(i for i, dtype in enumerate(self.gradient_dtypes) if dtype is None)
         weight_sizes = [dtype.itemsize for dtype in self.weight_dtypes]
         gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.gradient_dtypes]
 
@@ -87,6 +89,11 @@ class Switching:
             self.executor.extra_bytes(self.switches()),
             copies,
         )
+        self._cluster = cluster
+        self._frozen_sizes = [
+            0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
+        ]
+        self._frozen_bytes: dict[str, int] = {}
         self._limit = options.memory_limit or device_limit(device)
         self._rank = rank
         self.worker = SwitchWorker(self.executor, device, on_failure) if overlap else None
@@ -110,6 +117,16 @@ class Switching:
             self.executor.prepare(plan, dtypes)
         sizes = [self.pool.layout(strategy).rank_sizes(self._rank) for strategy in self.pool.strategies]
         self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes)
+
+    def frozen_bytes(self, plan: SwitchPlan) -> int:
+        """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
+        if plan.digest() not in self._frozen_bytes:
+            self._frozen_bytes[plan.digest()] = plan.traffic(self._cluster, self._frozen_sizes).wire_bytes
+        return self._frozen_bytes[plan.digest()]
+
+    def held(self) -> dict[str, str]:
+        """What ranks must have in common before a load, for `Agreement.check`: it decides what is loaded again."""
+        return {"frozen weights that are loaded already": self.arenas.holders}
 
     def next_epoch(self) -> int:
         """A number for the next switch; the same on every rank, which all run the same switches."""

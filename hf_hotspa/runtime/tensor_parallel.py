@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
+from hf_hotspa.runtime.adapters import base_layer
 from hf_hotspa.runtime.mesh import TensorGroup
 
 COLWISE, COLWISE_GATHER = "colwise", "colwise_gather_output"
@@ -130,14 +131,36 @@ def _colwise_gather(
     return _GatherShards.apply(forward(shared(x)), widths, tensor_group)
 
 
+def _product(x: Tensor, *, linear: nn.Linear) -> Tensor:
+    return functional.linear(x, linear.weight)
+
+
+def product_without_bias(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
+    """What a row-parallel projection sums over the shards, and the layer whose bias is added after it.
+
+    The adapter of a LoRA layer joins the sum of its base, whose forward loses its bias for that.
+    """
+    linear = cast(nn.Linear, base_layer(module))
+    product = partial(_product, linear=linear)
+    if linear is module:
+        return product, linear
+    linear.forward = product
+    return module.forward, linear
+
+
 def _rowwise(
-    x: Tensor, *, module: nn.Linear, tensor_group: TensorGroup, split_widths: tuple[int, ...] | None = None
+    x: Tensor,
+    *,
+    product: Callable[[Tensor], Tensor],
+    linear: nn.Linear,
+    tensor_group: TensorGroup,
+    split_widths: tuple[int, ...] | None = None,
 ) -> Tensor:
     if split_widths is not None:
         x = _SplitToShards.apply(x, split_widths, tensor_group)
     # the bias is added once, after the sum
-    y = _SumOfShards.apply(functional.linear(x, module.weight), tensor_group.group)
-    return y if module.bias is None else y + module.bias
+    y = _SumOfShards.apply(product(x), tensor_group.group)
+    return y if linear.bias is None else y + linear.bias
 
 
 def _embedding(
@@ -180,7 +203,10 @@ def apply_tensor_parallel(
             module.forward = partial(_colwise_gather, **wrap, widths=widths[name], tensor_group=tensor_group)
         elif style in (ROWWISE, ROWWISE_SPLIT):
             split = widths[name] if style == ROWWISE_SPLIT else None
-            module.forward = partial(_rowwise, module=module, tensor_group=tensor_group, split_widths=split)
+            product, linear = product_without_bias(module)
+            module.forward = partial(
+                _rowwise, product=product, linear=linear, tensor_group=tensor_group, split_widths=split
+            )
         elif style == VOCABULARY_EMBEDDING:
             padding = module.padding_idx
             # the padding row's gradient is zero; its local index exists on one shard only

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.nesting import nested_orders
-from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
+from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.phase_order import order_phases
@@ -30,6 +30,9 @@ class PlanPool:
         gradient_sizes: Bytes of one gradient of each segment on the wire.
         planner: One of `planner.PLANNERS`.
         second_source: Whether a load may also draw on the weights of the strategy that ran before.
+
+    Attributes:
+        has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
 
     Raises:
         HotspaConfigError: there is no such planner.
@@ -53,7 +56,9 @@ class PlanPool:
         self._vector, self._cluster, self._planner = vector, cluster, planner
         self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
         self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
-        self._loads: dict[tuple[Strategy | None, Strategy], SwitchPlan] = {}
+        trainable = {segment.trainable for segment in vector.segments}
+        self.has_frozen = trainable == {True, False}
+        self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
         self._returns: dict[Strategy, SwitchPlan] = {}
         self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
 
@@ -61,20 +66,22 @@ class PlanPool:
         """Where the weights of a strategy lie."""
         return self._layouts[strategy]
 
-    def load(self, strategy: Strategy, previous: Strategy | None = None) -> SwitchPlan:
+    def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
         """The plan that fills a strategy's weights.
 
         Args:
             strategy: The strategy to load.
             previous: The one whose weights of the same optimizer step are still there; counts with `second_source`
                 only.
+            trained_only: Leave out the frozen weights, which are in its buffers already.
         """
-        key = (previous if self.second_source and previous != strategy else None), strategy
+        key = (previous if self.second_source and previous != strategy else None), strategy, trained_only
         if key not in self._loads:
             sources = [self.master] if key[0] is None else [self.master, self._layouts[key[0]]]
-            self._loads[key] = plan_load(
-                sources, self._layouts[strategy], self._cluster, self._weight_sizes, self._planner
-            )
+            target = self._layouts[strategy]
+            if trained_only:
+                target = trained_layout(self._vector, target)
+            self._loads[key] = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
         return self._loads[key]
 
     def give_back(self, strategy: Strategy) -> SwitchPlan:
@@ -113,4 +120,8 @@ class PlanPool:
         plans = [plan for s in self.strategies for plan in (self.load(s), self.give_back(s))]
         if self.second_source:
             plans += [self.load(b, a) for a in self.strategies for b in self.strategies if a != b]
+        if self.has_frozen:
+            plans += [self.load(s, trained_only=True) for s in self.strategies]
+        if self.has_frozen and self.second_source:
+            plans += [self.load(b, a, True) for a in self.strategies for b in self.strategies if a != b]
         return plans

@@ -7,6 +7,7 @@ import pytest
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.placement import trained_layout
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.pool import PlanPool
@@ -82,6 +83,34 @@ def test_random_pools_plan() -> None:
         pool = PlanPool(model.vector, strategies, cluster, sizes, sizes, second_source=True)
         assert all(isinstance(plan, SwitchPlan) for plan in pool.plans())  # each one proved itself
         assert sorted(pool.order(pool.strategies)) == sorted(strategies)
+
+
+def test_a_load_of_the_trained_weights_alone_moves_these_and_no_frozen_ones() -> None:
+    rng, seen = random.Random(4), 0
+    while seen < 5:
+        model, world_size = random_model(rng), rng.randint(1, 8)
+        strategies = list(dict.fromkeys(rng.choice(model.strategies(world_size)) for _ in range(3)))
+        cluster, segments = Cluster(world_size, rng.randint(1, world_size)), model.vector.segments
+        pool = PlanPool(model.vector, strategies, cluster, [4] * len(segments), [4] * len(segments))
+        assert pool.has_frozen == (len({segment.trainable for segment in segments}) == 2)
+        if not pool.has_frozen:
+            continue
+        seen += 1
+        for strategy in pool.strategies:
+            whole, part = pool.load(strategy), pool.load(strategy, trained_only=True)
+            frozen, trained = ([int(s.trainable == kind) for s in segments] for kind in (False, True))
+            received = [
+                sum(
+                    traffic.local_bytes + traffic.wire_bytes
+                    for traffic in [plan.traffic(Cluster(world_size, 1), sizes)]
+                )
+                for plan, sizes in ((part, frozen), (part, trained), (whole, frozen))
+            ]
+            needed = [sum(pool.layout(strategy).placements[s.index].sizes.sum() for s in segments if s.trainable)]
+            assert received[0] == 0
+            assert received[1] >= needed[0] > 0  # relays move some twice
+            assert received[2] > 0
+            assert pool.layout(strategy).sizes == trained_layout(model.vector, pool.layout(strategy)).sizes
 
 
 def test_an_unknown_planner_is_refused() -> None:

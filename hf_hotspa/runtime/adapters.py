@@ -1,0 +1,293 @@
+"""LoRA adapters of PEFT: what a `PeftModel` holds, which adapters train exactly, and how a replica gets its own.
+
+A LoRA layer computes `W x + s B A x` (Hu et al., 2021); the base weight W is frozen, A [r, in] and B [out, r] are
+trained. Where tensor parallelism cuts W, the adapter follows it:
+
+* column-parallel (rows of W cut): every shard holds all of A, whose gradient there is a part of the sum, and the rows
+  of B that belong to its rows of W;
+* row-parallel (columns of W cut): every shard holds the columns of A that belong to its columns of W, and all of B,
+  whose gradient there is a part of the sum. The sum over the shards is linear, so one all-reduce of
+  `W_t x_t + s B A_t x_t` serves base and adapter.
+
+Replicas are injected with PEFT's own code, so the forward is PEFT's. Whatever else PEFT can put into a model is refused
+here by name. peft is imported only when a model brings it along.
+"""
+
+import copy
+import hashlib
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_hotspa.errors import UnsupportedError
+
+LORA_A, LORA_B = "lora_A", "lora_B"
+_BASE = "base_layer"
+_WHY = "training of this kind is not known to be exact when the layers are cut and moved"
+
+_REFUSED: dict[str, tuple[str, str]] = {
+    "lora_dropout": (
+        "dropout draws other random numbers under every layout, so hot-switched training would not be exact",
+        "set lora_dropout=0.0",
+    ),
+    "use_dora": (
+        "the norm of a weight's columns would have to be summed over the shards in every forward",
+        "set use_dora=False; use_rslora=True is supported",
+    ),
+    "lora_bias": (
+        "under row-parallel layers every shard would add the bias of lora_B once",
+        "set lora_bias=False; bias='all' and bias='lora_only' are supported",
+    ),
+    "modules_to_save": (
+        "the copies of whole modules have no place in the family's parallel plan",
+        "leave modules_to_save out; to train the embeddings as well, train the whole model",
+    ),
+    "trainable_token_indices": (
+        "single rows of the embedding are trained beside the whole one, which the vocabulary shards do not know",
+        "leave trainable_token_indices out",
+    ),
+    "target_parameters": (
+        "adapters of bare parameters (fused experts) have no place in the family's parallel plan",
+        "target linear layers with target_modules",
+    ),
+    "layer_replication": (
+        "replicated layers share their weights, and every layer is laid out on its own",
+        "leave layer_replication out",
+    ),
+}
+"""Fields of a `LoraConfig` that cannot be honoured when they are set: why, and the fix."""
+
+
+@dataclass(frozen=True)
+class Adapters:
+    """The adapter of a model as plain data.
+
+    Args:
+        name: Its name in PEFT (`default`).
+        config: The `LoraConfig` with which replicas are injected; it initializes nothing.
+        scalings: The factor s of every LoRA layer, by the layer's name in the transformers model.
+    """
+
+    name: str
+    config: Any
+    scalings: Mapping[str, float]
+
+    def digest(self) -> str:
+        """Equal on ranks whose adapters compute the same from the same weights."""
+        return hashlib.sha256(repr((self.name, sorted(self.scalings.items()))).encode()).hexdigest()[:16]
+
+    def layer_of(self, module: str) -> tuple[str, str | None]:
+        """The layer that a module stands for under tensor parallelism, and its role in there.
+
+        Args:
+            module: The name of a module of the transformers model.
+
+        Returns:
+            For `….q_proj.lora_A.default`: `….q_proj` and `LORA_A`; likewise `LORA_B`. For `….q_proj.base_layer`:
+            `….q_proj` and None. Any other name as it is, and None.
+        """
+        for role in (LORA_A, LORA_B):
+            layer = module.removesuffix(f".{role}.{self.name}")
+            if layer != module and layer in self.scalings:
+                return layer, role
+        layer = module.removesuffix(f".{_BASE}")
+        return (layer if layer in self.scalings else module), None
+
+
+def is_adapted(model: nn.Module) -> bool:
+    """Whether a model is one of PEFT's wrappers."""
+    peft = sys.modules.get("peft")  # an object of a package that was never imported does not exist
+    return peft is not None and isinstance(model, peft.PeftModel | peft.PeftMixedModel)
+
+
+def bare_model(model: nn.Module) -> tuple[Any, str]:
+    """The model inside PEFT's wrapper, and what its names begin with outside; any other model as it is, and ``""``."""
+    if not is_adapted(model):
+        return model, ""
+    bare: nn.Module = model.base_model.model if hasattr(model.base_model, "peft_config") else model.base_model
+    return bare, next((f"{name}." for name, module in model.named_modules() if module is bare), "")
+
+
+def base_layer(module: nn.Module) -> nn.Module:
+    """The layer inside a LoRA layer; any other module as it is."""
+    return getattr(module, _BASE, module)
+
+
+def refuse_quantized(model: nn.Module) -> None:
+    """Refuses weights that are no plain floating-point numbers.
+
+    Raises:
+        UnsupportedError: naming the method.
+    """
+    config = getattr(getattr(model, "config", None), "quantization_config", None)
+    if config is None and not getattr(model, "is_quantized", False):
+        return
+    found = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    method = str(getattr(found, "value", found) or "an unknown method")
+    raise UnsupportedError(
+        f"the weights are quantized ({method})",
+        why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
+        fix="load the model without quantization_config, for instance with dtype=torch.bfloat16: frozen weights are "
+        "kept once, in that dtype",
+    )
+
+
+def read_adapters(model: nn.Module) -> Adapters | None:
+    """The adapter of a model; None for a model without one.
+
+    Args:
+        model: The model as the user gave it.
+
+    Raises:
+        UnsupportedError: it has adapters that cannot be trained exactly; named, with what to do.
+    """
+    if "peft" not in sys.modules:
+        return None
+    if not is_adapted(model):
+        _refuse_bare_tuners(model)
+        return None
+    from peft import LoraConfig, PeftModel
+
+    configs = dict(model.peft_config)
+    if not isinstance(model, PeftModel) or len(configs) != 1:
+        raise UnsupportedError(
+            f"the {type(model).__name__} has the adapters {sorted(configs)}",
+            why="one adapter is trained at a time",
+            fix="make it with get_peft_model and one config; remove others with model.delete_adapter(...)",
+        )
+    [(name, config)] = configs.items()
+    if type(config) is not LoraConfig:
+        kind = getattr(config.peft_type, "value", config.peft_type)
+        raise UnsupportedError(
+            f"the adapter {name!r} is of the kind {kind} ({type(config).__name__})", why=_WHY, fix="use a LoraConfig"
+        )
+    for field, (why, fix) in _REFUSED.items():
+        value = getattr(config, field, None)
+        if value:
+            raise UnsupportedError(f"the LoRA config has {field}={value!r}", why=why, fix=fix)
+    _refuse_idle(model, name, config)
+    config = copy.deepcopy(config)
+    config.init_lora_weights = False  # the values come from the model; inits such as PiSSA read the base weights
+    config.inference_mode = False
+    return Adapters(name, config, _scalings(bare_model(model)[0], name))
+
+
+def unwrap(model: nn.Module) -> tuple[Any, str, Adapters | None]:
+    """`bare_model` and `read_adapters` together, and `refuse_quantized`."""
+    bare, prefix = bare_model(model)
+    refuse_quantized(bare)
+    return bare, prefix, read_adapters(model)
+
+
+def _refuse_bare_tuners(model: nn.Module) -> None:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = next((name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)), None)
+    if found is not None:
+        raise UnsupportedError(
+            f"the module {found!r} is an adapter inside a {type(model).__name__}",
+            why="adapters are read from a PeftModel, which holds their config",
+            fix="use peft.get_peft_model(model, config) instead of model.add_adapter or inject_adapter_in_model",
+        )
+
+
+def _refuse_idle(model: Any, name: str, config: Any) -> None:
+    """Refuses an adapter that does not take part in the forward, or is not trained."""
+    trained = any(p.requires_grad for p in model.parameters())
+    merged = any(getattr(module, "merged_adapters", None) for module in model.modules())
+    disabled = any(getattr(module, "disable_adapters", False) is True for module in model.modules())
+    states = [("merged into the base weights", merged, "call model.unmerge_adapter()")]
+    states += [("disabled", disabled or name not in model.active_adapters, f"call model.set_adapter({name!r})")]
+    idle = config.inference_mode or not trained
+    states += [("loaded for inference", idle, "load it with PeftModel.from_pretrained(..., is_trainable=True)")]
+    for state, holds, fix in states:
+        if holds:
+            raise UnsupportedError(f"the adapter {name!r} is {state}", why="nothing of it would be trained", fix=fix)
+
+
+def _scalings(bare: Any, name: str) -> dict[str, float]:
+    """The LoRA layers of a model, all of which must be plain ones on linear layers."""
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if isinstance(bare, PreTrainedModel) else []
+    found: dict[str, float] = {}
+    for path, module in bare.named_modules():
+        if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
+            continue
+        base = base_layer(module)
+        if any(module is end for end in ends):
+            raise UnsupportedError(
+                f"the adapter {name!r} is on {path!r}, an embedding or the head of the model",
+                why="they are cut along the vocabulary and may be tied, which adapters are not",
+                fix="leave it out of target_modules; target_modules='all-linear' takes the layers without the head",
+            )
+        if type(module) is not Linear or type(base) is not nn.Linear:
+            raise UnsupportedError(
+                f"the adapter on {path!r} is a {type(module).__name__} around a {type(base).__name__}",
+                why=_WHY,
+                fix="target plain linear layers",
+            )
+        if module.lora_variant:
+            kinds = ", ".join(type(variant).__name__ for variant in module.lora_variant.values())
+            raise UnsupportedError(
+                f"the adapter on {path!r} is the variant {kinds}", why=_WHY, fix="use LoRA or rsLoRA (use_rslora=True)"
+            )
+        found[path] = float(module.scaling[name])
+    return found
+
+
+def inject(model: Any, adapters: Adapters) -> None:
+    """Puts the LoRA layers into a fresh model of the same class, with parameters on the meta device.
+
+    Args:
+        model: As its class builds it from its config; changed in place.
+        adapters: Of the model to copy.
+    """
+    from peft import inject_adapter_in_model
+
+    # a copy: injection writes the target modules that it found into the config
+    inject_adapter_in_model(copy.deepcopy(adapters.config), model, adapters.name, low_cpu_mem_usage=True)
+
+
+def save_config(model: Any, folder: Path) -> None:
+    """Writes `adapter_config.json` as `PeftModel.save_pretrained` does.
+
+    Args:
+        model: The `PeftModel`.
+        folder: An existing directory.
+    """
+    [config] = copy.deepcopy(list(model.peft_config.values()))
+    bare, _ = bare_model(model)
+    config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None
+    config.inference_mode = True
+    mapping = {"base_model_class": type(bare).__name__, "parent_library": type(bare).__module__}
+    config.save_pretrained(str(folder), auto_mapping_dict=mapping if config.task_type is None else None)
+
+
+def frozen_digest(model: nn.Module) -> str:
+    """SHA-256 over names, shapes, dtypes and sums of bits of the frozen parameters: tells base models apart.
+
+    Names are as in `named_parameters`. The sums are over the bits as integers, as in `model_check.weights_digest`.
+    """
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            facts = name, tuple(parameter.shape), str(parameter.dtype), bit_sum(parameter.detach())
+            digest.update(repr(facts).encode())
+    return digest.hexdigest()
+
+
+def bit_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits, taken as integers of its size, modulo 2^64; 0 on the meta device."""
+    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
+    return (
+        int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() and not tensor.is_meta else 0
+    )

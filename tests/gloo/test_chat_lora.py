@@ -1,0 +1,35 @@
+"""examples/chat_lora.py runs as it is, learns, and saves an adapter that PEFT loads."""
+
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+
+pytestmark = pytest.mark.gloo
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "chat_lora.py"
+
+
+def run_script(rank: int, world_size: int, arguments: list[str], log: str) -> None:
+    """Runs the script in this rank; what the main process prints goes to a file."""
+    sys.argv = [str(SCRIPT), *arguments]
+    if rank == 0:
+        sys.stdout = open(log, "w", buffering=1)  # noqa: SIM115 - closed with the process
+    runpy.run_path(str(SCRIPT), run_name="__main__")
+
+
+def test_an_adapter_learns_from_conversations(tmp_path):
+    arguments = ["--use_cpu", "--output_dir", str(tmp_path / "out"), "--max_steps", "8", "--hotspa_report", "False"]
+    arguments += ["--hotspa_strategies", "dp2:64@512,tp2:1024", "--logging_steps", "1", "--save_strategy", "no"]
+    run_ranks(2, run_script, [*arguments, "--report_to", "none"], str(tmp_path / "log.txt"))
+    text = (tmp_path / "log.txt").read_text()
+    first, last = map(float, re.search(r"loss ([0-9.]+) -> ([0-9.]+) in 8 steps", text).groups())
+    assert last < first - 0.5
+    assert "loads with PeftModel, equal to what was trained: True" in text
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+    assert (tmp_path / "out" / "adapter_config.json").is_file()
+    assert not (tmp_path / "out" / "model.safetensors").exists()

@@ -1,0 +1,40 @@
+"""Tiny LoRA models: PEFT's own wrapper around the tiny models of `tests.families`."""
+
+from typing import Any
+
+import torch
+from peft import LoraConfig, get_peft_model
+
+from tests.families import tiny_model
+
+FAMILIES = ("llama_gqa_bias", "qwen3_qk_norm_tied", "phi3_fused")
+"""Fewer key/value heads than tp and biases; q/k norms and tied embeddings; fused projections."""
+
+
+def tiny_lora(
+    family: str, dtype: torch.dtype = torch.float32, seed: int = 0, model: dict[str, Any] | None = None, **config: Any
+) -> Any:
+    """A `PeftModel` with LoRA on every linear layer, the same on every rank; no factor of the adapter is zero.
+
+    Args:
+        family: As for `tiny_model`.
+        dtype: Of the base model.
+        seed: Of base and adapter.
+        model: Changes of the base model's config.
+        config: Changes of the `LoraConfig`.
+    """
+    base = tiny_model(family, dtype, seed, **(model or {}))
+    torch.manual_seed(seed)
+    options = {"r": 3, "lora_alpha": 5, "target_modules": "all-linear", "task_type": "CAUSAL_LM", **config}
+    adapted = get_peft_model(base, LoraConfig(**options))
+    generator = torch.Generator().manual_seed(seed + 2)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator, dtype=torch.float64) * 0.1)
+    return adapted.train()
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    """Copies of the trained parameters by name."""
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}

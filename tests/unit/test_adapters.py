@@ -1,0 +1,162 @@
+"""LoRA adapters: which are refused and how, how they are laid out, and what their names are in files."""
+
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
+from transformers import BitsAndBytesConfig
+
+from hf_hotspa.checkpoint.export import adapter_name
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.runtime.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
+from hf_hotspa.runtime.model_check import check_model
+from hf_hotspa.runtime.specs import describe_model
+from tests.families import tiny_model
+from tests.lora import FAMILIES, tiny_lora
+
+LINEAR = ["q_proj", "o_proj"]
+
+
+def config(**changes):
+    return LoraConfig(**{"r": 2, "target_modules": LINEAR, "task_type": "CAUSAL_LM", **changes})
+
+
+def adapted(**changes):
+    return get_peft_model(tiny_model("llama_gqa_bias"), config(**changes))
+
+
+REFUSED = {
+    "lora_dropout": {"lora_dropout": 0.1},
+    "use_dora": {"use_dora": True},
+    "lora_bias": {"lora_bias": True},
+    "modules_to_save": {"modules_to_save": ["lm_head"]},
+    "trainable_token_indices": {"trainable_token_indices": [3]},
+    "layer_replication": {"layer_replication": [[0, 4], [2, 4]]},
+    "the head": {"target_modules": ["lm_head"]},
+    "an embedding": {"target_modules": ["embed_tokens"]},
+    "MiCALinearVariant": {"init_lora_weights": "mica"},
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(name):
+    model = adapted(**REFUSED[name])
+    with pytest.raises(UnsupportedError, match=name) as caught:
+        describe_model(model)
+    assert caught.value.why
+    assert caught.value.fix
+
+
+def test_other_tuners_are_refused_by_name():
+    ia3 = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"], task_type="CAUSAL_LM")
+    with pytest.raises(UnsupportedError, match="IA3"):
+        describe_model(get_peft_model(tiny_model("llama_gqa_bias"), ia3))
+    prompts = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
+    with pytest.raises(UnsupportedError, match="PROMPT_TUNING"):
+        describe_model(get_peft_model(tiny_model("llama_gqa_bias"), prompts))
+    mixed = get_peft_model(tiny_model("llama_gqa_bias"), config(), mixed=True)
+    with pytest.raises(UnsupportedError, match="PeftMixedModel"):
+        describe_model(mixed)
+    with pytest.raises(UnsupportedError, match="get_peft_model"):
+        describe_model(inject_adapter_in_model(config(), tiny_model("llama_gqa_bias")))
+
+
+def test_adapters_that_would_not_be_trained_are_refused():
+    model = adapted()
+    model.add_adapter("second", config())
+    with pytest.raises(UnsupportedError, match=r"\['default', 'second'\]"):
+        describe_model(model)
+    model = adapted()
+    model.merge_adapter()
+    with pytest.raises(UnsupportedError, match="merged"):
+        describe_model(model)
+    model = adapted()
+    model.base_model.disable_adapter_layers()
+    with pytest.raises(UnsupportedError, match="disabled"):
+        describe_model(model)
+    with pytest.raises(UnsupportedError, match="is_trainable=True"):
+        describe_model(adapted(inference_mode=True))
+
+
+@pytest.mark.parametrize("as_dict", [False, True])
+def test_quantized_weights_are_refused_by_method(as_dict):
+    model = tiny_model("llama_gqa_bias")
+    found = BitsAndBytesConfig(load_in_8bit=True)
+    model.config.quantization_config = {"quant_method": "gptq", "bits": 4} if as_dict else found
+    with pytest.raises(UnsupportedError, match="gptq" if as_dict else "bitsandbytes") as caught:
+        describe_model(model)
+    assert "bfloat16" in caught.value.fix
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_that_peft_rebuilds_alike_is_accepted(family):
+    model = tiny_lora(family, torch.bfloat16, use_rslora=True, alpha_pattern={"o_proj": 7, "qkv_proj": 3})
+    description = describe_model(model)
+    check_model(model, description)
+    names = {name for name, _ in model.named_parameters()}
+    assert {spec.name for spec in description.vector.specs} == names
+    assert {s.name for s in description.vector.specs if s.trainable} == {n for n in names if ".lora_" in n}
+    # the strategies of the base model are those of the adapted one
+    assert description.shape == describe_model(tiny_model(family)).shape
+    assert description.styles == describe_model(tiny_model(family)).styles
+
+
+def test_a_changed_factor_is_refused():
+    model = adapted()
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    layer.set_scale("default", 3.0)
+    with pytest.raises(ModelError, match=r"layers\.0\.self_attn\.q_proj"):
+        check_model(model, describe_model(model))
+
+
+def test_ranks_with_other_factors_differ():
+    one, other = (describe_model(adapted(lora_alpha=alpha)) for alpha in (2, 3))
+    assert one.vector.digest() == other.vector.digest()
+    assert one.digest() != other.digest()
+
+
+def test_adapters_are_cut_like_their_base():
+    vector = describe_model(tiny_lora("phi3_fused")).vector
+    specs = {s.name.removeprefix("base_model.model.model.layers.1."): s for s in vector.specs}
+    column = [specs[f"self_attn.qkv_proj.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")]
+    assert [s.shard_dim for s in column] == [0, None, 0]
+    assert [s.partial_gradient for s in column] == [False, True, False]
+    assert column[0].parts == column[2].parts
+    assert len(column[0].parts) == 3
+    row = [specs[f"mlp.down_proj.{part}.weight"] for part in ("base_layer", "lora_A.default", "lora_B.default")]
+    assert [s.shard_dim for s in row] == [1, 1, None]
+    assert [s.partial_gradient for s in row] == [False, False, True]
+    assert row[0].parts == row[1].parts
+    # an adapter does not change which stage a layer belongs to
+    assert vector.layer_costs == describe_model(tiny_model("phi3_fused")).vector.layer_costs
+
+
+def test_names():
+    model = tiny_lora("llama_gqa_bias")
+    bare, prefix, adapters = unwrap(model)
+    assert is_adapted(model)
+    assert (bare, prefix) == (model.get_base_model(), "base_model.model.")
+    assert adapters.layer_of("model.layers.0.mlp.up_proj.lora_A.default") == ("model.layers.0.mlp.up_proj", "lora_A")
+    assert adapters.layer_of("model.layers.0.mlp.up_proj.lora_B.other")[1] is None
+    assert adapters.layer_of("model.layers.0.mlp.up_proj.base_layer") == ("model.layers.0.mlp.up_proj", None)
+    assert adapters.layer_of("model.norm") == ("model.norm", None)
+    plain = tiny_model("llama_gqa_bias")
+    assert bare_model(plain) == (plain, "")
+    assert read_adapters(plain) is None
+    from peft import get_peft_model_state_dict
+
+    saved = get_peft_model_state_dict(tiny_lora("llama_gqa_bias", bias="all"))
+    trained = [n for n, p in tiny_lora("llama_gqa_bias", bias="all").named_parameters() if p.requires_grad]
+    assert sorted(map(adapter_name, trained)) == sorted(saved)
+
+
+def test_the_digest_of_the_base_sees_every_frozen_weight_and_no_other():
+    model = tiny_lora("llama_gqa_bias")
+    before = frozen_digest(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(1.0)
+    assert frozen_digest(model) == before
+    with torch.no_grad():
+        model.get_parameter("base_model.model.model.norm.weight")[3] += 1e-3
+    assert frozen_digest(model) != before
