@@ -20,6 +20,7 @@ CASES = {
     "biases": ("llama_gqa_bias", "dp2tp2:16@32,tp2pp2:60", {"bias": "all", "use_rslora": True}),
     "lora biases": ("llama_gqa_bias", "tp4:60", {"bias": "lora_only", "rank_pattern": {"q_proj": 5, "2.mlp.*": 1}}),
     "last layers": ("qwen3_qk_norm_tied", "pp4:30@32,tp2pp2:60", {"layers_to_transform": [3], "target_modules": ["o_proj", "v_proj"]}),
+    "saving memory": ("llama_gqa_bias", "dp4+rc:12@32,dp2tp2+sp:30@32,tp2pp2+sp+rc:60@66", {}),
 }  # fmt: skip
 
 
