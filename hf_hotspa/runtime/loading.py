@@ -47,7 +47,7 @@ _MAX_LISTED = 3
 
 def fill_from_model(
     model: PreTrainedModel, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
-) -> None:
+) -> str:
     """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
 
     Args:
@@ -55,19 +55,24 @@ def fill_from_model(
         master: The store to fill.
         agreement: Of all ranks, on the host.
         group: Of all ranks, on the device.
+
+    Returns:
+        The digest of this rank's model (`weights_digest`), which costs a pass over its weights.
     """
+    digest = weights_digest(model)
     tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     # compared on 52 bits, which a float64 carries exactly
-    digests = agreement.gather([float(int(weights_digest(model)[:13], 16))])
+    digests = agreement.gather([float(int(digest[:13], 16))])
     if len(set(digests[:, 0].tolist())) == 1:
         master.fill(tensors)
-        return
+        return digest
     if agreement.rank == 0:
         logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
     for spec in master.vector.specs:
         tensor = tensors[spec.name].to(master.device, copy=True).contiguous()
         dist.broadcast(tensor, src=0, group=group)
         master.fill({spec.name: tensor})
+    return digest
 
 
 # -- a model without its weights --------------------------------------------------------------------------------------

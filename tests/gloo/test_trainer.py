@@ -13,6 +13,8 @@ from tests.oracle import exact_in_double, random_rows, relative_error
 pytestmark = pytest.mark.gloo
 
 STEPS, MINI_BATCH = 20, 12
+LOSS, WEIGHTS = {torch.float32: 1e-6, torch.float64: 1e-12}, {torch.float32: 1e-5, torch.float64: 1e-11}
+"""Largest relative error of the loss of any step, and of all weights after the last one."""
 COMMON = {
     "max_steps": STEPS,
     "learning_rate": 1e-2,
@@ -52,10 +54,13 @@ def _pad(examples):
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
 
 
-def stock_run(rank, world_size, family, dtype, output_dir):
+def stock_run(rank, world_size, family, dtype, output_dir, steps):
     model = tiny_model(family, dtype)
     args = TrainingArguments(
-        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
+        output_dir=output_dir,
+        per_device_train_batch_size=MINI_BATCH,
+        save_strategy="no",
+        **{**COMMON, "max_steps": steps},
     )
     trainer = _LossRecorder(
         model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad
@@ -66,7 +71,7 @@ def stock_run(rank, world_size, family, dtype, output_dir):
     return trainer.losses, trainer.state.log_history, weights
 
 
-def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
+def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -81,7 +86,11 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
 
     model = tiny_model(family, dtype)
     args = HotSPaTrainingArguments(
-        output_dir=output_dir, hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies=strategies, **COMMON, **extra
+        output_dir=output_dir,
+        hotspa_mini_batch_size=MINI_BATCH,
+        hotspa_strategies=strategies,
+        max_steps=steps,
+        **COMMON,
     )
     trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
     with exact_in_double(dtype):
@@ -94,21 +103,21 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
 THREE = "dp4:16@32,dp2tp2:32,tp2pp2:60@64"
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["fp32", "fp64"])
 @pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied"])
-def test_twenty_steps_equal_the_stock_trainer(family, dtype, tmp_path):
-    [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"))
-    per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), THREE, {})
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+def test_many_steps_equal_the_stock_trainer(family, dtype, steps, tmp_path):
+    [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"), steps, timeout=300)
+    per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), THREE, steps, timeout=300)
     for found, found_logs, found_weights, phases in per_rank:
         assert phases == ["dp1tp2pp2", "dp2tp2pp1", "dp4tp1pp1"]
-        assert len(found) == len(losses) == STEPS
-        for step, (a, b) in enumerate(zip(found, losses, strict=True), start=1):
-            assert math.isclose(a, b, rel_tol=tolerance), f"step {step}: loss {a} instead of {b}"
+        assert len(found) == len(losses) == steps
+        worst = max(range(steps), key=lambda i: abs(found[i] - losses[i]) / abs(losses[i]))
+        assert math.isclose(found[worst], losses[worst], rel_tol=LOSS[dtype]), f"step {worst + 1} of {steps}"
         whole = relative_error(
             torch.cat([found_weights[n].flatten() for n in weights]), torch.cat([w.flatten() for w in weights.values()])
         )
-        assert whole <= 1e-5
+        assert whole <= WEIGHTS[dtype]
         for name, weight in weights.items():
             assert relative_error(found_weights[name], weight) <= 1e-4, name
         for log, expected in zip(found_logs, logs, strict=True):
