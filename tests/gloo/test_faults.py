@@ -314,16 +314,16 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
 
 def short_of_memory_in_an_evaluation(rank, world, folder):
     """`evaluate()` without a `train()` around it."""
-    from hf_hotspa.runtime.phase import PhaseRunner
+    from hf_hotspa.runtime.replica import Replica
 
-    compute = PhaseRunner.compute_forward
+    forward = Replica.forward
 
-    def limited(self, micro_batches, scale):
+    def limited(self, *args):
         if rank == 1:
             raise torch.OutOfMemoryError(INJECTED)
-        return compute(self, micro_batches, scale)
+        return forward(self, *args)
 
-    PhaseRunner.compute_forward = limited
+    Replica.forward = limited
     trainer = make_trainer(folder, world, hotspa_strategies="tp2:60", ddp_timeout=TIMEOUT_S)
     trainer.evaluate(trainer.train_dataset)
 

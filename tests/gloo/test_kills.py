@@ -7,6 +7,7 @@ optimizer, random states and log. A rank of the world forks a process for each s
 """
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -14,6 +15,7 @@ import shutil
 import signal
 import threading
 import time
+import traceback
 from pathlib import Path
 from typing import NamedTuple
 
@@ -94,13 +96,14 @@ def life(rank, world, folder, meeting, plan, options):
             callbacks.append(Armed(plan["after_s"]))
         options = {**options, "hotspa_async_save": plan["background"], "callbacks": callbacks}
         one_run(rank, world, plan["output"], plan["resumes"], options)
-        dist.barrier()
-        dist.destroy_process_group()
         code = 0
+        with contextlib.suppress(RuntimeError):  # the other one may die even now
+            dist.barrier()
+            dist.destroy_process_group()
     except HotspaError:
         code = 3
     except BaseException as error:  # told through a file: a parent sees a number only
-        Path(folder, f"error-{rank}").write_text(f"{type(error).__name__}: {error}")
+        Path(folder, f"error-{rank}").write_text("".join(traceback.format_exception(error)))
     finally:
         os._exit(code)
 
@@ -202,6 +205,7 @@ def supervised(rank, world, folder, kind, arguments, options):
     """Starts the job again and again; returns how many kills it survived, and how many jobs came to their end."""
     from hf_hotspa.trainer.trainer import HotSPaTrainer  # noqa: F401  # once, not in every start
 
+    gc.freeze()
     killer = kind(folder, *arguments) if rank == 0 else None
     start = 0
     while True:
