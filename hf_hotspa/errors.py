@@ -173,3 +173,9 @@ class PeerError(HotspaError):
     """Another rank failed with an error that is not of this family; its text is in the message."""
 
     code = "HSP-112"
+
+
+class SilentPeerError(PeerError):
+    """A rank hangs: it is the one that a roll call of the waiting ranks has missed."""
+
+    code = "HSP-110"

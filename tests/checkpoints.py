@@ -1,8 +1,9 @@
-"""Small checkpoints without torch: two ranks, three parameters, real files."""
+"""Small checkpoints without torch: two ranks, three parameters, real files; and a disk on which something happens."""
 
 import os
 import random
 import shutil
+import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,28 @@ def memory_folder() -> Iterator[Path]:
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 1 << 30 else None
     with tempfile.TemporaryDirectory(dir=memory, prefix="hotspa-checkpoints-") as folder:
         yield Path(folder)
+
+
+class FaultyDisk(Disk):
+    """Counts the changes of a process, and does something ahead of one of them.
+
+    Args:
+        fatal: The number of that change, from 0; None for no such thing.
+        action: What happens; it is told the kind of change and the path.
+    """
+
+    def __init__(self, fatal: int | None = None, action: Callable[[str, Path], None] | None = None) -> None:
+        self.count, self.fatal, self.action = 0, fatal, action
+
+    def before(self, change: str, path: Path) -> None:
+        self.count += 1
+        if self.action is not None and self.count - 1 == self.fatal:
+            self.action(change, path)
+
+
+def die(change: str, path: Path) -> None:
+    """Ends this process as nobody can prevent."""
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def tiny_manifest(step: int, files: tuple[FileRecord, ...] = (), run: str = "test", world: int = WORLD) -> Manifest:

@@ -12,6 +12,7 @@ hangs is shown with the stack of each rank when the time is up. Every rank ends 
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -341,6 +342,8 @@ def _rank_main(rank: int, plan: _RankPlan, pipe: _Pipe) -> None:
     # Should the test process be killed, nobody else ends a rank that hangs.
     faulthandler.dump_traceback_later(plan.timeout + _EXIT_S, exit=True, file=stack)
     os.environ.update(plan.variables, RANK=str(rank), LOCAL_RANK=str(rank))
+    # A collection would look at every object of the imported libraries, and so copy their pages into this process.
+    gc.freeze()
     failed = False
     try:
         data = pickle.dumps({"value": _call(rank, plan), "ended_at": time.monotonic()})

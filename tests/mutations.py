@@ -316,6 +316,27 @@ MUTATIONS = [
         "if isinstance(found, MemoryError):",
         "tests/gloo/test_faults.py::test_the_next_launch_avoids_what_ran_out_of_memory",
     ),
+    Mutation(
+        "a lack of memory in a switch is a failed transfer",
+        "hf_hotspa/runtime/faults.py",
+        "if found is not None:",
+        'if found is not None and runner.act != "compute":',
+        "tests/gloo/test_overlap.py::test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that[True]",
+    ),
+    Mutation(
+        "the rank that hangs is not named",
+        "hf_hotspa/runtime/roll_call.py",
+        "return _silent_error(error, silent)",
+        "return error",
+        "tests/gloo/test_overlap.py::test_a_switch_waits_for_a_peer_no_longer_than_its_timeout[False]",
+    ),
+    Mutation(
+        "a message of another size is taken",
+        "hf_hotspa/switch/transport.py",
+        "return self.tag ^ _shape_word(self.tensor.numel(), self.tensor.dtype)",
+        "return self.tag",
+        "tests/gloo/test_switch_faults.py::test_a_message_that_is_not_as_planned_is_noticed[shorter]",
+    ),
     # -- checkpoints
     Mutation(
         "files are not synced",
@@ -358,6 +379,13 @@ MUTATIONS = [
         "self.state.global_step >= self.state.max_steps",
         "self.state.global_step > self.state.max_steps",
         "tests/gloo/test_resume.py::test_a_finished_run_stays_as_it_is",
+    ),
+    Mutation(
+        "a checkpoint that is being pushed is removed",
+        "hf_hotspa/trainer/checkpointing.py",
+        "return [*best, *self._being_pushed()]",
+        "return best",
+        "tests/gloo/test_hub.py",
     ),
 ]
 

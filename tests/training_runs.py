@@ -88,6 +88,11 @@ def contents(path: Path) -> dict[str, str]:
     return exact
 
 
+def contents_of_shares(path: Path) -> dict[str, str]:
+    """The same of weights and optimizer state alone, as the manifest has them."""
+    return {file.name: file.sha256 for file in read_manifest(path).files if file.name.startswith("master")}
+
+
 def newest(folder: Path) -> Path:
     """The newest checkpoint of a run."""
     return checkpoints(folder)[0]

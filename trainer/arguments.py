@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.trainer_utils import HubStrategy
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -353,11 +352,5 @@ class HotSPaTrainingArguments(TrainingArguments):
                     why="mini-batches are not dealt out to ranks by accelerate",
                     fix=f"leave {name} out",
                 )
-        if self.push_to_hub and self.hub_strategy != HubStrategy.END:
-            raise UnsupportedError(
-                f"the training argument hub_strategy={self.hub_strategy.value!r} cannot be honoured",
-                why="checkpoints are in a format of their own; what can be pushed is the saved model",
-                fix="use hub_strategy='end' and trainer.save_model()",
-            )
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every

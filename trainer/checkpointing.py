@@ -10,14 +10,14 @@ import json
 import logging
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from hf_hotspa.checkpoint.disk import FileRecord, TensorRecord, tensor_file
-from hf_hotspa.checkpoint.folder import RunFolder, checkpoint_name
+from hf_hotspa.checkpoint.folder import RunFolder, checkpoint_name, write_error
 from hf_hotspa.checkpoint.manifest import (
     BUFFERS,
     MODEL_FOLDER,
@@ -55,6 +55,10 @@ class CheckpointingMixin(ResumeMixin):
     _failed_saves = 0
     _best_before: str | None = None
 
+    if TYPE_CHECKING:
+
+        def _being_pushed(self) -> Collection[Path]: ...
+
     # -- around training ----------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
@@ -85,6 +89,20 @@ class CheckpointingMixin(ResumeMixin):
             if self._checkpoint_writer is not None:
                 self._checkpoint_writer.close()
 
+    def _make_output_dir(self) -> None:
+        """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be made.
+        """
+        folder, error = Path(self.args.output_dir), None
+        if self.args.should_save:
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+            except OSError as failure:
+                error = write_error("output_dir cannot be made", folder, failure)
+        self._agreement().check({}, error, "output_dir")
+
     def _writer(self, trial: Any = None) -> CheckpointWriter:
         folder = Path(self._get_output_dir(trial))
         if self._checkpoint_writer is not None and self._checkpoint_writer.folder.path != folder:
@@ -100,6 +118,7 @@ class CheckpointingMixin(ResumeMixin):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self._try_saving(lambda writer: writer.finish())
+        self._finish_current_push()  # as the Trainer does afterwards; what is being pushed must not be removed
         best, writer = self.state.best_model_checkpoint, self._checkpoint_writer
         if best and writer is not None and writer.folder.held and self.args.save_total_limit == 1:
             # as the Trainer does afterwards, but so that nothing half removed can be taken for a checkpoint
@@ -122,7 +141,8 @@ class CheckpointingMixin(ResumeMixin):
         writer = self._writer(trial)
 
         def kept() -> Collection[Path]:
-            return [Path(self.state.best_model_checkpoint)] if self.state.best_model_checkpoint else []
+            best = [Path(self.state.best_model_checkpoint)] if self.state.best_model_checkpoint else []
+            return [*best, *self._being_pushed()]
 
         def save(writer: CheckpointWriter) -> None:
             write_files, make_manifest = self._contents(writer.folder)
@@ -153,8 +173,10 @@ class CheckpointingMixin(ResumeMixin):
             if self.is_world_process_zero():
                 logger.warning("%s | training goes on; failed saves in a row: %d", error, self._failed_saves)
         else:
-            if writer.committed_step != committed:
+            if writer.committed_step is not None and writer.committed_step != committed:
                 self._failed_saves = 0
+                if self.args.push_to_hub:
+                    self._push_from_checkpoint(str(writer.folder.path / checkpoint_name(writer.committed_step)))
 
     def _contents(self, folder: RunFolder) -> tuple[Any, Any]:
         """What this rank writes, and what rank 0 says of all files. Everything that training changes is taken now."""

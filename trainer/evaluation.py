@@ -28,6 +28,7 @@ from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.evaluation import EvaluationResult
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import Planner, RankRows
+from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.rows import as_it_is, is_stream, scanned
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 
@@ -240,6 +241,16 @@ class EvaluationMixin:
         Raises:
             HotspaError: on every rank.
         """
+        with told_to_all(self, "evaluation"):
+            return self._evaluated(dataloader, description, prediction_loss_only, metric_key_prefix)
+
+    def _evaluated(
+        self: Any,
+        dataloader: DataLoader[Any],
+        description: str,
+        prediction_loss_only: bool | None,
+        metric_key_prefix: str,
+    ) -> EvalLoopOutput:
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         collected: Any = dataloader.dataset

@@ -111,9 +111,9 @@ class ModelSourceMixin(Trainer):
                 self._only_in_engine = True
             self._model_agrees()
 
-    def _model_agrees(self) -> None:
-        """Remembers `trainer.model` as it is now: that of the engine."""
-        self._model_is_current, self._model_digest = True, weights_digest(self.model)
+    def _model_agrees(self, digest: str | None = None) -> None:
+        """Remembers `trainer.model` as it is now: that of the engine. Its digest is computed where it is not known."""
+        self._model_is_current, self._model_digest = True, digest or weights_digest(self.model)
 
     def materialize(self) -> PreTrainedModel:
         """Gives `trainer.model` its weights, on the CPU of every rank, where it was given as a folder. Collective.

@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_hotspa.cost.json_file import read_json, write_json
 from hf_hotspa.errors import HotspaConfigError, HotspaError
-from hf_hotspa.runtime.faults import OutOfMemory
+from hf_hotspa.runtime.faults import OutOfMemory, PhaseFailures
 from hf_hotspa.strategy import Bucket, Strategy
 
 logger = logging.getLogger(__name__)
@@ -33,6 +33,13 @@ def record(folder: str | Path, found: OutOfMemory) -> None:
         write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, found.to_dict()]})
     except OSError as error:
         logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
+
+
+def note(folder: str | Path, failures: PhaseFailures) -> None:
+    """Adds what is known of a lack of memory on this rank to the file, once. Never raises."""
+    found, failures.out_of_memory = failures.out_of_memory, None
+    if found is not None:
+        record(folder, found)
 
 
 def largest_packs(folder: str | Path) -> dict[str, int]:

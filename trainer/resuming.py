@@ -23,7 +23,7 @@ from hf_hotspa.checkpoint.rng import set_random_state
 from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, saved_vector
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.runtime.adapters import frozen_digest
-from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
@@ -85,7 +85,8 @@ class ResumeMixin(Trainer):
             return Agreement(None, 0)
         if not hasattr(self, "_host_group"):
             self._host_group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
-        return Agreement(self._host_group, self.args.process_index)
+            self._host_mailbox = Mailbox(self.args.process_index, self.args.world_size)
+        return Agreement(self._host_group, self.args.process_index, self._host_mailbox)
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self._resumption is not None and self.state.global_step >= self.state.max_steps:

@@ -34,10 +34,11 @@ from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
+from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
-from hf_hotspa.trainer.out_of_memory import record, warn_of_known
+from hf_hotspa.trainer.out_of_memory import warn_of_known
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
@@ -102,6 +103,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
         self._preemption = Preemption()
         self.args = args
+        self._make_output_dir()
         super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
         self.callback_handler = CallbackEvents(self.callback_handler)
@@ -185,10 +187,10 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = make_predictions(self.engine, calibration, args)
         if self._auto is not None:
-            self.engine.predicted_bytes = self._auto.predicted_bytes
+            self.engine.failures.predicted_bytes = self._auto.predicted_bytes
         elif args.process_index == 0:
             warn_of_known(args.output_dir, args.hotspa_buckets)
-        self._model_agrees()
+        self._model_agrees(self.engine.model_digest)
         self._wrapped = None
         self.model_wrapped = self.model
         return self.engine
@@ -362,20 +364,10 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         super().log(logs, start_time)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.callback_handler.deferring_errors(), self._preemption:
-            try:
-                output = super()._inner_training_loop(*args, **kwargs)
-                if self.engine is not None:
-                    self.engine.agree(self.callback_handler.take_error(), "end of training")
-            except Exception as error:
-                if self.engine is None:
-                    raise
-                if self.engine.out_of_memory is not None:
-                    record(self.args.output_dir, self.engine.out_of_memory)
-                explained = self.engine.explain(error, f"after step {self.state.global_step}")
-                if explained is error:
-                    raise
-                raise explained from error
+        with self.callback_handler.deferring_errors(), self._preemption, told_to_all(self, "training"):
+            output = super()._inner_training_loop(*args, **kwargs)
+            if self.engine is not None:
+                self.engine.agree(self.callback_handler.take_error(), "end of training")
         return output
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -54,7 +54,12 @@ MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export(
-    checkpoint: Path, target: Path, *, max_shard_bytes: int = MAX_SHARD_BYTES, dtype: str | None = None
+    checkpoint: Path,
+    target: Path,
+    *,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: str | None = None,
+    mode: int | None = None,
 ) -> list[Path]:
     """Writes the model of a checkpoint so that `from_pretrained` loads it (that of `PeftModel` for an adapter).
 
@@ -63,6 +68,7 @@ def export(
         target: A directory that does not exist, or is empty.
         max_shard_bytes: A file is closed before it grows beyond this; a larger parameter has a file of its own.
         dtype: Of the exported floating-point weights; that of the model which was trained when None.
+        mode: The permissions of the directory; those of a new one when None, which is not for threads.
 
     Returns:
         The files of weights.
@@ -84,7 +90,7 @@ def export(
     try:
         names = _write_weights(disk, ShareReader(checkpoint, manifest), manifest, beside, max_shard_bytes, dtype)
         _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
-        beside.chmod(directory_mode())
+        beside.chmod(directory_mode() if mode is None else mode)
         disk.sync_directory(beside)
         if target.exists():
             target.rmdir()

@@ -3,7 +3,8 @@
 `Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
 digests and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
-connection breaks. A peer that is gone without a word, or silent for too long, is a `PeerError`.
+connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
+roll call in the same store, and the one that does not answer is named (`SilentPeerError`).
 """
 
 import hashlib
@@ -15,7 +16,8 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError
+from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, TransferError
+from hf_hotspa.runtime.roll_call import RollCall
 
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED = 5
@@ -187,15 +189,19 @@ class Mailbox:
         self.rank = rank
         # the store behind the default group: private in torch, and the only channel that outlives a broken group
         self._store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
+        self._roll_call = RollCall(self._store, rank, world_size, _MAILBOX_KEY) if self._store is not None else None
         self._mine: Exception | None = None
 
     def explain(self, error: Exception, where: str) -> Exception:
         """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
 
-        May be called more than once for an error, and from any thread.
+        May be called more than once for an error, and from any thread. For a lost peer it takes seconds: see `RollCall`.
         """
         if self._store is None or error is self._mine:
             return error
+        assert self._roll_call is not None
+        if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)):
+            error = self._roll_call.named(error)
         mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
         try:
             # only the first one in stays

@@ -17,7 +17,7 @@ optimizer step changes the weights; what one rank finds wrong before a phase is 
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +30,9 @@ from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model
-from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause, lost_peer
+from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.runtime.evaluation import Evaluation
-from hf_hotspa.runtime.faults import OutOfMemory, out_of_memory
+from hf_hotspa.runtime.faults import PhaseFailures
 from hf_hotspa.runtime.loading import fill_from_model, load_weights, write_to_model
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
@@ -43,7 +43,7 @@ from hf_hotspa.runtime.options import EngineOptions, default_device
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.runtime.switching import Switching
-from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
+from hf_hotspa.strategy import Bucket, check_buckets, check_launch
 from hf_hotspa.switch.executor import SwitchStats
 
 
@@ -80,8 +80,8 @@ class HotSPaEngine:
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
-        predicted_bytes: What each strategy should take on a rank, where a memory model knows; for messages.
-        out_of_memory: What is known of a lack of memory on this rank.
+        failures: What ended a phase; knows of a lack of memory on this rank.
+        model_digest: `weights_digest` of the model, where it was read when the engine was made.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -128,14 +128,18 @@ class HotSPaEngine:
         self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
         self._mailbox = Mailbox(self.rank, self.world_size)
         self._agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
+        self.failures = PhaseFailures(self.rank, self._mailbox)
         self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
         self.master = MasterStore(self.description.vector, self.rank, self.world_size, device)
+        self.model_digest: str | None = None
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
         if weights is not None:
             load_weights(weights, model, self.master, self._agreement)
-        elif fill_from_model(model, self.master, self._agreement, self._groups.switch):
-            self._frozen_in = weakref.ref(model), self.master.frozen_version
+        else:
+            self.model_digest, same = fill_from_model(model, self.master, self._agreement, self._groups.switch)
+            if same:
+                self._frozen_in = weakref.ref(model), self.master.frozen_version
         buffers = dict(bare_model(model)[0].named_buffers())
         self.phases = {
             strategy: PhaseRunner(
@@ -154,11 +158,8 @@ class HotSPaEngine:
         self._groups.warm_up()
         self._switching.prepare()
         self.observer = Observer()
-        self.predicted_bytes: Mapping[Strategy, float] = {}
-        self.out_of_memory: OutOfMemory | None = None
         self.stop_ranks: tuple[int, ...] = ()
-        self._steps = 0
-        self._grad_norm = 0.0
+        self._steps, self._grad_norm = 0, 0.0
 
     # -- set-up -------------------------------------------------------------------------------------------------------
 
@@ -189,7 +190,7 @@ class HotSPaEngine:
             Cluster(self.world_size, per_node),
             self._groups,
             options,
-            lambda error: self._mailbox.explain(error, "switch"),
+            self.failures.explain,
         )
         error = None
         try:
@@ -283,6 +284,7 @@ class HotSPaEngine:
         order = self._order(mini_batch)
         for index in order:
             phase = mini_batch.phases[index]
+            self.failures.phase_begins(phase, self.phases[phase.bucket.strategy], self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
                 phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels, previous)
@@ -306,17 +308,14 @@ class HotSPaEngine:
 
     def _failed(self, phase: PhaseBatch, failure: BaseException, where: str) -> BaseException:
         """Ends what is under way; returns what to raise: the failure, or the error of a peer that caused it."""
-        place = f"{where}, strategy {phase.bucket.strategy}"
-        explained = failure
+        runner, explained = self.phases[phase.bucket.strategy], failure
         if isinstance(failure, Exception):
-            runner, known = self.phases[phase.bucket.strategy], self._switching.forecast
-            found = out_of_memory(failure, phase, runner, self._steps + 1, known, self.predicted_bytes)
-            self.out_of_memory = found
-            mine = found.error(place) if found else hotspa_cause(failure) or lost_peer(failure, self.rank, place)
-            explained = self._mailbox.explain(mine or failure, place)
+            self.failures.phase_begins(phase, runner, self._steps + 1, where)
+            explained = self.failures.explain(failure)
         if self._switching.worker is not None:
+            place = f"{where}, strategy {phase.bucket.strategy}"
             self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
-        self.phases[phase.bucket.strategy].release()
+        runner.release()
         self._switching.arenas.forget()
         return explained
 

@@ -1,7 +1,8 @@
-"""A rank that runs out of memory inside a phase: what is known of it, as plain data and as an error.
+"""What ends a phase on this rank, and what is raised for it: its own error, a peer's, or a lack of memory.
 
-Its peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks
-end (through the mailbox), and `OutOfMemory` is what the next launch can learn from.
+Peers may wait inside a tensor-parallel collective or a pipeline, and cannot be released to try again. So all ranks end,
+and learn why through the mailbox. Of a lack of memory `OutOfMemory` says, as plain data, what the next launch can learn
+from.
 """
 
 from collections.abc import Mapping
@@ -11,9 +12,9 @@ from typing import Any
 import torch
 
 from hf_hotspa.data.collator import PhaseBatch
-from hf_hotspa.errors import PhaseMemoryError
+from hf_hotspa.errors import PhaseMemoryError, TransferError
+from hf_hotspa.runtime.agreement import Mailbox, hotspa_cause, lost_peer
 from hf_hotspa.runtime.measures import peak_memory
-from hf_hotspa.runtime.memory import MemoryForecast
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.strategy import Strategy
 
@@ -89,7 +90,6 @@ def out_of_memory(
     phase: PhaseBatch,
     runner: PhaseRunner,
     step: int,
-    forecast: MemoryForecast,
     predicted: Mapping[Strategy, float],
 ) -> OutOfMemory | None:
     """What is known of a failure that is a lack of memory; None when it is another one.
@@ -99,12 +99,14 @@ def out_of_memory(
         phase: What this rank ran.
         runner: What ran it.
         step: The mini-batch, counted from 1.
-        forecast: What the engine had counted before it allocated.
         predicted: Bytes on a rank by strategy, activations included, where a memory model knows them.
     """
     cause = memory_cause(failure)
     if cause is None:
         return None
+    act = runner.act
+    if act == "compute" and isinstance(hotspa_cause(failure), TransferError):
+        act = runner.overlapped_act  # in the thread of switches, beside the computation
     # a last stage knows how far it came; packs come in descending cost, so the first ones are the largest
     begun = len(runner.replica.losses) + 1 if runner.replica.is_last else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]
@@ -113,11 +115,54 @@ def out_of_memory(
     return OutOfMemory(
         rank=runner.mesh.rank,
         step=step,
-        act=runner.act,
+        act=act,
         strategy=str(runner.mesh.strategy),
         pack_tokens=largest.num_tokens if largest is not None else 0,
         pack_sequences=len(largest.lengths) if largest is not None else 0,
-        predicted_bytes=int(predicted.get(runner.mesh.strategy, forecast.total)),
+        predicted_bytes=int(predicted.get(runner.mesh.strategy, runner.forecast.total)),
         held_bytes=peak_memory(runner.replica.device),
         text=f"{type(cause).__name__}: {text}",
     )
+
+
+class PhaseFailures:
+    """Explains the failures of phases, on the main thread and in the thread of switches.
+
+    Args:
+        rank: This rank.
+        mailbox: Where ranks leave their errors.
+
+    Attributes:
+        out_of_memory: What is known of a lack of memory on this rank, until it is taken away.
+        predicted_bytes: What each strategy should take on a rank, where a memory model knows; for messages.
+    """
+
+    def __init__(self, rank: int, mailbox: Mailbox) -> None:
+        self._rank, self._mailbox = rank, mailbox
+        self.out_of_memory: OutOfMemory | None = None
+        self.predicted_bytes: Mapping[Strategy, float] = {}
+
+    def phase_begins(self, phase: PhaseBatch, runner: PhaseRunner, step: int, where: str) -> None:
+        """From now on failures are those of this phase.
+
+        Args:
+            phase: What this rank runs.
+            runner: What runs it.
+            step: The mini-batch, counted from 1.
+            where: Its name, for messages.
+        """
+        self._now = phase, runner, step, where
+
+    def explain(self, failure: Exception) -> Exception:
+        """What to raise for a failure of the phase under way: the failure, or the error of a peer that caused it.
+
+        The error is left for the other ranks. A switch beside the computation tells of its failure in its own thread:
+        the computation may wait for it in vain for long.
+        """
+        phase, runner, step, where = self._now
+        place = f"{where}, strategy {runner.mesh.strategy}"
+        found = out_of_memory(failure, phase, runner, step, self.predicted_bytes)
+        if found is not None:
+            self.out_of_memory = self.out_of_memory or found  # the other thread may have been the first to note it
+            return self._mailbox.explain(self.out_of_memory.error(place), place)
+        return self._mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)

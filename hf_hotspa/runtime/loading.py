@@ -47,7 +47,7 @@ _MAX_LISTED = 3
 
 def fill_from_model(
     model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
-) -> bool:
+) -> tuple[str, bool]:
     """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
 
     Args:
@@ -57,21 +57,23 @@ def fill_from_model(
         group: Of all ranks, on the device.
 
     Returns:
-        Whether all ranks held the same one.
+        The digest of this rank's model (`weights_digest`), which costs a pass over its weights; and whether all ranks
+        held the same model.
     """
+    digest = weights_digest(model)
     tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
     # compared on 52 bits, which a float64 carries exactly
-    digests = agreement.gather([float(int(weights_digest(model)[:13], 16))])
+    digests = agreement.gather([float(int(digest[:13], 16))])
     if len(set(digests[:, 0].tolist())) == 1:
         master.fill(tensors)
-        return True
+        return digest, True
     if agreement.rank == 0:
         logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
     for spec in master.vector.specs:
         tensor = tensors[spec.name].to(master.device, copy=True).contiguous()
         dist.broadcast(tensor, src=0, group=group)
         master.fill({spec.name: tensor})
-    return False
+    return digest, False
 
 
 def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:

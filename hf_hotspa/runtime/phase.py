@@ -19,6 +19,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.memory import MemoryForecast
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, Overlap, WeightGuard
@@ -181,6 +182,16 @@ class PhaseRunner:
     def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
         return loss if self.replica.is_last and self.mesh.coord.tp == 0 else torch.zeros_like(loss)
+
+    @property
+    def forecast(self) -> MemoryForecast:
+        """The memory that this rank was found to need before anything was allocated."""
+        return self._switching.forecast
+
+    @property
+    def overlapped_act(self) -> str:
+        """What the switch does that runs, or ran last, beside the computation: `load` or `return`."""
+        return "load" if self._load_job is not None and not self._load_job.ended else "return"
 
     def return_gradients(self) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""

@@ -6,11 +6,16 @@
 Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
 contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
 tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; `LoopbackTransport` joins ranks of one process,
-and checks what real transports do not (a wrong size aborts a gloo process, a wrong order of equal sizes is silent
-corruption).
+and checks what real transports do not (a wrong order of equal sizes is silent corruption).
+
+gloo takes a message that is shorter than its buffer without a word, and ends the process at a longer one. Tags, which
+it does compare, therefore carry size and dtype as well: ends that disagree find no message, which is a timeout and a
+`TransferError`. NCCL has no tags; there only the agreement on the plans stands between two ranks that disagree.
 """
 
+import functools
 import threading
+import zlib
 from collections import deque
 from typing import NamedTuple, Protocol
 
@@ -63,12 +68,25 @@ class _Operation(NamedTuple):
     def error(self, what: str) -> TransferError:
         return TransferError(f"{self.describe()} {what}", where=f"rank {self.rank}, peer {self.peer}, tag {self.tag}")
 
+    @property
+    def wire_tag(self) -> int:
+        """The tag, size and dtype in the 31 bits that gloo compares.
+
+        Messages of one size and dtype keep the difference of their tags. Should others coincide, their order pairs them.
+        """
+        return self.tag ^ _shape_word(self.tensor.numel(), self.tensor.dtype)
+
     def checked(self) -> "_Operation":
         if self.peer == self.rank:
             raise self.error("is to itself; nothing was posted")
         if not self.tensor.is_contiguous():
             raise self.error("is not contiguous; nothing was posted")
         return self
+
+
+@functools.lru_cache(maxsize=4096)
+def _shape_word(numel: int, dtype: torch.dtype) -> int:
+    return zlib.crc32(f"{numel} {dtype}".encode()) & 0x7FFFFFFF
 
 
 class _Submissions:
@@ -107,7 +125,7 @@ class ProcessGroupTransport(_Submissions):
     def start(self) -> TransferHandle:
         operations = self._taken()
         posts = [
-            dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, op.peer, self.group, op.tag)
+            dist.P2POp(dist.isend if op.sends else dist.irecv, op.tensor, op.peer, self.group, op.wire_tag)
             for op in operations
         ]
         try:

@@ -55,6 +55,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/noise.py",
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/adapters.py",
+        "hf_hotspa/runtime/roll_call.py",
         "hf_hotspa/runtime/agreement.py",
         "hf_hotspa/runtime/storage.py",
         "hf_hotspa/runtime/weight_files.py",

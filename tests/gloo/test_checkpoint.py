@@ -1,4 +1,7 @@
-"""Saving on several ranks: a death at any point, what the disk refuses, saves in the background, and what is exported."""
+"""Saving on several ranks: a death at any point of a save, what the disk refuses, the background, and what is exported.
+
+Whole runs that are killed again and again are in test_kills.py.
+"""
 
 import argparse
 import contextlib
@@ -6,8 +9,6 @@ import errno
 import json
 import logging
 import os
-import random
-import shutil
 import signal
 import threading
 import time
@@ -21,12 +22,12 @@ from transformers.trainer_callback import ExportableState
 from hf_hotspa.checkpoint.commands import add_parsers, run
 from hf_hotspa.checkpoint.disk import Disk
 from hf_hotspa.checkpoint.folder import LOCK, RunFolder, check_step, checkpoints
-from hf_hotspa.checkpoint.manifest import read_manifest, verify
+from hf_hotspa.checkpoint.manifest import verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError
-from tests.checkpoints import memory_folder, tiny_manifest, write_rank
+from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
-from tests.training_runs import STEPS, contents, make_trainer, one_run, train
+from tests.training_runs import STEPS, contents_of_shares, make_trainer, one_run, train
 
 pytestmark = pytest.mark.gloo
 
@@ -35,22 +36,6 @@ pytestmark = pytest.mark.gloo
 def tmp_path():
     with memory_folder() as folder:
         yield folder
-
-
-class FaultyDisk(Disk):
-    """Counts the changes of a rank, and does something at one of them."""
-
-    def __init__(self, fatal=None, action=None):
-        self.count, self.fatal, self.action = 0, fatal, action
-
-    def before(self, change, path):
-        self.count += 1
-        if self.count - 1 == self.fatal:
-            self.action(change, path)
-
-
-def die(change, path):
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse(change, path):
@@ -109,85 +94,6 @@ def test_a_kill_at_every_write_of_every_rank(tmp_path):
             after.unlock()
             left = {entry.name for entry in path.iterdir()} - {LOCK}
             assert left == {checkpoint.name for checkpoint in checkpoints(path)}
-
-
-class Acknowledged(TrainerCallback):
-    """Notes every save that the trainer says is done."""
-
-    def on_save(self, args, state, control, **kwargs):
-        if state.is_world_process_zero:
-            with Path(args.output_dir, "acknowledged").open("a") as file:
-                file.write(f"{state.global_step}\n")
-
-
-def count_changes(rank, world, folder, options):
-    """A whole run; how often this rank changes the disk."""
-    counter = FaultyDisk()
-    Disk.before = lambda self, change, path: counter.before(change, path)
-    one_run(rank, world, folder, None, options)
-    return counter.count
-
-
-def train_and_die(rank, world, folder, victim, fatal, after_s, options):
-    """A run in which one rank is killed: at a change of the disk, or a while after the first step."""
-    if rank == victim:
-        counter = FaultyDisk(fatal, die)
-        Disk.before = lambda self, change, path: counter.before(change, path)
-
-    class Armed(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if rank == victim and after_s is not None and state.global_step == 1:
-                threading.Timer(after_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
-
-    return one_run(rank, world, folder, None, {**options, "callbacks": [Acknowledged(), Armed()]})
-
-
-def random_kills(tmp_path, number, seed):
-    """Runs that lose a rank at some moment: what is left is always a run that can go on, bit for bit."""
-    rng = random.Random(seed)
-    options = {"save_total_limit": 3, "hotspa_strategies": "dp2:60@64"}
-    begin = time.perf_counter()
-    changes = run_ranks(2, count_changes, str(tmp_path / "reference"), {**options, "save_total_limit": None})
-    length = (time.perf_counter() - begin) * 0.3
-    reference = {p.name: contents_of_shares(p) for p in checkpoints(tmp_path / "reference")}
-    for index in range(number):
-        path = tmp_path / f"run-{index}"
-        victim, timed, background = rng.randrange(2), rng.random() < 0.3, rng.random() < 0.3
-        fatal, after_s = (None, rng.random() * length) if timed else (rng.randrange(changes[victim]), None)
-        kinds = {**options, "hotspa_async_save": background}
-        outcomes = run_ranks(2, train_and_die, str(path), victim, fatal, after_s, kinds, expect_failure=True)
-        assert timed or outcomes[victim].exitcode == -signal.SIGKILL, (seed, index)
-        acknowledged = [int(line) for line in read_lines(path / "acknowledged")]
-        found = checkpoints(path)
-        steps = [read_manifest(p).step for p in found]
-        for checkpoint in found:
-            check_step(checkpoint, verify(checkpoint))
-            # what a resumed run starts from is what the run that nobody killed had
-            assert contents_of_shares(checkpoint) == reference[checkpoint.name], (seed, index)
-        if acknowledged and not background:
-            assert max(steps) >= max(acknowledged), (seed, index)
-        if index + 1 < number:
-            shutil.rmtree(path)
-    run_ranks(2, one_run, str(path), bool(checkpoints(path)), options)
-    assert contents(path / f"checkpoint-{STEPS}") == contents(tmp_path / "reference" / f"checkpoint-{STEPS}")
-
-
-def read_lines(path):
-    return path.read_text().split() if path.exists() else []
-
-
-def contents_of_shares(path):
-    return {file.name: file.sha256 for file in read_manifest(path).files if file.name.startswith("master")}
-
-
-def test_random_kills(tmp_path):
-    random_kills(tmp_path, 20, time.time_ns())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(7200)
-def test_a_thousand_random_kills(tmp_path):
-    random_kills(tmp_path, 1000, time.time_ns())
 
 
 # ------------------------------------------------------------------------------------------------ what the disk refuses

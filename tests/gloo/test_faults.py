@@ -9,24 +9,27 @@ Other faults and bad inputs, and the tests that hold them:
 
 | | fault | test |
 |---|---|---|
-| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_checkpoint.py (kills at every write, random kills) |
+| P | a rank is killed in a phase, a save, an evaluation, anywhere | here, test_checkpoint.py (at every write of a save), test_kills.py |
 | P | ... during a switch | test_switch_faults.py::test_a_killed_peer |
-| P | a rank hangs, in a switch and elsewhere | test_switch_faults.py, here |
+| P | a rank hangs, in a switch and elsewhere; it is named | test_switch_faults.py, test_overlap.py, here |
 | P | a dead rank outside the exchanging pair | test_switch_faults.py (worlds of 3 and 4) |
 | P | an exception on one rank: data, callbacks, phases, optimizer | here, test_errors_on_all_ranks.py, unit/test_callbacks.py |
 | P | a rank leaves early | here |
 | P | exit without tear-down; the wrong launch line | test_launch.py, test_trainer_world.py |
 | S | plans or configurations differ | test_switch_faults.py, test_errors_on_all_ranks.py, test_switch_gloo.py |
 | S | an operation dropped, doubled, swapped, shifted | unit/test_planner.py::test_no_mutant_of_a_plan_is_valid |
-| S | another dtype, leftover messages, refusal after a failure | test_switch_gloo.py, unit/test_executor_loopback.py |
+| S | a message of another size or dtype | test_switch_faults.py |
+| S | leftover messages, refusal after a failure | test_switch_gloo.py, unit/test_executor_loopback.py |
 | S | there and back again, ties, frozen weights, uneven cuts | test_switch_gloo.py, test_engine.py, unit/test_layout.py, test_exact.py |
 | S | a strategy that does not exist, a pool that does not fit | test_errors_on_all_ranks.py, test_switch_options.py |
 | N | NaN and Inf, mini-batches without labels, token weighting | test_non_finite.py, here, test_exact.py |
 | N | clipping, schedules, bf16 masters, noise | test_engine.py, test_trainer.py, test_objective.py |
 | D | short last mini-batch, tiny sets, empty buckets, over-long rows, ids | test_errors_on_all_ranks.py, unit/test_dataloader.py, unit/test_collator.py |
-| D | no memory for a pack | here (test_the_next_launch_avoids_what_ran_out_of_memory) |
+| D | no memory for a pack, in training and in an evaluation; none in a switch beside it | here, test_overlap.py |
 | D | ranks read other data | test_errors_on_all_ranks.py, test_streaming.py, here |
-| C | killed, no power, full disk, damaged, rotated, resumed elsewhere | test_checkpoint.py, test_resume.py, unit/test_checkpoint_*.py |
+| C | killed, no power, damaged, rotated, resumed elsewhere | test_checkpoint.py, test_resume.py, unit/test_checkpoint_*.py |
+| C | full disk, read-only, no permission, two jobs in one directory | test_checkpoint.py, test_read_only.py |
+| C | the hub does not answer | test_hub.py, test_trainer_arguments.py |
 | C | SIGTERM | test_preemption.py |
 """
 
@@ -49,19 +52,19 @@ from hf_hotspa.checkpoint.manifest import verify
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
-from tests.gloo.test_checkpoint import contents_of_shares
 from tests.gloo.test_preemption import evaluate_every
 from tests.harness import run_ranks
-from tests.training_runs import make_trainer, one_run, train
+from tests.training_runs import contents_of_shares, make_trainer, one_run, train
 
 pytestmark = pytest.mark.gloo
 
 WORLD = 2
 HANG_TIMEOUT_S, TIMEOUT_S = 4, 30
-"""How long ranks wait for a peer: where one hangs, and elsewhere, where nobody should wait for so long."""
+"""How long ranks wait for a peer (in a switch, too): where one hangs, and elsewhere, where nobody should wait for so long."""
 SLACK_S = 10.0
 """For a machine that does other things, too; on top of the 5 s that are promised."""
 INJECTED = "an injected fault"
+FILE = "hotspa_out_of_memory.json"
 PHASES = ("data", "agreement", "load", "compute", "return", "optimizer", "evaluate", "save", "end")
 KINDS = ("exception", "killed", "leaves", "hangs", "memory")
 RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
@@ -102,7 +105,7 @@ def inject(kind, folder, original, owner, *args, **kwargs):
     if kind == "leaves":
         os._exit(0)
     if kind == "hangs":
-        time.sleep(2 * HANG_TIMEOUT_S)
+        time.sleep(HANG_TIMEOUT_S + 8)
     if kind == "another plan":
         args = (replace(args[0], content="other"), *args[1:])
     result = original(owner, *args, **kwargs)
@@ -150,8 +153,10 @@ def faulty_run(rank, world, folder, kind, phase, victim):
 
 def expected_of(kind, phase):
     """The classes of the errors on the ranks that nothing was done to."""
-    if kind in ("killed", "leaves", "hangs"):
+    if kind in ("killed", "leaves"):
         return {"PeerError", "TransferError"}
+    if kind == "hangs":
+        return {"SilentPeerError"}
     if kind == "nan":
         return {"NonFiniteError"}
     if kind == "another plan":
@@ -177,7 +182,7 @@ def check_fault(kind, phase, victim, reference):
             WORLD, faulty_run, str(folder), kind, phase, victim, expect_failure=True, init=False, timeout=90
         )
         injected = float((folder / "injected").read_text())
-        expected = expected_of(kind, phase)
+        expected, latest = expected_of(kind, phase), 0.0
         for outcome in outcomes:
             if outcome.rank == victim and kind in ("killed", "leaves"):
                 assert not outcome.reported
@@ -193,10 +198,17 @@ def check_fault(kind, phase, victim, reference):
             assert outcome.exception.code in outcome.error
             assert outcome.exception.fix, outcome.error
             assert "rank" in outcome.error, outcome.error
+            if kind == "hangs":
+                assert f"rank {victim} is silent" in outcome.error, outcome.error
             if kind in ("exception", "memory"):
                 assert INJECTED in outcome.error, outcome.error
             waiting = HANG_TIMEOUT_S * (1 if outcome.rank != victim else 4) if kind == "hangs" else 1.0
             assert outcome.ended_at - injected < waiting + 5.0 + SLACK_S, outcome.error
+            if outcome.rank != victim:
+                latest = max(latest, outcome.ended_at - injected)
+        print(f"{kind} in {phase} on rank {victim}: the others have ended {latest:.1f} s after it")
+        if expected == {"PhaseMemoryError"}:
+            assert len(json.loads((folder / "out" / FILE).read_text())["entries"]) == 1
         found = checkpoints(folder / "out")
         assert found[0].name == {"save": "checkpoint-1", "evaluate": "checkpoint-1", "end": "checkpoint-4"}.get(
             phase, "checkpoint-2"
@@ -234,7 +246,7 @@ def test_every_fault_in_every_phase(kind, phase, victim, reference):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(30))
 def test_random_faults(seed, reference):
     rng = random.Random(seed)
     check_fault(rng.choice(KINDS), rng.choice(PHASES), rng.randrange(WORLD), reference)
@@ -272,7 +284,7 @@ def short_of_memory(rank, world, folder, options):
 
 def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
     from hf_hotspa.strategy import Strategy, parse_buckets
-    from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs, warn_of_known
+    from hf_hotspa.trainer.out_of_memory import fewest_tokens, largest_packs, warn_of_known
 
     options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
     outcomes = run_ranks(2, short_of_memory, str(tmp_path), options, expect_failure=True)
@@ -298,6 +310,30 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
     (tmp_path / FILE).write_text("{}")
     with pytest.raises(HotspaConfigError, match="delete hotspa_out_of_memory.json"):
         largest_packs(tmp_path)
+
+
+def short_of_memory_in_an_evaluation(rank, world, folder):
+    """`evaluate()` without a `train()` around it."""
+    from hf_hotspa.runtime.replica import Replica
+
+    forward = Replica.forward
+
+    def limited(self, *args):
+        if rank == 1:
+            raise torch.OutOfMemoryError(INJECTED)
+        return forward(self, *args)
+
+    Replica.forward = limited
+    trainer = make_trainer(folder, world, hotspa_strategies="tp2:60", ddp_timeout=TIMEOUT_S)
+    trainer.evaluate(trainer.train_dataset)
+
+
+def test_an_evaluation_that_runs_out_of_memory_leaves_a_note_too(tmp_path):
+    for outcome in run_ranks(2, short_of_memory_in_an_evaluation, str(tmp_path), expect_failure=True):
+        assert isinstance(outcome.exception, PhaseMemoryError), outcome.describe()
+        assert INJECTED in outcome.error
+    [entry] = json.loads((tmp_path / FILE).read_text())["entries"]
+    assert (entry["strategy"], entry["rank"], entry["act"]) == ("dp1tp2pp1", 1, "compute")
 
 
 def auto_pool(rank, world, folder):

@@ -11,6 +11,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import LlamaForCausalLM
 
 from hf_hotspa.errors import TransferError
+from hf_hotspa.runtime import roll_call
 from hf_hotspa.runtime.overlap import GradientWatch
 from tests.families import tiny_config, tiny_model
 from tests.harness import run_ranks
@@ -291,6 +292,35 @@ def test_a_failing_switch_ends_all_ranks_with_its_name(accumulate, buckets):
     assert "rank 1" in outcomes[0].error
 
 
+def no_memory_in_a_switch(rank, world_size, accumulate):
+    engine = make_engine(make_model("llama_gqa_bias"), "dp2:12@12", timeout_s=30, **BOTH)
+    executor = engine._switching.executor
+    real = executor._open
+    if rank == 1:
+
+        def opened(plan, *args):
+            if plan.accumulate == accumulate:
+                raise torch.OutOfMemoryError("no memory for a group")
+            return real(plan, *args)
+
+        executor._open = opened
+    try:
+        engine.forward_backward(make_mini_batch(engine, rows_of([12] * 8)))
+    finally:
+        found = engine.failures.out_of_memory
+        assert (None if rank == 0 else "return" if accumulate else "load") == (found and found.act)
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that(accumulate):
+    for outcome in run_ranks(2, no_memory_in_a_switch, accumulate, expect_failure=True, timeout=60):
+        assert outcome.error_type == "PhaseMemoryError", outcome.describe()
+        act = "return" if accumulate else "load"
+        assert f"rank 1 ran out of memory in the {act} of strategy dp2tp1pp1" in outcome.error
+        assert "no memory for a group" in outcome.error
+        assert "HSP-401" in outcome.error
+
+
 def interrupted(rank, world_size):
     engine = make_engine(make_model("llama_gqa_bias"), "dp2:60@64", **BOTH)
     mini_batch = make_mini_batch(engine, random_rows(9, 163, longest=60))
@@ -311,6 +341,7 @@ def test_an_interrupted_step_leaves_nothing_waiting():
 
 
 def late_for_a_switch(rank, world_size, overlap_load):
+    roll_call.ANSWER_S = 1.0  # this process ends with the test
     engine = make_engine(
         make_model("llama_gqa_bias"), "dp2:60@64", timeout_s=60, switch_timeout_s=1.5, overlap_load=overlap_load
     )
@@ -335,8 +366,8 @@ def late_for_a_switch(rank, world_size, overlap_load):
 @pytest.mark.parametrize("overlap_load", [False, True])
 def test_a_switch_waits_for_a_peer_no_longer_than_its_timeout(overlap_load):
     outcomes = run_ranks(2, late_for_a_switch, overlap_load, expect_failure=True, timeout=60)
-    assert outcomes[0].error_type == "TransferError", outcomes[0].error
-    for fragment in ("switch", "rank 1", "rank 0"):
-        assert fragment in outcomes[0].error, outcomes[0].error
-    assert "receive from rank 1" in outcomes[0].error or "send to rank 1" in outcomes[0].error
-    assert outcomes[1].error_type == "TransferError", outcomes[1].error
+    for outcome in outcomes:
+        assert outcome.error_type == "SilentPeerError", outcome.error
+        for fragment in ("HSP-110", "rank 1 is silent", "switch", "rank 0", "hotspa_switch_timeout"):
+            assert fragment in outcome.error, outcome.error
+        assert "receive from rank 1" in outcome.error or "send to rank 1" in outcome.error

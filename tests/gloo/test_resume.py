@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hotspa.checkpoint.manifest import read_manifest
+from hf_hotspa.checkpoint.manifest import WEIGHT, read_manifest
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.trainer.resuming import Resumption
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks
+from tests.oracle import relative_error
 from tests.training_runs import (
     STEPS,
     STRATEGIES,
@@ -89,16 +90,27 @@ def train_losses(trainer):
     return losses
 
 
-def check_another_layout(tmp_path, checkpoint, losses, world, strategies, family="qwen3_qk_norm_tied"):
-    name = f"{world}-{strategies.replace(':', '_')}"
-    options = {"hotspa_strategies": strategies, "family": family}
-    per_rank = run_ranks(world, resume_and_save, str(tmp_path / name), str(checkpoint), options)
-    assert same_bits(whole_state(newest(tmp_path / name)), whole_state(checkpoint))
-    step = read_manifest(checkpoint).step
-    for found in per_rank:
-        assert list(found) == list(range(step + 1, STEPS + 1))
-        for at, loss in found.items():
-            assert math.isclose(loss, losses[at], rel_tol=1e-6), (name, at)
+def resume_in_turn(rank, world, checkpoint, runs):
+    return [resume_and_save(rank, world, output, checkpoint, options) for output, options in runs]
+
+
+def check_other_layouts(tmp_path, checkpoint, losses, world, pools, family="qwen3_qk_norm_tied"):
+    """All of them in one world, one after the other."""
+    outputs = [tmp_path / f"{world}-{pool.replace(':', '_')}" for pool in pools]
+    runs = [(str(o), {"hotspa_strategies": p, "family": family}) for o, p in zip(outputs, pools, strict=True)]
+    per_rank = run_ranks(world, resume_in_turn, str(checkpoint), runs, timeout=600)
+    whole, step = whole_state(checkpoint.parent / f"checkpoint-{STEPS}"), read_manifest(checkpoint).step
+    weights = [key for key in whole if key.startswith(WEIGHT)]
+    for index, output in enumerate(outputs):
+        assert same_bits(whole_state(newest(output)), whole_state(checkpoint)), output.name
+        for per_run in per_rank:
+            found = per_run[index]
+            assert list(found) == list(range(step + 1, STEPS + 1))
+            for at, loss in found.items():
+                assert math.isclose(loss, losses[at], rel_tol=1e-6), (output.name, at)
+        end = whole_state(newest(output.with_name(f"{output.name}-on")))
+        ends = [torch.cat([state[key].flatten() for key in weights]) for state in (end, whole)]
+        assert relative_error(*ends) <= 1e-5, output.name
 
 
 DIAGONAL = [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (4, 2), (3, 4)]
@@ -107,7 +119,7 @@ DIAGONAL = [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (4, 2), (3, 4)]
 @pytest.mark.parametrize(("saved", "world"), DIAGONAL)
 def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
     [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, {})
-    check_another_layout(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, STRATEGIES[world])
+    check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, [STRATEGIES[world]])
 
 
 MATRIX = {
@@ -126,9 +138,8 @@ MATRIX = {
 def test_every_layout_goes_on_from_every_other(saved, family, tmp_path):
     options = {"hotspa_strategies": MATRIX[saved][-1], "family": family}
     [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, options)
-    for world, all_strategies in MATRIX.items():
-        for strategies in all_strategies:
-            check_another_layout(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, strategies, family)
+    for world, pools in MATRIX.items():
+        check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, pools, family)
 
 
 def test_another_storage_order_is_read(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -60,7 +60,18 @@ class TransportWithFault(ProcessGroupTransport):
                 time.sleep(TIMEOUT_S + 4.0)
             if self._kind == "unpacking":
                 return HandleWithFault(super().start())
+            if self._kind in SIZES:
+                self._submitted = [op._replace(tensor=SIZES[self._kind](op.tensor)) for op in self._submitted]
         return super().start()
+
+
+SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "shorter": lambda tensor: tensor[:-8],
+    "longer": lambda tensor: torch.cat([tensor, tensor[:8]]),
+    "of another dtype": lambda tensor: tensor.view(torch.int32),
+}
+"""What one rank sends and expects in place of what was planned; gloo alone would take two of them without a word, and
+end the process without one at the third."""
 
 
 class HandleWithFault:
@@ -184,6 +195,20 @@ def test_a_rank_that_sleeps_longer_than_the_timeout(world_size: int) -> None:
         check_operation(text, rank, world_size)
     awake = [text for rank, text in texts.items() if rank != VICTIM]
     assert any(re.search(r"[Tt]imed out", text) and f"rank {VICTIM} (tag" in text for text in awake), awake
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "shorter",
+        pytest.param("longer", marks=pytest.mark.slow),
+        pytest.param("of another dtype", marks=pytest.mark.slow),
+    ],
+)
+def test_a_message_that_is_not_as_planned_is_noticed(kind: str) -> None:
+    outcomes = run_ranks(2, broken_switch, kind, expect_failure=True, timeout=60)
+    texts = {o.rank: check_survivor(o, 2) for o in outcomes}
+    check_operation(texts[1 - VICTIM], 1 - VICTIM, 2)
 
 
 def perturbed_plan(rank: int, world_size: int) -> None:

@@ -14,6 +14,8 @@ from tests.oracle import exact_in_double, random_rows, relative_error
 pytestmark = pytest.mark.gloo
 
 STEPS, MINI_BATCH = 20, 12
+LOSS, WEIGHTS = {torch.float32: 1e-6, torch.float64: 1e-12}, {torch.float32: 1e-5, torch.float64: 1e-11}
+"""Largest relative error of the loss of any step, and of all weights after the last one."""
 COMMON = {
     "max_steps": STEPS,
     "learning_rate": 1e-2,
@@ -53,10 +55,13 @@ def _pad(examples):
     return {"input_ids": padded("input_ids", 0), "labels": padded("labels", -100), "attention_mask": mask}
 
 
-def stock_run(rank, world_size, family, dtype, output_dir):
+def stock_run(rank, world_size, family, dtype, output_dir, steps):
     model = tiny_model(family, dtype)
     args = TrainingArguments(
-        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
+        output_dir=output_dir,
+        per_device_train_batch_size=MINI_BATCH,
+        save_strategy="no",
+        **{**COMMON, "max_steps": steps},
     )
     trainer = _LossRecorder(
         model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size), data_collator=_pad
@@ -67,7 +72,7 @@ def stock_run(rank, world_size, family, dtype, output_dir):
     return trainer.losses, trainer.state.log_history, weights
 
 
-def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
+def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -82,7 +87,11 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, extra):
 
     model = tiny_model(family, dtype)
     args = HotSPaTrainingArguments(
-        output_dir=output_dir, hotspa_mini_batch_size=MINI_BATCH, hotspa_strategies=strategies, **COMMON, **extra
+        output_dir=output_dir,
+        hotspa_mini_batch_size=MINI_BATCH,
+        hotspa_strategies=strategies,
+        max_steps=steps,
+        **COMMON,
     )
     trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
     with exact_in_double(dtype):
@@ -97,6 +106,7 @@ SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"
 """Strategies that save memory."""
 
 
+@pytest.mark.parametrize("steps", [STEPS, pytest.param(100, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("family", "dtype", "strategies"),
     [
@@ -107,19 +117,18 @@ SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"
         pytest.param("qwen3_qk_norm_tied", torch.float64, SAVING, id="saving-memory"),
     ],
 )
-def test_twenty_steps_equal_the_stock_trainer(family, dtype, strategies, tmp_path):
-    [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"))
-    per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), strategies, {})
-    tolerance = 1e-6 if dtype == torch.float32 else 1e-11
+def test_many_steps_equal_the_stock_trainer(family, dtype, strategies, steps, tmp_path):
+    [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"), steps, timeout=300)
+    per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), strategies, steps, timeout=300)
     for found, found_logs, found_weights, phases in per_rank:
         assert phases == sorted(str(bucket.strategy) for bucket in parse_buckets(strategies))
-        assert len(found) == len(losses) == STEPS
-        for step, (a, b) in enumerate(zip(found, losses, strict=True), start=1):
-            assert math.isclose(a, b, rel_tol=tolerance), f"step {step}: loss {a} instead of {b}"
+        assert len(found) == len(losses) == steps
+        worst = max(range(steps), key=lambda i: abs(found[i] - losses[i]) / abs(losses[i]))
+        assert math.isclose(found[worst], losses[worst], rel_tol=LOSS[dtype]), f"step {worst + 1} of {steps}"
         whole = relative_error(
             torch.cat([found_weights[n].flatten() for n in weights]), torch.cat([w.flatten() for w in weights.values()])
         )
-        assert whole <= 1e-5
+        assert whole <= WEIGHTS[dtype]
         for name, weight in weights.items():
             assert relative_error(found_weights[name], weight) <= 1e-4, name
         for log, expected in zip(found_logs, logs, strict=True):

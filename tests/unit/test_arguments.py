@@ -103,7 +103,6 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
-        ({"push_to_hub": True}, UnsupportedError, "hub_strategy='every_save'"),
         (
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
             UnsupportedError,

@@ -35,6 +35,7 @@ CODES = {
     "ModelError": "HSP-040",
     "DeviceMemoryError": "HSP-050",
     "PeerError": "HSP-112",
+    "SilentPeerError": "HSP-110",
     "PlanError": "HSP-201",
     "PlanMismatchError": "HSP-203",
     "TransferError": "HSP-204",

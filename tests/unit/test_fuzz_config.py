@@ -102,7 +102,7 @@ def test_ten_thousand_configurations(action) -> None:
 
 FLAGS = [field for field in dataclasses.fields(HotSPaTrainingArguments) if field.name.startswith("hotspa_")]
 REFUSED_SETTINGS: list[dict[str, Any]] = [{"fp16": True}, {"torch_compile": True}, {"use_liger_kernel": True}, {"label_names": ["x"]},
-                    {"optim": "adafactor"}, {"push_to_hub": True}, {"ddp_bucket_cap_mb": 1}]  # fmt: skip
+                    {"optim": "adafactor"}, {"ddp_bucket_cap_mb": 1}]  # fmt: skip
 
 
 def any_flag(rng: random.Random, field: Any) -> object:

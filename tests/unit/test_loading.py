@@ -270,3 +270,18 @@ def test_a_model_of_ones_own_buffers_on_meta_is_refused(tmp_path):
         check_model(model, describe_model(model), folder)
     with pytest.raises(UnsupportedError, match="has weights, and others are to be read"):
         check_model(tiny_model("llama_gqa_bias"), describe_model(tiny_model("llama_gqa_bias")), folder)
+
+
+def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tmp_path, monkeypatch):
+    from hf_hotspa.runtime import model_check
+    from tests.training_runs import make_trainer
+
+    trainer = make_trainer(str(tmp_path), 1)
+    original, read = model_check._bit_sum, []
+    monkeypatch.setattr(model_check, "_bit_sum", lambda tensor: (read.append(tensor.data_ptr()), original(tensor))[1])
+    trainer._start_engine(training=False)
+    assert sorted(read) == sorted(p.data_ptr() for p in trainer.model.parameters())
+    read.clear()
+    trainer._start_engine(training=False)  # the user may have changed the weights in between
+    assert len(read) == len(list(trainer.model.parameters()))
+    trainer.close_engine()

@@ -1,0 +1,109 @@
+"""The roll call: threads in place of ranks, and a store in memory."""
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from hf_hotspa.errors import HotspaError, PeerError, SilentPeerError
+from hf_hotspa.runtime import roll_call
+from hf_hotspa.runtime.roll_call import RollCall
+
+TIMED_OUT = "another rank is gone, or did not answer in time: Timed out waiting 4000ms for recv operation to complete"
+CLOSED = "another rank is gone, or did not answer in time: Connection closed by peer [127.0.0.1]:41234"
+OUTCOME = "first error"
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(roll_call, "ANSWER_S", 0.6)
+    monkeypatch.setattr(roll_call, "_GRACE_S", 0.3)
+
+
+def call(texts: dict[int, str], world_size: int, late_s: float = 0.0) -> dict[int, HotspaError]:
+    """What the ranks make of what they have seen; the last one is late."""
+    store, found = dist.HashStore(), {}
+
+    def rank_main(rank: int) -> None:
+        if rank == max(texts):
+            time.sleep(late_s)
+        error = RollCall(store, rank, world_size, OUTCOME).named(PeerError(texts[rank], where=f"rank {rank}"))
+        if isinstance(error, SilentPeerError):
+            store.set(OUTCOME, str(error))
+        found[rank] = error
+
+    threads = [threading.Thread(target=rank_main, args=(rank,)) for rank in texts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.3])
+def test_the_rank_that_does_not_answer_is_named(late_s: float) -> None:
+    found = call(dict.fromkeys((0, 1, 3), TIMED_OUT), 4, late_s)
+    first = next(error for error in found.values() if isinstance(error, SilentPeerError))
+    assert "rank 2 is silent" in first.what
+    assert "Timed out waiting 4000ms" in first.what
+    assert first.code == "HSP-110"
+    assert "ddp_timeout" in str(first.fix)
+    assert all(isinstance(error, PeerError) for error in found.values())
+
+
+def test_several_silent_ranks_share_the_blame() -> None:
+    found = call({1: TIMED_OUT}, 4)
+    assert "of the ranks 0, 2, 3, which are silent, at least one hangs" in str(found[1])
+
+
+def test_nobody_is_named_where_all_answer() -> None:
+    begin = time.monotonic()
+    found = call(dict.fromkeys(range(3), TIMED_OUT), 3)
+    assert {type(error) for error in found.values()} == {PeerError}
+    assert time.monotonic() - begin < 0.5, "it waited for nothing"
+
+
+def test_a_rank_whose_connection_was_closed_waits_for_the_verdict() -> None:
+    """Its peer has timed out and closed it: it must be there, and must not be the first to say something."""
+    store, ended = dist.HashStore(), []
+
+    def closed() -> None:
+        RollCall(store, 0, 3, OUTCOME).named(PeerError(CLOSED))
+        ended.append(store.check([OUTCOME]))
+
+    thread = threading.Thread(target=closed)
+    thread.start()
+    time.sleep(0.1)
+    error = RollCall(store, 1, 3, OUTCOME).named(PeerError(TIMED_OUT))
+    assert "rank 2 is silent" in str(error)
+    store.set(OUTCOME, "known")
+    thread.join()
+    assert ended == [True]
+
+
+def test_a_dead_peer_costs_a_moment_only() -> None:
+    begin = time.monotonic()
+    assert type(call({0: CLOSED}, 2)[0]) is PeerError
+    assert time.monotonic() - begin < 0.5
+
+
+def test_nothing_is_waited_for_when_the_run_has_its_error() -> None:
+    store = dist.HashStore()
+    store.set(OUTCOME, "known")
+    begin = time.monotonic()
+    for text in (CLOSED, TIMED_OUT):
+        error = PeerError(text)
+        assert RollCall(store, 0, 4, OUTCOME).named(error) is error
+    assert time.monotonic() - begin < 0.2
+
+
+def test_a_store_that_is_gone_changes_nothing() -> None:
+    class Gone:
+        def set(self, *args: Any) -> None:
+            raise dist.DistNetworkError("the server is gone")
+
+    error = PeerError(TIMED_OUT)
+    store: Any = Gone()
+    assert RollCall(store, 0, 4, OUTCOME).named(error) is error
