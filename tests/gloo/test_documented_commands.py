@@ -54,6 +54,8 @@ def made_short(command: str, folder: Path) -> str | None:
         return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"
     if command.startswith(("accelerate launch ", "torchrun ")) and "examples/finetune.py --use_cpu" in command:
         return f"{command} {_TRAIN}{_STRATEGIES} {out}"
+    if command.startswith("accelerate launch ") and "examples/chat_lora.py --use_cpu" in command:
+        return f"{command} --max_steps 2 {out}"
     if command.startswith("accelerate launch ") and "examples/from_trl.py --use_cpu" in command:
         return f"{command} --max_steps 2 {out}"
     if command == "hf-hotspa calibrate --model config.json --output calibration.json":
