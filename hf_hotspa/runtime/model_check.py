@@ -5,7 +5,9 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import init_empty_weights
@@ -33,7 +35,7 @@ def check_model(model: PreTrainedModel, description: ModelDescription, weights: 
     """
     for name, module in model.named_modules():
         for kind in _HOOKS:
-            if getattr(module, kind, None):
+            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
                 raise UnsupportedError(
                     f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
                     why="the model is rebuilt for every strategy and hooks would be lost",
@@ -73,6 +75,12 @@ def check_model(model: PreTrainedModel, description: ModelDescription, weights: 
             f"{description.model_class.__name__} built from its config ({len(names)} differ)",
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
+
+
+def _records_outputs(hook: Any) -> bool:
+    """Whether a hook is one that transformers leaves on a model when it was once asked for hidden states and the like."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def weights_digest(model: PreTrainedModel) -> str:

@@ -158,7 +158,10 @@ class PhaseRunner:
 
     def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
-        return loss if self.replica.is_last and self.mesh.coord.tp == 0 else torch.zeros_like(loss)
+        if self.mesh.coord.tp:
+            return torch.zeros_like(loss)
+        # the last stage's loss has the balance loss of its routers in it
+        return loss if self.replica.is_last else self.replica.balance_loss.to(loss)
 
     def return_gradients(self) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""
