@@ -1,8 +1,8 @@
 """The generated table of model families, for code that must not import transformers.
 
 `python -m tests.family_table` writes `hf_hotspa/cost/families.json` from the config classes of the installed
-transformers: which causal language models have a tensor-parallel and a pipeline plan, what the package cannot cut in
-them, and how their configs name things. No model is built.
+transformers: which causal language models have a tensor-parallel and a pipeline plan, and how their configs name
+things. No model is built.
 """
 
 import json
@@ -14,31 +14,13 @@ from transformers import CONFIG_MAPPING, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_hotspa.cost.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS
-from hf_hotspa.runtime import specs
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
-_ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj")
-
-
-def _obstacle(plan: Mapping[str, str]) -> str | None:
-    """What of a tensor-parallel plan is not supported, as `runtime.specs` says it of a model."""
-    for name, style in plan.items():
-        parent, _, leaf = name.rpartition(".")
-        if "*" not in name or style == specs._PARTIAL_GRADIENT:
-            continue
-        if style not in specs._PLAN_STYLES:
-            return f"the plan's style {style!r} of {name} is not supported under tp > 1"
-        known = leaf in _ATTENTION or (leaf == "dense" and f"{parent}.q_proj" in plan)
-        if ("attn" in parent or "attention" in parent) and not known:
-            return f"the attention projection {name} is not supported under tp > 1"
-    return None
 
 
 def _family(config: Any) -> dict[str, object]:
     plan = config.base_model_tp_plan or {}
     found: dict[str, object] = {"tp": bool(plan), "pp": bool(config.base_model_pp_plan)}
-    if obstacle := _obstacle(plan):
-        found["tp_obstacle"] = obstacle
     if leaves := {name.rpartition(".")[2] for name in plan if ".mlp" in name}:
         found["gated"] = bool(leaves & {"gate_proj", "gate_up_proj"})
     names = dict(config.attribute_map)

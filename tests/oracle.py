@@ -11,8 +11,6 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-_CASTS = (torch.Tensor.to, torch.Tensor.float)
-
 
 class _KeepDouble(TorchFunctionMode):
     """Turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops."""
@@ -20,12 +18,14 @@ class _KeepDouble(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
-            if func is torch.Tensor.float or (func is torch.Tensor.to and args[1:] == (torch.float32,)):
+            if func is torch.Tensor.float:
+                return args[0]
+            if func in (torch.Tensor.to, torch.Tensor.type) and args[1:] == (torch.float32,):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 if func is torch.Tensor.to:
                     return args[0]
-                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax):
+                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.zeros_like):
                     kwargs = {**kwargs, "dtype": torch.float64}
         if func in (torch.Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)

@@ -20,7 +20,7 @@ from hf_hotspa.checkpoint.disk import read_object
 from hf_hotspa.checkpoint.folder import check_step, checkpoints
 from hf_hotspa.checkpoint.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
 from hf_hotspa.checkpoint.rng import set_random_state
-from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, saved_vector
+from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, restore_buffers, saved_vector
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.runtime.adapters import frozen_digest
 from hf_hotspa.runtime.agreement import Agreement, Mailbox
@@ -210,6 +210,7 @@ class ResumeMixin(Trainer):
                 self._check_base(state.get("base model"), str(path))  # the main process's is the one that counts
             optimizer = bare_optimizer(self.optimizer) if state is not None and self.optimizer is not None else None
             restore(path, manifest, engine.master, optimizer, state["optimizer"] if state is not None else None)
+            restore_buffers(path, manifest, [self.model, *(p.replica.model for p in engine.phases.values())])
         except HotspaError as found:
             error = found
         except (KeyError, TypeError, ValueError, RuntimeError) as found:  # a state.json of somebody else's making

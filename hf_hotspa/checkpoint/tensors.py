@@ -5,7 +5,7 @@ optimizer keeps once for a parameter (`step`) goes into `state.json`. Of a model
 weights only: the base model is not copied into every checkpoint.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.disk import Buffer, TensorRecord, check_name, tensor_file
-from hf_hotspa.checkpoint.manifest import WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
+from hf_hotspa.checkpoint.manifest import BUFFERS, WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
 from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
@@ -278,6 +278,26 @@ def restore(
     if optimizer is not None:
         assert saved is not None
         _load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
+
+
+@torch.no_grad()
+def restore_buffers(folder: Path, manifest: Manifest, models: Iterable[nn.Module]) -> None:
+    """Copies the buffers of a checkpoint (router biases and the like) into models, or into parts of them.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read.
+    """
+    if not any(file.name == BUFFERS for file in manifest.files):
+        return
+    try:
+        with safe_open(folder / BUFFERS, framework="pt", device="cpu") as file:
+            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise DamagedCheckpointError(f"{BUFFERS!r}: {error}", where=str(folder)) from error
+    for model in models:
+        for name, buffer in model.named_buffers():
+            if name in saved:
+                buffer.copy_(saved[name])
 
 
 def _load_optimizer(

@@ -141,7 +141,6 @@ def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
             fix="use a model with queries, keys and values of their own",
         )
     family = config.table
-    scaled = data.get("embedding_multiplier", 1.0) != 1.0 or data.get("mup_enabled", False)
     shape = ModelShape(
         family=config.family,
         num_layers=layers,
@@ -154,8 +153,6 @@ def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
         max_position_embeddings=config.get("max_position_embeddings"),
         has_tp_plan=family["tp"],
         has_pp_plan=family["pp"],
-        tp_obstacle=family.get("tp_obstacle"),
-        pp_obstacle=f"{config.family} scales the input of every pipeline stage like an embedding" if scaled else None,
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
     return ModelConfig(name, shape, bool(tied))

@@ -16,7 +16,7 @@ here by name. peft is imported only when a model brings it along.
 import copy
 import hashlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -117,6 +117,29 @@ def bare_model(model: nn.Module) -> tuple[Any, str]:
 def base_layer(module: nn.Module) -> nn.Module:
     """The layer inside a LoRA layer; any other module as it is."""
     return getattr(module, _BASE, module)
+
+
+def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """The parameters of a module as if it had no adapters: those of a LoRA layer's base, under the layer's name."""
+    layers = [name for name, child in module.named_modules() if name and base_layer(child) is not child]
+    for name, parameter in module.named_parameters():
+        layer = next((layer for layer in layers if name.startswith(f"{layer}.")), None)
+        if layer is None:
+            yield name, parameter
+        elif name.startswith(f"{layer}.{_BASE}."):
+            yield f"{layer}{name.removeprefix(f'{layer}.{_BASE}')}", parameter
+
+
+def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules of a model by name as if it had no adapters: in the place of a LoRA layer its base."""
+    found: dict[str, nn.Module] = {}
+    inside: tuple[str, ...] = ()
+    for name, module in model.named_modules():  # parents come first
+        if not name.startswith(inside or ("\0",)):
+            found[name] = base_layer(module)
+            if found[name] is not module:
+                inside = (*inside, f"{name}.")
+    return found
 
 
 def refuse_quantized(model: nn.Module) -> None:

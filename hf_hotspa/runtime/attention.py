@@ -6,11 +6,13 @@ built. Three kernels, one meaning:
 
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap,
 * `scaled_dot_product_attention` per sequence everywhere else,
-* a plain softmax per sequence where the family caps its attention scores (Gemma 2), which no fused kernel computes.
+* a plain softmax per sequence where the family caps its attention scores (Gemma 2) or adds sinks to them (learned
+  scores that take part in the softmax and then are dropped), which no fused kernel computes.
 
 Shapes: T packed tokens, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 """
 
+import inspect
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +25,9 @@ from hf_hotspa.errors import ModelError
 
 ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
+
+_HARMLESS = {"position_ids", "cache_position", "input_ids"}
+"""Tensors that families pass to attention without a meaning for the scores."""
 
 
 @dataclass
@@ -40,6 +45,20 @@ class PackedSequences:
     num_calls: int = field(default=0, compare=False)
 
 
+def calls_attention(module: nn.Module) -> bool:
+    """Whether a module's own forward goes through the attention interface of transformers, hence comes here."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
+
+
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """The names that a module's own forward uses: globals, attributes, and keywords of calls."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return frozenset()
+    keywords = (name for const in code.co_consts if isinstance(const, tuple) for name in const if isinstance(name, str))
+    return frozenset((*code.co_names, *keywords))
+
+
 def packed_attention(
     module: nn.Module,
     query: Tensor,
@@ -52,6 +71,7 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention inside each sequence of a packed row.
@@ -67,7 +87,8 @@ def packed_attention(
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
         softcap: Scores become `softcap * tanh(scores / softcap)` when given.
-        **kwargs: What else a family passes (position ids, flags); a key that changes the scores is refused.
+        s_aux: [H] sinks: further scores of each head, which take part in the softmax and add no value.
+        **kwargs: What else a family passes (position ids, flags); a tensor that is not known is refused.
 
     Returns:
         [1, T, H, D] and None (no attention weights).
@@ -83,16 +104,17 @@ def packed_attention(
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
-    refused = [name for name in ("s_aux", "head_mask", "position_bias", "indices") if kwargs.get(name) is not None]
+    refused = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS]
     if refused or not getattr(module, "is_causal", True):
         raise ModelError(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
-    if softcap is None and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    plain = softcap is None and s_aux is None
+    if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
     per_sequence = [
-        _one_sequence(q, k, v, scaling, sliding_window, softcap)
+        _one_sequence(q, k, v, scaling, sliding_window, softcap, s_aux)
         for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
@@ -119,18 +141,25 @@ def _varlen(
 
 
 def _one_sequence(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None, softcap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """[1, H, T, D] of one sequence."""
     length = query.shape[2]
     mask = None
-    if softcap is not None or (sliding_window is not None and sliding_window < length):
+    fused = softcap is None and sinks is None
+    if not fused or (sliding_window is not None and sliding_window < length):
         position = torch.arange(length, device=query.device)
         distance = position[:, None] - position[None, :]
         mask = distance >= 0
         if sliding_window is not None:
             mask &= distance < sliding_window
-    if softcap is None:
+    if fused:
         return functional.scaled_dot_product_attention(
             query,
             key,
@@ -143,12 +172,16 @@ def _one_sequence(
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
     scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    scores = softcap * torch.tanh(scores / softcap)
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     assert mask is not None
     scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
     # stock eager attention takes the softmax in fp32; a wider dtype stays as it is
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype) @ value
+    weights = functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
+    return weights[..., :length] @ value
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

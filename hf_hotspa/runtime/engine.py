@@ -141,17 +141,9 @@ class HotSPaEngine:
             if same:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         buffers = dict(bare_model(model)[0].named_buffers())
+        shared = self._switching, self.master, buffers, self.overlap, options
         self.phases = {
-            strategy: PhaseRunner(
-                self.description,
-                self._groups.mesh(strategy),
-                self._switching,
-                self.master,
-                buffers,
-                pipeline_schedule,
-                self.overlap,
-                options,
-            )
+            strategy: PhaseRunner(self.description, self._groups.mesh(strategy), *shared)
             for strategy in self._switching.pool.strategies
         }
         self._agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less

@@ -5,7 +5,9 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 """
 
 import hashlib
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -31,7 +33,7 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     """
     for name, module in model.named_modules():
         for kind in _HOOKS:
-            if getattr(module, kind, None):
+            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
                 raise UnsupportedError(
                     f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
                     why="the model is rebuilt for every strategy and hooks would be lost",
@@ -85,6 +87,12 @@ def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
                 why="the model is rebuilt for every strategy and the change would be lost",
                 fix="set r and lora_alpha (or rank_pattern and alpha_pattern) in the LoraConfig",
             )
+
+
+def _records_outputs(hook: Any) -> bool:
+    """Whether a hook is one that transformers leaves on a model when it was once asked for hidden states and the like."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -42,9 +42,8 @@ class PhaseRunner:
         switching: The plans of all strategies, and what runs them.
         master: The master store.
         buffers: The model's buffers by name.
-        schedule: The pipeline schedule, one of `pipeline.SCHEDULES`; `own` where the first stage is frozen.
-        overlap: Which switches will be submitted to a worker; none when None.
-        options: The engine's options, for what the replica itself takes from them.
+        overlap: Which switches will be submitted to a worker.
+        options: The engine's options. Its pipeline schedule is replaced by `own` where the first stage is frozen.
 
     Attributes:
         act: What it does, or did last: `load`, `compute` or `return`.
@@ -58,20 +57,19 @@ class PhaseRunner:
         switching: Switching,
         master: MasterStore,
         buffers: Mapping[str, Tensor],
-        schedule: str,
-        overlap: Overlap | None = None,
-        options: EngineOptions | None = None,
+        overlap: Overlap,
+        options: EngineOptions,
     ) -> None:
         self.mesh, self._switching, self._master = mesh, switching, master
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
         self.replica = Replica(description, mesh, master.device, buffers, options)
-        if not _trains_first_stage(description.vector, mesh.strategy):
-            schedule = "own"  # torch's schedules differentiate the first stage's output
+        # torch's schedules differentiate the first stage's output
+        trains_first = _trains_first_stage(description.vector, mesh.strategy)
+        schedule = options.pipeline_schedule if trains_first else "own"
         pad = description.config.get_text_config().pad_token_id
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
-        overlap = overlap or Overlap()
         self._guard: WeightGuard | None = self.replica.guard_weights() if overlap.load else None
         self._watch: GradientWatch | None = self.replica.watch_gradients() if overlap.give_back else None
         self._load_job: SwitchJob | None = None
@@ -181,7 +179,10 @@ class PhaseRunner:
 
     def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
-        return loss if self.replica.is_last and self.mesh.coord.tp == 0 else torch.zeros_like(loss)
+        if self.mesh.coord.tp:
+            return torch.zeros_like(loss)
+        # the last stage's loss has the balance loss of its routers in it
+        return loss if self.replica.is_last else self.replica.balance_loss.to(loss)
 
     @property
     def forecast(self) -> MemoryForecast:

@@ -6,6 +6,7 @@ Layers of other stages become pass-throughs at the same index (families look up 
 and later stages get the hidden state as `inputs_embeds`: no family needs a forward of ours.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -19,25 +20,22 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.vector import Part
 from hf_hotspa.runtime.attention import PackedSequences
 from hf_hotspa.runtime.head_loss import Tail, chunked_loss
+from hf_hotspa.runtime.isolation import run_alone
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.noise import EmbeddingNoise
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
+from hf_hotspa.runtime.router_loss import AttachLoss, RouterLoss
 from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.runtime.skeleton import build_skeleton
 from hf_hotspa.runtime.specs import ModelDescription
+from hf_hotspa.runtime.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.runtime.storage import from_storage
-from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, apply_tensor_parallel, set_local_heads
-
-
-class PassThrough(nn.Module):
-    """Stands where a layer or norm of another stage was: returns the hidden state it is given."""
-
-    def forward(self, hidden: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return hidden
+from hf_hotspa.runtime.tensor_parallel import apply_tensor_parallel, set_local_heads
 
 
 class Replica:
@@ -69,18 +67,21 @@ class Replica:
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
-        self._smoothing, self._vocab_size = options.label_smoothing, description.shape.vocab_size
+        text = description.config.get_text_config()
+        # some heads are wider than the vocabulary, and the family drops the rest of the logits
+        self._vocab_size = getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
+        self._smoothing = options.label_smoothing
         strategy, coord = mesh.strategy, mesh.coord
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
         self._segments = description.vector.segments
-        self.num_layers = len(
-            cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
-        )
+        mine = cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
+        kinds = [description.layer_kinds[index] for index in mine]
+        self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
         self._base = getattr(self.model, description.base)
-        self._layers: nn.ModuleList = getattr(self._base, description.layers)
+        self._layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self._guard: WeightGuard | None = None
         self._parameters = self._own_parameters(description)
         for name, buffer in dict(self.model.named_buffers()).items():
@@ -102,6 +103,9 @@ class Replica:
             recompute = partial(checkpoint, use_reentrant=False)
             self.model._set_gradient_checkpointing(True, recompute, every_n_layers=recompute_every)
         self.noise: EmbeddingNoise | None = None
+        self._router_loss: RouterLoss | None = None
+        if description.router_layers:
+            self._router_loss = RouterLoss(self.model, description.router_layers)
         if options.neftune_alpha is not None and self.is_first:
             if strategy.sp:
                 raise UnsupportedError(
@@ -117,22 +121,34 @@ class Replica:
 
     def _build(self, description: ModelDescription) -> Any:
         model = build_skeleton(description)
+        if not self._fits_grouped_kernels():
+            model.config._experts_implementation = "eager"
         model.train()
         base = getattr(model, description.base)
-        layers = getattr(base, description.layers)
+        places = [
+            (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
+        ]
         strategy, vector = self.mesh.strategy, description.vector
         mine = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)[self.mesh.coord.pp]
-        for index in range(len(layers)):
-            if index not in mine:
+        for unit, (layers, index) in enumerate(places):
+            if unit not in mine:
                 layers[index] = PassThrough()
+            elif (kind := description.layer_kinds[unit]).alone:
+                run_alone(layers[index], kind)
         if not self.is_first:
-            for name in description.embeddings:
-                setattr(base, name, None)
+            take_hidden_state(base, description.embeddings)
         if not self.is_last:
             for name in description.norms:
                 setattr(base, name, PassThrough())
             model.set_submodule(description.head, PassThrough())
         return model
+
+    def _fits_grouped_kernels(self) -> bool:
+        """Whether the fused kernel of experts takes this rank's shards: rows of whole 16 bytes, and no fp64."""
+        if self.compute_dtype == torch.float64:
+            return False
+        experts = [slot for slot in self.slots if len(slot.shape) == 3]
+        return all(size * self.compute_dtype.itemsize % 16 == 0 for slot in experts for size in slot.shape[1:])
 
     def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
         """Puts a fresh parameter in place of each meta one; tied names on this stage share it."""
@@ -165,24 +181,24 @@ class Replica:
         specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
         widths = {
             module: tuple(
-                sum(b - a for a, b in specs[description.weight_of(module)].shard_rows(strategy.tp, shard))
-                for shard in range(strategy.tp)
+                sum(b - a for a, b in specs[weight].shard_rows(strategy.tp, shard)) for shard in range(strategy.tp)
             )
             for module in description.styles
+            for weight in [description.weight_of(module)]
+            if weight in specs and specs[weight].shard_dim is not None
         }
         modules = dict(self.model.named_modules())
         self.vocabulary_widths = widths[description.head]
         self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
-        local = {name for name, style in description.styles.items() if style in (COLWISE, ROWWISE)}
-        for name in description.attention_layers:
-            query = next((f"{name}.{leaf}" for leaf in ("q_proj", "qkv_proj") if f"{name}.{leaf}" in local), None)
-            if query is not None and name in modules:
-                heads, kv_heads = description.shape.num_attention_heads, description.shape.num_key_value_heads
-                parts = specs[description.weight_of(query)].parts
-                head_size = parts[0].rows // heads
-                low, high = parts[0].cut(strategy.tp, tensor.shard)
-                mine = max(kv_heads * (tensor.shard + 1) // strategy.tp - kv_heads * tensor.shard // strategy.tp, 1)
-                set_local_heads(modules[name], (high - low) // head_size, mine)
+        for name, (heads, kv_heads) in description.attention_heads.items():
+            if name in modules:
+                low, high = Part(heads, kv_heads, heads).cut(strategy.tp, tensor.shard)
+                first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(strategy.tp, tensor.shard)
+                set_local_heads(modules[name], high - low, last - first)
+        if self._vocab_size < sum(self.vocabulary_widths):
+            self.model.config = copy.copy(self.model.config)
+            left = self._vocab_size - self._first_vocabulary_row
+            self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
         if strategy.sp:
@@ -201,6 +217,8 @@ class Replica:
                 where only forwards will run.
         """
         self.losses = []
+        if self._router_loss is not None:
+            self._router_loss.reset()
         for parameter, slot in self._parameters:
             parameter.data = _view(weights[slot.segment], slot)
             if gradients is None or not slot.spec.trainable:
@@ -240,6 +258,8 @@ class Replica:
         num_tokens = micro_batch.num_tokens
         micro_batch = self._divisible(micro_batch)
         pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
+        if self._router_loss is not None:
+            self._router_loss.clear()
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids,
             "attention_mask": None,
@@ -254,15 +274,22 @@ class Replica:
             inputs["inputs_embeds"] = hidden
         if self.is_last:
             out = self._loss(inputs, micro_batch.labels[0], scale, num_tokens)
+            beside = self._balance(micro_batch, scale)
+            if beside is not None:
+                out = out + beside
             self.losses.append(out.detach())
         else:
             out = self._base(**inputs).last_hidden_state
+            beside = self._balance(micro_batch, scale)
+            if beside is not None:
+                out = AttachLoss.apply(out, beside)
         self._after_forward()
         if self._guard is not None:
             self._guard.check()
-        if pack.num_calls != self.num_layers:
+        # layers that run in cycles attend several times
+        if pack.num_calls < self._num_attentions or pack.num_calls % max(self._num_attentions, 1):
             raise ModelError(
-                f"{type(self.model).__name__} attended {pack.num_calls} times in {self.num_layers} layers",
+                f"{type(self.model).__name__} attended {pack.num_calls} times instead of {self._num_attentions}",
                 why="layers that do not use the packed attention would mix the sequences of a pack",
             )
         return out
@@ -312,6 +339,16 @@ class Replica:
         if not strategy.sp:
             return micro_batch
         return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
+
+    def _balance(self, micro_batch: MicroBatch, scale: float) -> Tensor | None:
+        if self._router_loss is None:
+            return None
+        return self._router_loss.of(micro_batch.lengths, micro_batch.labels[0], scale)
+
+    @property
+    def balance_loss(self) -> Tensor:
+        """fp64 scalar: the balance loss of this rank's routers since the last `bind`."""
+        return torch.zeros((), dtype=torch.float64) if self._router_loss is None else self._router_loss.value
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of what travels between stages."""

@@ -108,27 +108,28 @@ def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[0] for name, style in styles.items() if style in SHARDED)
 
 
-def obstacle(modules: Mapping[str, nn.Module], styles: Mapping[str, str], partial: set[str], layers: str) -> str | None:
+def obstacle(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], own: set[str], layers: tuple[str, ...]
+) -> str | None:
     """Why a model cannot be sequence parallel, or None.
 
     Args:
         modules: Its modules by name.
         styles: Their tensor-parallel styles.
-        partial: Modules inside of blocks that every shard holds and that work on its heads (q/k norms).
-        layers: The prefix of layer names.
+        own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
+        layers: What the names of layers begin with.
     """
     blocks = blocks_of(styles)
     for name, module in modules.items():
         if not name.startswith(layers) or not any(True for _ in module.parameters(recurse=False)):
             continue
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
-        if any(f"{name}.".startswith(f"{planned}.") and name != planned for planned in styles):
-            continue  # an adapter inside of a projection
         if name in styles and styles[name] not in SHARDED:
             return f"{name} is not cut into shards that work alone ({styles[name]}), so it cannot be sequence parallel"
         if block is None and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} works on whole rows and is not cut by tp, so it cannot be sequence parallel"
-        if block is not None and styles.get(name) not in SHARDED and name not in partial:
+        parameters = {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
+        if block is not None and styles.get(name) not in SHARDED and not parameters <= own:
             return f"{name} inside of {block} is not cut by tp, so its gradient would not be exact under +sp"
     nested = [inner for inner in blocks for outer in blocks if inner.startswith(f"{outer}.")]
     if nested:

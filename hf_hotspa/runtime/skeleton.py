@@ -1,5 +1,6 @@
 """The model as its class builds it from its config, adapters included, without weights: what every replica starts as."""
 
+import copy
 from typing import Any
 
 from accelerate import init_empty_weights
@@ -20,7 +21,7 @@ def build_skeleton(description: ModelDescription) -> Any:
     """
     with init_empty_weights(include_buffers=False):
         model = description.model_class._from_config(
-            description.config, attn_implementation=ATTENTION, dtype=description.compute_dtype
+            copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
         )
         if description.adapters is not None:
             inject(model, description.adapters)

@@ -6,7 +6,6 @@ What cannot be exact is refused here, by name, before anything is built.
 """
 
 import copy
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -15,29 +14,17 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
-from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, base_layer, unwrap
-from hf_hotspa.runtime.tensor_parallel import (
-    COLWISE,
-    COLWISE_GATHER,
-    ROWWISE,
-    ROWWISE_SPLIT,
-    VOCABULARY_EMBEDDING,
-    VOCABULARY_HEAD,
-)
+from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, unwrap
+from hf_hotspa.runtime.attention import calls_attention
+from hf_hotspa.runtime.isolation import LayerKind, layer_kinds
+from hf_hotspa.runtime.router_loss import router_layers
+from hf_hotspa.runtime.stage_input import stage_obstacle
+from hf_hotspa.runtime.tensor_plan import TensorPlan, config_value, head_counts
 
-_PLAN_STYLES = {
-    "colwise": COLWISE,
-    "colwise_rep": COLWISE_GATHER,
-    "colwise_gather_output": COLWISE_GATHER,
-    "rowwise": ROWWISE,
-    "rowwise_rep": ROWWISE_SPLIT,
-    "rowwise_split_input": ROWWISE_SPLIT,
-}
-_PARTIAL_GRADIENT = "replicated_with_grad_allreduce"
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention", "attention"}
+_RANDOM_ROUTERS = {"phimoe"}
 _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -51,12 +38,15 @@ class ModelDescription:
         vector: Its parameter vector.
         shape: Counts and sizes.
         base: Name of the base model inside it (``model``).
-        layers: Name of the layer list inside the base model.
+        layers: Names of the lists of decoder layers inside the base model; one, but for stacks that run in cycles.
         embeddings: Names, inside the base model, of the modules before the layers.
         norms: Names, inside the base model, of the modules after them.
         head: Name of the output embedding.
         styles: Tensor-parallel style by module name.
-        attention_layers: Names of the attention modules whose heads are cut.
+        attention_heads: Query heads and key/value heads of the attention modules whose heads are cut, by name.
+        layer_kinds: How each decoder layer treats the sequences of a pack.
+        router_layers: Routers whose balance loss is part of the loss; 0 for none.
+        whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
         compute_dtype: The dtype of activations.
         prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
         adapters: Its LoRA adapter; None without one.
@@ -67,12 +57,15 @@ class ModelDescription:
     vector: ParameterVector
     shape: ModelShape
     base: str
-    layers: str
+    layers: tuple[str, ...]
     embeddings: tuple[str, ...]
     norms: tuple[str, ...]
     head: str
     styles: Mapping[str, str]
-    attention_layers: tuple[str, ...]
+    attention_heads: Mapping[str, tuple[int, int]]
+    layer_kinds: tuple[LayerKind, ...]
+    router_layers: int
+    whole: Mapping[str, str]
     compute_dtype: torch.dtype
     prefix: str = ""
     adapters: Adapters | None = None
@@ -108,7 +101,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
     for key, value in text.to_dict().items():
         of_another_head = key.startswith(("classifier", "summary"))
         if (
-            ("dropout" in key or key.endswith("pdrop"))
+            ("dropout" in key or key.endswith(("pdrop", "jitter_noise")))
             and not of_another_head
             and isinstance(value, int | float)
             and value > 0
@@ -126,162 +119,64 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
             why="it is computed from the longest position of the whole row, so sequences of a pack would change each other",
             fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
         )
-    if other := set(getattr(text, "layer_types", None) or ()) - _PACKABLE_LAYERS:
+    if name in _RANDOM_ROUTERS:
         raise UnsupportedError(
-            f"{name} has layers of the types {sorted(other)}",
-            why="their state is not known to be isolated between the sequences of a pack",
-        )
-    if getattr(text, "output_router_logits", False):
-        raise UnsupportedError(
-            f"{name} config has output_router_logits=True",
-            why="the router loss is added per micro-batch, so it would depend on how the mini-batch is packed",
-            fix="set config.output_router_logits = False",
+            f"the router of {name} draws random numbers in training",
+            why="it would draw others under every layout, so hot-switched training would not be exact",
         )
 
 
-def _base_parts(model: PreTrainedModel) -> tuple[str, tuple[str, ...], tuple[str, ...]]:
-    """The layer list of the base model, what comes before it and what comes after it."""
-    base = model.base_model
-    lists = [
+def base_name(model: PreTrainedModel) -> str:
+    """The name of the base model (embeddings, layers, norm) inside a causal language model.
+
+    Raises:
+        ModelError: there is none.
+    """
+    embedding = model.get_input_embeddings()
+    for name in (model.base_model_prefix, *(name for name, _ in model.named_children())):
+        child = getattr(model, name, None) if name else None
+        if isinstance(child, nn.Module) and any(module is embedding for module in child.modules()):
+            return name
+    raise ModelError(
+        f"{type(model).__name__} is not a causal language model with one list of decoder layers",
+        fix="pass an AutoModelForCausalLM model",
+    )
+
+
+def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names, inside the base model, of its lists of decoder layers: one, or those of stacks that run in cycles."""
+    base, count = getattr(model, base_name(model)), model.config.get_text_config().num_hidden_layers
+    lists = {name: child for name, child in base.named_modules() if isinstance(child, nn.ModuleList)}
+    whole = [name for name, child in lists.items() if "." not in name and len(child) == count]
+    if len(whole) == 1:
+        return (whole[0],)
+    stacks = [
         name
-        for name, child in base.named_children()
-        if isinstance(child, nn.ModuleList) and len(child) == model.config.get_text_config().num_hidden_layers
+        for name, child in lists.items()
+        if len(child) and all(any(calls_attention(m) for m in layer.modules()) for layer in child)
     ]
-    if base is model or len(lists) != 1:
+    outer = tuple(name for name in stacks if not name.startswith(tuple(f"{other}." for other in stacks)))
+    if whole or not outer or (len(outer) > 1 and any(name.count(".") != 1 for name in outer)):
         raise ModelError(
             f"{type(model).__name__} is not a causal language model with one list of decoder layers",
             fix="pass an AutoModelForCausalLM model",
         )
+    return outer
+
+
+def _base_parts(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The lists of layers of the base model, what comes before them and what comes after them."""
+    lists = _layer_lists(model)
     # a norm may have no parameters (OLMo) and is part of one stage all the same
     staged = model.config.get_text_config().base_model_pp_plan or {}
     children = [
-        name for name, child in base.named_children() if name in staged or any(True for _ in child.parameters())
+        name
+        for name, child in getattr(model, base_name(model)).named_children()
+        if name in staged or any(True for _ in child.parameters())
     ]
-    at = children.index(lists[0])
-    return lists[0], tuple(children[:at]), tuple(children[at + 1 :])
-
-
-def _heads(config: PreTrainedConfig) -> tuple[int, int]:
-    text = config.get_text_config()
-    heads = text.num_attention_heads
-    return heads, getattr(text, "num_key_value_heads", None) or heads
-
-
-class _Styles:
-    """Reads the tensor-parallel plan: a style for every module, the parts of every weight that is cut."""
-
-    def __init__(self, model: PreTrainedModel, layer_prefix: str, embedding: str, head: str) -> None:
-        # a LoRA layer is what its base is
-        self.modules = {name: base_layer(module) for name, module in model.named_modules()}
-        self.plan = dict(model.tp_plan or {})
-        self.has_plan = bool(model.config.get_text_config().base_model_tp_plan)
-        self.heads, self.kv_heads = _heads(model.config)
-        self.layer_prefix, self.embedding, self.head = layer_prefix, embedding, head
-        self.styles: dict[str, str] = {}
-        self.parts: dict[str, tuple[Part, ...]] = {}
-        self.partial: set[str] = set()
-        self.attention_layers: list[str] = []
-        self.obstacle: str | None = None
-        for name in (embedding, head):
-            rows = self.modules[name].weight.shape[0]
-            self.parts[name] = (Part(rows, rows, rows),)
-        self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
-        for name, module in self.modules.items():
-            if name not in self.styles and name.startswith(layer_prefix):
-                self._read(name, module)
-
-    def _planned(self, name: str) -> str | None:
-        return self.plan.get(re.sub(r"\.\d+(?=\.|$)", ".*", name))
-
-    def _read(self, name: str, module: nn.Module) -> None:
-        for leaf, _ in module.named_parameters(recurse=False):
-            if self._planned(f"{name}.{leaf}"):
-                self.obstacle = f"the plan cuts the parameter {name}.{leaf} in a way that is not supported under tp > 1"
-        planned = self._planned(name)
-        if planned is None:
-            return
-        if planned == _PARTIAL_GRADIENT:
-            self.partial.add(name)
-        elif planned in _PLAN_STYLES and isinstance(module, nn.Linear):
-            style = self._local_style(name, _PLAN_STYLES[planned])
-            rows = module.in_features if style in (ROWWISE, ROWWISE_SPLIT) else module.out_features
-            self.styles[name] = style
-            self.parts[name] = self._cut(name, style, rows)
-        else:
-            self.obstacle = f"the plan's style {planned!r} of {name} is not supported under tp > 1"
-
-    def _stays_local(self, name: str) -> bool:
-        """Whether a projection that the plan gathers (or splits) can work on its shard alone.
-
-        transformers gathers fused projections (phi3, glm), because the family slices or halves their output; cutting
-        each part of the weight keeps attention and MLP activations sharded, and the slices still fit.
-        """
-        parent, _, leaf = name.rpartition(".")
-        if leaf in ("qkv_proj", "o_proj"):
-            return self._fused_attention(parent)
-        return leaf in ("gate_up_proj", "down_proj") and self._fused_mlp(parent)
-
-    def _gathered_pair(self, first: str, second: str) -> bool:
-        styles = [_PLAN_STYLES.get(self._planned(name) or "") for name in (first, second)]
-        return styles == [COLWISE_GATHER, ROWWISE_SPLIT]
-
-    def _fused_attention(self, parent: str) -> bool:
-        attention, qkv = self.modules[parent], self.modules.get(f"{parent}.qkv_proj")
-        head_dim = getattr(attention, "head_dim", 0)
-        return (
-            isinstance(qkv, nn.Linear)
-            and hasattr(attention, "config")
-            and hasattr(attention, "num_key_value_heads")
-            and qkv.out_features == (self.heads + 2 * self.kv_heads) * head_dim
-            and self._gathered_pair(f"{parent}.qkv_proj", f"{parent}.o_proj")
-        )
-
-    def _fused_mlp(self, parent: str) -> bool:
-        gate_up, down = self.modules.get(f"{parent}.gate_up_proj"), self.modules.get(f"{parent}.down_proj")
-        return (
-            isinstance(gate_up, nn.Linear)
-            and isinstance(down, nn.Linear)
-            and gate_up.out_features == 2 * down.in_features
-            and self._gathered_pair(f"{parent}.gate_up_proj", f"{parent}.down_proj")
-        )
-
-    def _local_style(self, name: str, style: str) -> str:
-        if style in (COLWISE_GATHER, ROWWISE_SPLIT) and self._stays_local(name):
-            return COLWISE if style == COLWISE_GATHER else ROWWISE
-        return style
-
-    def _cut(self, name: str, style: str, rows: int) -> tuple[Part, ...]:
-        parent, _, leaf = name.rpartition(".")
-        plain = (Part(rows, rows, rows),)
-        if style in (COLWISE_GATHER, ROWWISE_SPLIT):
-            return plain  # every shard's consumer sees the whole width, so any cut will do
-        queries = {"heads": self.heads, "kv_heads": self.kv_heads}
-        if leaf in ("q_proj", "o_proj") or (leaf == "dense" and f"{parent}.q_proj" in self.modules):
-            if leaf == "q_proj":
-                self.attention_layers.append(parent)
-            return self._head_parts(name, rows, **queries)
-        if leaf in ("k_proj", "v_proj"):
-            if rows % self.kv_heads:
-                self.obstacle = f"{name} has {rows} rows for {self.kv_heads} key/value heads"
-                return plain
-            return (Part(rows, self.kv_heads, self.kv_heads, replicate=True),)
-        if leaf == "qkv_proj":
-            self.attention_layers.append(parent)
-            size = rows // (self.heads + 2 * self.kv_heads)
-            key_value = Part(self.kv_heads * size, self.kv_heads, self.kv_heads, replicate=True)
-            return (Part(self.heads * size, self.kv_heads, self.heads), key_value, key_value)
-        if leaf == "gate_up_proj":
-            return (Part(rows // 2, rows // 2, rows // 2),) * 2
-        if "attn" in parent or "attention" in parent:
-            # an attention projection whose heads we do not know how to count
-            self.obstacle = f"the attention projection {name} is not supported under tp > 1"
-        return plain
-
-    def _head_parts(self, name: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, ...]:
-        if rows % heads:
-            self.obstacle = f"{name} has {rows} rows for {heads} heads"
-            return (Part(rows, rows, rows),)
-        return (Part(rows, kv_heads, heads),)
+    tops = [name.partition(".")[0] for name in lists]
+    at = children.index(tops[0])
+    return lists, tuple(children[:at]), tuple(name for name in children[at + 1 :] if name not in tops)
 
 
 def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
@@ -310,47 +205,61 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         )
     refuse_inexact(bare.config)
     layers, before, after = _base_parts(bare)
-    base, text = bare.base_model_prefix, bare.config.get_text_config()
+    base, text = base_name(bare), bare.config.get_text_config()
+    base_model = getattr(bare, base)
     embedding = _module_name(bare, bare.get_input_embeddings(), "input embedding")
     head = _module_name(bare, bare.get_output_embeddings(), "output embedding (language-model head)")
-    layer_prefix = f"{base}.{layers}."
-    styles = _Styles(bare, layer_prefix, embedding, head)
+    prefixes = tuple(f"{base}.{name}." for name in layers)
+    modules = [layer for name in layers for layer in base_model.get_submodule(name).children()]
+    layer_units = {
+        f"{prefix}{index}.": unit
+        for unit, (prefix, index) in enumerate(
+            (prefix, index)
+            for prefix, name in zip(prefixes, layers, strict=True)
+            for index, _ in base_model.get_submodule(name).named_children()
+        )
+    }
+    plan = TensorPlan(bare, prefixes, embedding, head)
+    kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
+    heads, kv_heads = head_counts(bare.config)
 
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in bare.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
-    specs, costs = [], [0] * text.num_hidden_layers
+    specs, costs = [], [0] * len(modules)
     for key, (name, *tied) in names.items():
         parameter = tensors[key]
         if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"}:
             raise ModelError(f"parameters {[name, *tied]} are tied; only input and output embeddings may be")
-        unit = _unit(name, layer_prefix, [f"{base}.{child}." for child in before])
-        spec = _spec(name, tuple(tied), parameter, unit, styles, compute_dtype, head, adapters)
+        unit = _unit(name, layer_units, [f"{base}.{child}." for child in before])
+        spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, head, adapters)
         if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
             costs[unit] += parameter.numel()  # an adapter costs next to nothing
         specs.append(replace(spec, name=prefix + name, tied_names=tuple(prefix + other for other in tied)))
     vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
     shape = ModelShape(
         family=text.model_type,
-        num_layers=text.num_hidden_layers,
-        num_attention_heads=styles.heads,
-        num_key_value_heads=styles.kv_heads,
+        num_layers=len(modules),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
         hidden_size=text.hidden_size,
-        attention_size=styles.heads * (getattr(text, "head_dim", None) or text.hidden_size // styles.heads),
+        attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
         vocab_size=bare.get_parameter(f"{embedding}.weight").shape[0],
         layer_parameters=sum(costs) // len(costs),
         max_position_embeddings=getattr(text, "max_position_embeddings", None),
-        has_tp_plan=styles.has_plan,
+        has_tp_plan=plan.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
-        tp_obstacle=styles.obstacle,
-        pp_obstacle=_pipeline_obstacle(bare, before, after),
-        sp_obstacle=_sequence_obstacle(styles, [f"{base}.{child}." for child in before]),
+        pp_obstacle=stage_obstacle(base_model, layers, before, after),
+        sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
     )
+    config = copy.deepcopy(bare.config)
+    if routers:  # replicas add the loss themselves
+        config.get_text_config().output_router_logits = False
     return ModelDescription(
         model_class=type(bare),
-        config=copy.deepcopy(bare.config),
+        config=config,
         vector=vector,
         shape=shape,
         base=base,
@@ -358,17 +267,34 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         embeddings=before,
         norms=after,
         head=head,
-        styles=styles.styles,
-        attention_layers=tuple(styles.attention_layers),
+        styles=plan.styles,
+        attention_heads=plan.heads,
+        layer_kinds=kinds,
+        router_layers=routers,
+        whole=plan.whole,
         compute_dtype=compute_dtype or bare.dtype,
         prefix=prefix,
         adapters=adapters,
     )
 
 
-def _unit(name: str, layer_prefix: str, before: list[str]) -> int:
-    if name.startswith(layer_prefix):
-        return int(name.removeprefix(layer_prefix).partition(".")[0])
+def _sequence_obstacle(
+    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str]
+) -> str | None:
+    """Why tensor parallelism of the model cannot be sequence parallel, or None."""
+    if any(kind.alone for kind in kinds) or routers:
+        return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
+    for name, module in plan.modules.items():
+        early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
+        if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
+    return sequence_parallel.obstacle(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes)
+
+
+def _unit(name: str, layer_units: Mapping[str, int], before: list[str]) -> int:
+    unit = next((unit for prefix, unit in layer_units.items() if name.startswith(prefix)), None)
+    if unit is not None:
+        return unit
     return EMBEDDING if any(name.startswith(prefix) for prefix in before) else HEAD
 
 
@@ -377,55 +303,28 @@ def _spec(
     tied: tuple[str, ...],
     parameter: nn.Parameter,
     unit: int,
-    styles: _Styles,
+    plan: TensorPlan,
     compute_dtype: torch.dtype | None,
     head: str,
-    adapters: Adapters | None = None,
+    adapters: Adapters | None,
 ) -> ParameterSpec:
     module, _, leaf = name.rpartition(".")
     module, role = adapters.layer_of(module) if adapters is not None else (module, None)
-    style, parts = styles.styles.get(module), styles.parts.get(module, ())
-    rowwise = style in (ROWWISE, ROWWISE_SPLIT)
-    shard_dim: int | None = None
-    partial = module in styles.partial
-    if role is not None and style is not None:
+    name_in_plan = f"{module}.{leaf}"
+    cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
+    if role is not None and cut is not None:
         # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
-        partial = role == (LORA_B if rowwise else LORA_A)
-        shard_dim = None if partial else int(rowwise)
-    elif rowwise:
-        shard_dim = 1 if leaf == "weight" else None  # the bias is added once, after the sum
-    elif style is not None and leaf in ("weight", "bias"):
-        shard_dim = 0
+        is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)
+        cut = None if is_partial else cut
     return ParameterSpec(
         name=name,
         shape=tuple(parameter.shape),
         dtype=dtype_name(compute_dtype or parameter.dtype),
         unit=unit,
-        shard_dim=shard_dim,
-        parts=parts if shard_dim is not None else (),
-        partial_gradient=partial,
+        shard_dim=cut.dim if cut is not None else None,
+        parts=cut.parts if cut is not None else (),
+        partial_gradient=is_partial,
         trainable=parameter.requires_grad,
         tied_names=tied,
         in_head=f"{head}.weight" in tied,
     )
-
-
-def _sequence_obstacle(styles: _Styles, before: list[str]) -> str | None:
-    """Why the model cannot be sequence parallel, or None."""
-    for name, module in styles.modules.items():
-        early = name != styles.embedding and any(f"{name}.".startswith(prefix) for prefix in before)
-        if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
-    return sequence_parallel.obstacle(styles.modules, styles.styles, styles.partial, styles.layer_prefix)
-
-
-def _pipeline_obstacle(model: PreTrainedModel, before: tuple[str, ...], after: tuple[str, ...]) -> str | None:
-    """Why a stage cannot be the model's own class with the other stages' layers passed through, or None."""
-    text = model.config.get_text_config()
-    planned = list(text.base_model_pp_plan or ())
-    unknown = [name for name in (*before, *after) if name not in planned]
-    if planned and unknown:
-        return f"the modules {unknown} of {text.model_type} are in no stage of the family's pipeline plan"
-    if getattr(text, "embedding_multiplier", 1.0) != 1.0 or getattr(text, "mup_enabled", False):
-        return f"{text.model_type} scales the input of every pipeline stage like an embedding"
-    return None

@@ -23,6 +23,7 @@ from hf_hotspa.runtime.mesh import TensorGroup
 COLWISE, COLWISE_GATHER = "colwise", "colwise_gather_output"
 ROWWISE, ROWWISE_SPLIT = "rowwise", "rowwise_split_input"
 VOCABULARY_EMBEDDING, VOCABULARY_HEAD = "vocabulary_embedding", "vocabulary_head"
+EXPERTS, IDENTITY_EXPERT, LATENT = "experts", "identity_expert", "latent"
 
 
 class _CopyToShards(torch.autograd.Function):
@@ -172,6 +173,37 @@ def _embedding(
     return _SumOfShards.apply(rows, group)
 
 
+def _experts(*args: Any, forward: Callable[..., Tensor], group: dist.ProcessGroup, **kwargs: Any) -> Tensor:
+    """Each rank runs its columns of every expert; what goes in (tokens, routing weights) is copied, the output summed."""
+
+    def copied(value: Any) -> Any:
+        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
+            return _CopyToShards.apply(value, group)
+        return value
+
+    out = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
+    # a copy is summed: the family's own operations may have saved their output for the backward
+    return _SumOfShards.apply(out.clone(memory_format=torch.contiguous_format), group)
+
+
+def _identity_expert(x: Tensor, *, forward: Callable[[Tensor], Tensor], num_shards: int) -> Tensor:
+    """An expert without weights gives the same on every rank; the sum over the ranks has to be its output once."""
+    return forward(x) / num_shards
+
+
+def _latent(x: Tensor, *, forward: Callable[[Tensor], Tensor], rotary_size: int, group: dist.ProcessGroup) -> Tensor:
+    """The projection to the latent of keys and values and, in its last columns, to the rotary key of all heads.
+
+    The latent goes through a column-parallel projection, which reduces its gradient; the rotary key is read by the heads
+    of every rank directly, so its gradient is reduced here.
+    """
+    out = forward(x)
+    if not (out.requires_grad and torch.is_grad_enabled()):
+        return out
+    latent, rotary = out.split([out.shape[-1] - rotary_size, rotary_size], dim=-1)
+    return torch.cat([latent, _CopyToShards.apply(rotary, group)], dim=-1)
+
+
 def apply_tensor_parallel(
     modules: Mapping[str, nn.Module],
     styles: Mapping[str, str],
@@ -183,7 +215,7 @@ def apply_tensor_parallel(
     Args:
         modules: The replica's modules by name.
         styles: A style of this file by module name; a name without a module (another stage's) is passed over.
-        widths: By module name, the size of every shard along the dim that is cut.
+        widths: By name of a linear layer or embedding, the size of every shard along the dim that is cut.
         tensor_group: The group and this rank's shard.
 
     Returns:
@@ -193,6 +225,17 @@ def apply_tensor_parallel(
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
+            continue
+        if style == EXPERTS:
+            module.forward = partial(_experts, forward=module.forward, group=tensor_group.group)
+            continue
+        if style == IDENTITY_EXPERT:
+            num_shards = tensor_group.size
+            module.forward = partial(_identity_expert, forward=module.forward, num_shards=num_shards)
+            continue
+        if style == LATENT:
+            rotary_size = modules[name.rpartition(".")[0]].qk_rope_head_dim
+            module.forward = partial(_latent, forward=module.forward, rotary_size=rotary_size, group=tensor_group.group)
             continue
         wrap: dict[str, Any] = {"forward": module.forward, "shared": shared}
         first_row = sum(widths[name][: tensor_group.shard])
@@ -239,6 +282,6 @@ def set_local_heads(attention: nn.Module, num_heads: int, num_key_value_heads: i
     if config is not None:
         config = copy.copy(config)
         for name in ("num_attention_heads", "num_key_value_heads"):
-            if hasattr(config, name):
+            if name in vars(config):  # where layers differ, it is not the global value that a layer reads
                 setattr(config, name, values[name])
         attention.config = config

@@ -88,7 +88,7 @@ def test_other_families_are_counted() -> None:
     }  # fmt: skip
     shape = model_from(mixtral, "mixtral", "here").shape
     assert 32 * shape.layer_parameters == pytest.approx(46.4e9, rel=0.01)
-    assert shape.tp_obstacle
+    assert shape.has_tp_plan
     text = {**gpt2, "model_type": "gemma3", "text_config": {**mixtral, "model_type": "gemma3_text", "head_dim": 128}}
     assert model_from(text, "text", "here").shape.family == "gemma3_text"
 

@@ -1,0 +1,92 @@
+"""The page of families, made from the results of the sweep: `docs/families.md`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "families.md"
+LOSS_TOLERANCE, GRADIENT_TOLERANCE = 1e-12, 1e-11
+GROUPS = {
+    "dp": ("dp4",),
+    "tp": ("tp4", "dp2tp2"),
+    "pp": ("pp4", "dp2pp2"),
+    "tp and pp": ("tp2pp2",),
+    "switched": ("mix",),
+}
+"""The columns of the table, and the strategies of the sweep behind each."""
+
+_HEAD = """# Families
+
+Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
+of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
+that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2;
+all of them switched inside one mini-batch). What is not exact is refused, with an error that says why; nothing is silently wrong.
+
+{counts}
+
+The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
+`python -m tests.family_sweep qwen3` runs one family.
+
+| family | | dp | tp | pp | tp and pp | switched | notes |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def outcome(result: Mapping[str, Any]) -> str:
+    """`exact`, `refused`, or `wrong` for anything else."""
+    if "refused" in result:
+        return "refused"
+    exact = result.get("loss", 1.0) <= LOSS_TOLERANCE and result.get("gradient", 1.0) <= GRADIENT_TOLERANCE
+    return "exact" if exact else "wrong"
+
+
+def cell(row: Mapping[str, Any], group: str) -> str:
+    """What a column says of a family: the worst of its strategies."""
+    if "refused" in row:
+        return "refused"
+    found = {outcome(row["strategies"][s]) for s in GROUPS[group] if s in row["strategies"]}
+    if "failed" in row or not row["strategies"]:
+        return "wrong"
+    if not found:  # a mix needs two strategies that run
+        return "refused"
+    return next(name for name in ("wrong", "refused", "exact") if name in found)
+
+
+def reasons(row: Mapping[str, Any]) -> list[str]:
+    """Why something of a family is refused, each reason once, and what tp holds whole."""
+    texts: list[str] = []
+    for result in (row, *row["strategies"].values()):
+        if "refused" in result:
+            texts.append(str(result["refused"]).partition(" | Fix:")[0])
+    found = list(dict.fromkeys(texts))
+    for name, why in row.get("whole", {}).items():
+        found.append(f"tp holds `{name.partition('layers.*.')[2] or name}` whole: {why}")
+    if row.get("alone"):
+        found.append(f"{row['alone']} of {row['layers']} layers run one sequence of a pack at a time")
+    return found
+
+
+def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
+    lines = ["| | families | exact under dp | tp | pp | switched |", "|---|---|---|---|---|---|"]
+    kinds = {"dense": False, "mixture of experts": True}
+    for kind, mixture in kinds.items():
+        rows = [row for row in families.values() if row.get("mixture", False) == mixture]
+        cells = []
+        for group, plan in (("dp", None), ("tp", "tp_plan"), ("pp", "pp_plan"), ("switched", None)):
+            planned = [row for row in rows if plan is None or row[plan]]
+            cells.append(f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}")
+        lines.append(f"| {kind} | {len(rows)} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def render_page(results: Mapping[str, Any], minutes: int = 20) -> str:
+    """The text of the page."""
+    families = results["families"]
+    lines = []
+    for name, row in families.items():
+        cells = [cell(row, group) for group in GROUPS]
+        notes = "; ".join(text.replace("|", "\\|").replace("\n", " ") for text in reasons(row))
+        kind = "experts" if row.get("mixture") else ""
+        lines.append(f"| {name} | {kind} | " + " | ".join(cells) + f" | {notes} |")
+    head = _HEAD.format(version=results["transformers"], counts=_counts(families), minutes=minutes)
+    return head + "\n".join(lines) + "\n"

@@ -1,0 +1,61 @@
+"""Families: what docs/families.md says of them is so. Two in every run; all of them is the slow test."""
+
+import json
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_hotspa.checkpoint.export import export
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.trainer import HotSPaTrainer
+from tests.family_page import outcome
+from tests.family_sweep import NUM_ROWS, RESULTS, sweep_on_rank
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+from tests.tiny_families import planned_families, tiny_model_of
+
+pytestmark = pytest.mark.gloo
+
+# latent attention and experts that are cut, gathered projections; layers that run one sequence of a pack at a time
+SAMPLE = ("deepseek_v2", "qwen3_5_text")
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in planned_families()]
+)
+def test_a_family_is_as_its_row_says(family):
+    row = json.loads(RESULTS.read_text())["families"][family]
+    found = run_ranks(4, sweep_on_rank, family, list(NUM_ROWS), timeout=300)[0]
+    assert {name: outcome(result) for name, result in found.items()} == {
+        name: outcome(result) for name, result in row["strategies"].items()
+    }
+    assert "wrong" not in map(outcome, found.values())
+
+
+def _trainer(output, seed, steps):
+    args = HotSPaTrainingArguments(
+        output_dir=output, use_cpu=True, report_to="none", disable_tqdm=True, max_steps=steps, save_steps=1, seed=7,
+        hotspa_mini_batch_size=4, hotspa_strategies="dp1:60@64", hotspa_report=False,
+    )  # fmt: skip
+    model = tiny_model_of("deepseek_v3", torch.float32, seed)
+    return HotSPaTrainer(model=model, args=args, train_dataset=random_rows(8, 163, longest=60))
+
+
+def test_router_biases_come_back_from_a_checkpoint_and_are_exported(tmp_path):
+    """They are buffers: not trained, but part of the model; a resumed run may begin from another one."""
+    first = _trainer(str(tmp_path / "run"), seed=0, steps=1)
+    first.train()
+    name = "model.layers.1.mlp.gate.e_score_correction_bias"
+    expected = first.model.get_buffer(name).clone()
+    first.close_engine()
+    second = _trainer(str(tmp_path / "run"), seed=5, steps=2)
+    assert not torch.equal(second.model.get_buffer(name), expected)
+    second.train(resume_from_checkpoint=True)
+    assert torch.equal(second.model.get_buffer(name), expected)
+    for runner in second.engine.phases.values():
+        assert torch.equal(runner.replica.model.get_buffer(name), expected)
+    second.close_engine()
+    export(tmp_path / "run" / "checkpoint-2", tmp_path / "exported")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(loaded.get_buffer(name), expected)

@@ -1,0 +1,201 @@
+"""The sweep's page and table, and how a model's layers, plan and stages are read."""
+
+import json
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers.models.llama import LlamaForCausalLM, LlamaModel
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.runtime.attention import PackedSequences, packed_attention
+from hf_hotspa.runtime.isolation import LayerKind, run_alone
+from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.runtime.stage_input import stage_obstacle
+from tests.families import tiny_model
+from tests.family_page import PAGE, cell, outcome, render_page
+from tests.family_sweep import RESULTS
+from tests.tiny_families import planned_families, tiny_config_of, tiny_model_of
+
+TABLE = json.loads(RESULTS.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------ the page
+
+
+def test_the_table_has_every_planned_family_of_the_installed_transformers() -> None:
+    assert list(TABLE["families"]) == list(planned_families()), "run: python -m tests.family_sweep"
+    assert TABLE["transformers"] == transformers.__version__
+    plans = {name: (row["tp_plan"], row["pp_plan"]) for name, row in TABLE["families"].items()}
+    assert plans == planned_families()
+
+
+def test_the_page_is_made_from_the_table() -> None:
+    assert PAGE.read_text() == render_page(TABLE), "run: python -m tests.family_sweep --page-only"
+
+
+def test_nothing_is_wrong_and_every_refusal_has_a_reason() -> None:
+    for name, row in TABLE["families"].items():
+        assert "failed" not in row, name
+        for strategy, result in row["strategies"].items():
+            assert outcome(result) != "wrong", f"{name} {strategy}"
+            assert outcome(result) == "exact" or len(result["refused"]) > 20
+
+
+def test_a_crash_a_hang_and_a_large_error_count_as_wrong() -> None:
+    assert outcome({"failed": "timeout"}) == outcome({}) == outcome({"loss": 1e-3, "gradient": 0.0}) == "wrong"
+    assert outcome({"loss": 0.0, "gradient": 1e-10}) == outcome({"loss": float("nan"), "gradient": 0.0}) == "wrong"
+    good, bad = {"loss": 0.0, "gradient": 0.0}, {"failed": "x"}
+    assert cell({"strategies": {"tp4": good, "dp2tp2": bad}}, "tp") == "wrong"
+    assert cell({"strategies": {"tp4": good, "dp2tp2": {"refused": "why"}}}, "tp") == "refused"
+    assert cell({"strategies": {}, "refused": "why"}, "dp") == "refused"
+
+
+# ----------------------------------------------------------------------------------------------------- what is refused
+
+
+def test_random_routers_and_jitter_are_refused_by_name() -> None:
+    with pytest.raises(UnsupportedError, match="draws random numbers"):
+        describe_model(tiny_model_of("phimoe"))
+    model = tiny_model_of("mixtral")
+    model.config.router_jitter_noise = 0.1
+    with pytest.raises(UnsupportedError, match="router_jitter_noise"):
+        describe_model(model)
+
+
+class _Scaling(LlamaModel):
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(*args, inputs_embeds=None if inputs_embeds is None else inputs_embeds * 2, **kwargs)
+
+
+class _NormFirst(LlamaModel):
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(
+            *args, inputs_embeds=None if inputs_embeds is None else self.norm(inputs_embeds), **kwargs
+        )
+
+
+class _Failing(LlamaModel):
+    def forward(self, *args: Any, inputs_embeds: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        raise RuntimeError("needs the ids")
+
+
+@pytest.mark.parametrize(
+    ("base_class", "reason"),
+    [
+        (LlamaModel, None),
+        (_Scaling, "changes the input of every pipeline stage"),
+        (_NormFirst, "uses norm in another place"),
+        (_Failing, "RuntimeError: needs the ids"),
+    ],
+)
+def test_a_stage_that_would_change_its_input_is_found(base_class: type[LlamaModel], reason: str | None) -> None:
+    model = tiny_model("llama_uneven")
+    assert isinstance(model, LlamaForCausalLM)
+    base = base_class(model.config)
+    before = {name: id(child) for name, child in base.named_modules()}
+    found = stage_obstacle(base, ("layers",), ("embed_tokens",), ("norm",))
+    assert (found is None) if reason is None else (reason in str(found))
+    assert {name: id(child) for name, child in base.named_modules()} == before
+
+
+def test_a_multiplier_of_embeddings_is_no_obstacle() -> None:
+    model = tiny_model_of("granite")
+    assert model.config.embedding_multiplier != 1.0
+    assert describe_model(model).shape.pp_obstacle is None
+    assert model.model.embedding_multiplier == model.config.embedding_multiplier
+
+
+# ------------------------------------------------------------------------------------------------ plans, layer by layer
+
+
+def test_what_the_plan_does_not_explain_is_held_whole() -> None:
+    model = tiny_model_of("llama")
+    for layer in model.model.layers:
+        layer.self_attn.extra = nn.Linear(3, 3)
+    found = describe_model(model)
+    assert found.whole == {"model.layers.*.self_attn": "the plan says nothing of extra.weight"}
+    assert not found.attention_heads
+    cut = {s.name for s in found.vector.specs if s.shard_dim is not None}
+    assert "model.layers.0.mlp.up_proj.weight" in cut
+    assert not any("self_attn" in name for name in cut)
+    assert not any("self_attn" in name for name in found.styles)
+
+
+def test_an_activation_with_a_weight_has_a_partial_gradient() -> None:
+    specs = describe_model(tiny_model_of("apertus")).vector.specs
+    assert {s.partial_gradient for s in specs if ".act_fn." in s.name} == {True}
+
+
+def test_fused_experts_are_cut_in_two_parts() -> None:
+    found = describe_model(tiny_model_of("mixtral"))
+    specs = {s.name.rpartition("experts.")[2]: s for s in found.vector.specs if "experts" in s.name}
+    assert (specs["gate_up_proj"].shard_dim, len(specs["gate_up_proj"].parts)) == (1, 2)
+    assert (specs["down_proj"].shard_dim, len(specs["down_proj"].parts)) == (2, 1)
+
+
+def test_layers_that_carry_a_state_run_alone() -> None:
+    kinds = describe_model(tiny_model_of("qwen3_5_text")).layer_kinds
+    types = tiny_config_of("qwen3_5_text").layer_types
+    assert [kind.alone for kind in kinds] == [kind == "linear_attention" for kind in types]
+    assert {True, False} == {kind.alone for kind in kinds}
+
+
+class _RunningSum(nn.Module):
+    """Carries everything from one token to the next; hands a count on."""
+
+    def forward(self, hidden: torch.Tensor, scale: torch.Tensor, previous: Any = None, **kwargs: Any) -> Any:
+        return hidden.cumsum(1) * scale, (previous or 0) + hidden.shape[1]
+
+
+def test_a_layer_that_runs_alone_sees_one_sequence_and_its_own_arguments() -> None:
+    layer, kind = _RunningSum(), LayerKind(0, alone=True)
+    run_alone(layer, kind)
+    lengths = (3, 1, 2)
+    pack = PackedSequences(lengths, torch.tensor([0, 3, 4, 6], dtype=torch.int32))
+    hidden, scale = torch.randn(1, 6, 5), torch.randn(1, 6, 1)
+    out, counts = layer(hidden, scale, hotspa_pack=pack)
+    again, sums = layer(hidden, scale, previous=counts, hotspa_pack=pack)
+    expected = torch.cat([h.cumsum(1) for h in hidden.split(lengths, 1)], 1) * scale
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(again, expected)
+    assert tuple(counts) == lengths
+    assert tuple(sums) == (6, 2, 4)
+
+
+def test_masks_of_layers_that_run_alone() -> None:
+    see = LayerKind(1, True, window=3, chunk=4).mask(6, torch.zeros(1, dtype=torch.float64))[0, 0]
+    assert see.dtype == torch.float64
+    for i in range(6):
+        expected = [j for j in range(6) if i - 3 < j <= i and i // 4 == j // 4]
+        assert (see[i] == 0).nonzero().flatten().tolist() == expected
+        assert see[i].min() == torch.finfo(torch.float64).min or len(expected) == 6
+
+
+# ----------------------------------------------------------------------------------------------------------- attention
+
+
+def _attend(lengths: tuple[int, ...], **kwargs: Any) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(0)
+    query, key, value = (
+        torch.randn(1, heads, sum(lengths), 4, generator=generator, dtype=torch.float64) for heads in (4, 2, 2)
+    )
+    pack = PackedSequences(lengths, torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()]))
+    return packed_attention(nn.Identity(), query, key, value, None, hotspa_pack=pack, **kwargs)[0]
+
+
+def test_a_sink_takes_its_share_of_the_attention() -> None:
+    plain = _attend((5, 3))
+    assert torch.allclose(_attend((5, 3), s_aux=torch.full((4,), -60.0)), plain)
+    some = _attend((5, 3), s_aux=torch.tensor([-60.0, -60.0, 1.0, 60.0]))
+    assert torch.allclose(some[..., :2, :], plain[..., :2, :])
+    assert torch.allclose(some[..., 3, :], torch.zeros(8, 4, dtype=torch.float64), atol=1e-20)
+    # the first position sees itself alone: softmax([score, sink])
+    assert not torch.allclose(some[0, 0, 2], plain[0, 0, 2])
+
+
+def test_an_unknown_tensor_is_refused() -> None:
+    with pytest.raises(ModelError, match="alibi"):
+        _attend((3, 2), alibi=torch.zeros(4))
