@@ -19,8 +19,12 @@ _HEAD = """# Families
 
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
 of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
-that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2;
-all of them switched inside one mini-batch). What is not exact is refused, with an error that says why; nothing is silently wrong.
+that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
+of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; all of them switched inside one mini-batch). What is not exact is refused, with
+an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
+
+Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
+memory. Layers that run one sequence of a pack at a time gain less from packing.
 
 {counts}
 

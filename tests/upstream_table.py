@@ -32,7 +32,10 @@ RELIED_UPON = (
     "transformers:Trainer.get_optimizer_cls_and_kwargs",
     "transformers:Trainer._inner_training_loop",
     "transformers:TrainerCallback.on_step_end",
+    "transformers.models.mixtral.modeling_mixtral:MixtralExperts.forward",
+    "transformers.models.mixtral.modeling_mixtral:load_balancing_loss_func",
     "transformers.trainer_callback:CallbackHandler.call_event",
+    "transformers.utils.output_capturing:OutputRecorder.__init__",
 )
 """What is called or patched but not overridden, `module:qualified name`."""
 

@@ -13,19 +13,18 @@ from tests.family_page import outcome
 from tests.family_sweep import NUM_ROWS, RESULTS, sweep_on_rank
 from tests.harness import run_ranks
 from tests.oracle import random_rows
-from tests.tiny_families import planned_families, tiny_model_of
+from tests.tiny_families import tiny_model_of
 
 pytestmark = pytest.mark.gloo
 
+ROWS = json.loads(RESULTS.read_text())["families"]
 # latent attention and experts that are cut, gathered projections; layers that run one sequence of a pack at a time
 SAMPLE = ("deepseek_v2", "qwen3_5_text")
 
 
-@pytest.mark.parametrize(
-    "family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in planned_families()]
-)
+@pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in ROWS])
 def test_a_family_is_as_its_row_says(family):
-    row = json.loads(RESULTS.read_text())["families"][family]
+    row = ROWS[family]
     found = run_ranks(4, sweep_on_rank, family, list(NUM_ROWS), timeout=300)[0]
     assert {name: outcome(result) for name, result in found.items()} == {
         name: outcome(result) for name, result in row["strategies"].items()
