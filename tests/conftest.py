@@ -5,7 +5,10 @@ or when one that is neither `slow` nor `gpu` was deselected. Nothing here import
 start at once.
 """
 
+import atexit
 import os
+import shutil
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -20,8 +23,10 @@ settings.load_profile("hf_hotspa")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tests make their own models and data; none may depend on a network.
+# Tests make their own models and data; none may depend on a network, or on what was measured here before.
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HOTSPA_CACHE"] = _cache = tempfile.mkdtemp(prefix="hotspa-cache-")
+atexit.register(shutil.rmtree, _cache, ignore_errors=True)
 
 _GLOO_FOLDER = Path(__file__).parent / "gloo"
 

@@ -35,6 +35,7 @@ STAND_INS = {
     "--lengths chat --longest 4096": "--lengths chat --longest 256",
 }
 
+VENV = ROOT / ".venv"
 _TRAIN = "--max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400"
 _STRATEGIES = " --hotspa_strategies dp4:512@1024,dp2tp2:1024 --hotspa_overlong truncate"
 
@@ -43,7 +44,13 @@ def made_short(command: str, folder: Path) -> str | None:
     """The command as it is run: with less to do, and with its files in a folder. None for one that nobody knows."""
     out = f"--output_dir {folder / 'out'}"
     if command == "git clone URL-OF-THIS-REPOSITORY hf_hotspa && cd hf_hotspa":
-        return f"git clone --quiet {ROOT} {folder / 'clone'} && cd {folder / 'clone'} && test -f Makefile"
+        # and then the third command there, with the clone's own code in the environment that is installed already
+        train = f'make -o {VENV}/.hf_hotspa-installed VENV={VENV} train EXTRA_TRAIN_ARGS="--dataset my.jsonl {_TRAIN} {out}"'
+        clone = folder / "clone"
+        return (
+            f"git clone --quiet {ROOT} {clone} && cd {clone} && cp {folder / 'my.jsonl'} . && "
+            f"env PYTHONPATH={clone} {train}"
+        )
     if re.fullmatch(r"make train( EXTRA_TRAIN_ARGS=\"--dataset my.jsonl\")?", command):
         extra = f"--dataset {folder / 'my.jsonl'} " if "my.jsonl" in command else ""
         return f'make -o .venv/.hf_hotspa-installed train EXTRA_TRAIN_ARGS="{extra}{_TRAIN} {out}"'

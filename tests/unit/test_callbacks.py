@@ -1,5 +1,6 @@
 """The trace, report and progress callbacks, and how callbacks are called, without training."""
 
+import io
 import json
 import sys
 from types import SimpleNamespace
@@ -189,6 +190,27 @@ def test_progress_is_quiet_in_a_pipe_and_on_other_ranks(monkeypatch, bars):
     assert len(bars) == 2
     _phases(PhaseProgressCallback(delay_s=0.0, disable=True))
     assert len(bars) == 2
+
+
+class Terminal(io.StringIO):
+    """Standard error that is a terminal, or not."""
+
+    def __init__(self, watched):
+        super().__init__()
+        self.watched = watched
+
+    def isatty(self):
+        return self.watched
+
+
+@pytest.mark.parametrize("watched", [True, False])
+def test_what_a_terminal_and_a_pipe_see(monkeypatch, watched):
+    seen = Terminal(watched)
+    monkeypatch.setattr(progress_module.sys, "stderr", seen)
+    monkeypatch.setattr(progress_module, "in_notebook", lambda: False)
+    _phases(PhaseProgressCallback(delay_s=0.0))
+    texts = [f"step {step}: {s}, 3 packs, 70 tokens" for step in (1, 2) for s in (SHORT, LONG)]
+    assert all(text in seen.getvalue() for text in texts) if watched else seen.getvalue() == ""
 
 
 def test_a_notebook_has_one_line_that_changes(monkeypatch, bars):
