@@ -14,14 +14,13 @@ TREE = ROOT / ".cache" / "docs-tree"
 FLAGS = "<!-- the table of flags in README.md -->"
 
 
-def on_config(config: Any) -> Any:
-    """Makes the tree before any page is read."""
+def on_startup(**kwargs: Any) -> None:
+    """Makes the tree before the plugins look where the sources are."""
     shutil.rmtree(TREE, ignore_errors=True)
     no_caches = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "hf_hotspa", TREE / "hf_hotspa", ignore=no_caches)
     for name in ("trainer", "callbacks"):
         shutil.copytree(ROOT / name, TREE / "hf_hotspa" / name, ignore=no_caches)
-    return config
 
 
 def on_page_markdown(markdown: str, **kwargs: Any) -> str:
