@@ -22,7 +22,7 @@ from hf_hotspa.cost.measurements import (
     SwitchSample,
     config_digest,
 )
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.memory import MemoryOptions
 from hf_hotspa.cost.schedule import one_forward_one_backward
 from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
@@ -118,10 +118,15 @@ def test_memory_is_what_was_measured() -> None:
     assert found.logits == pytest.approx(3000 * 5_000, rel=1e-6)
     assert model.options.optimizer_bytes == 0
     assert model.options.compute_dtype == "float32"
-    # recomputation was not measured: the formula holds
-    recompute = calibration().memory_model(SIZES, MemoryOptions(recompute=True))
-    formula = MemoryModel(SIZES, 4, MemoryOptions(recompute=True, compute_dtype="float32"))
-    assert recompute.breakdown(Strategy(4), 100) == formula.breakdown(Strategy(4), 100)
+    # a recomputing layer keeps its input; one of them at a time has all that was measured
+    inputs = SHAPE.num_layers * SHAPE.hidden_size * 4
+    for recompute in (Strategy(4, rc=1), Strategy(4)):
+        again = calibration().memory_model(SIZES, MemoryOptions(recompute=not recompute.rc))
+        assert again.breakdown(recompute, 100).activations == pytest.approx(100 * (inputs + 20_000), rel=1e-6)
+    # with sequence parallelism all of a layer is divided, but for what its two blocks gather
+    sharded = model.breakdown(Strategy(2, 2, 1, sp=True), 3000)
+    gathered = 2 * SHAPE.hidden_size * 4
+    assert sharded.activations == pytest.approx(3000 * 8 * ((20_000 - gathered) / 2 + gathered), rel=1e-6)
     assert calibration(memory=()).memory_model(SIZES).options.activation_bytes == {}
 
 

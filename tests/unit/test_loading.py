@@ -277,8 +277,8 @@ def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tm
     from tests.training_runs import make_trainer
 
     trainer = make_trainer(str(tmp_path), 1)
-    original, read = model_check._bit_sum, []
-    monkeypatch.setattr(model_check, "_bit_sum", lambda tensor: (read.append(tensor.data_ptr()), original(tensor))[1])
+    original, read = model_check.bit_sum, []
+    monkeypatch.setattr(model_check, "bit_sum", lambda tensor: (read.append(tensor.data_ptr()), original(tensor))[1])
     trainer._start_engine(training=False)
     assert sorted(read) == sorted(p.data_ptr() for p in trainer.model.parameters())
     read.clear()
