@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "replicated gradients are counted once a shard",
         "hf_hotspa/layout/placement.py",
-        "if spec.shard_dim is not None or spec.partial_gradient or tp == 1:",
-        "if spec.shard_dim is not None or spec.partial_gradient or tp >= 1:",
+        "if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp == 1:",
+        "if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp >= 1:",
         UNIT
         + "test_layout.py::test_gradients_of_replicated_parameters_are_counted_once_a_replica_and_those_of_holders_always",
     ),
@@ -233,15 +233,15 @@ MUTATIONS = [
     Mutation(
         "row-parallel adapters are left out",
         "hf_hotspa/runtime/tensor_parallel.py",
-        "linear.forward, product = product, module.forward",
-        "linear.forward = product",
+        "    return module.forward, linear\n",
+        "    return product, linear\n",
         LORA + "test_hot_switched_gradients_equal_those_of_peft",
     ),
     Mutation(
         "the factor of an adapter that every shard holds is not summed",
         "hf_hotspa/runtime/specs.py",
-        "partial_gradient=partial,",
-        "partial_gradient=module in styles.partial,",
+        "is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)",
+        "is_partial = name_in_plan in plan.partial",
         LORA + "test_hot_switched_gradients_equal_those_of_peft",
     ),
     Mutation(
