@@ -191,12 +191,15 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert data["dtype"] == "float32"
     assert main([*plan, "--longest", "128", "--mini-batch", "16"]) == 0
     assert "Times are from a calibration" in capsys.readouterr().out
+    assert main([*plan, "--longest", "128", "--mini-batch", "16", "--recompute", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    assert all(bucket["strategy"].endswith("+rc") for bucket in again["buckets"])
+    assert again["seconds"] > data["seconds"]
     for wrong, message in (
         (["--nodes", "1x4"], "devices a node 2 instead of 4"),
         (["--nodes", "2x2"], "no links between nodes"),
         (["--dtype", "bfloat16"], "dtype float32 instead of bfloat16"),
         (["--model", "llama2-7b"], "hidden size 32 instead of 4096"),
-        (["--recompute"], "no recompute"),
     ):
         assert main([*plan, *wrong]) == 2
         assert message in capsys.readouterr().err
