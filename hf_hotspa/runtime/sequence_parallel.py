@@ -20,7 +20,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from hf_hotspa.runtime.mesh import TensorGroup
-from hf_hotspa.runtime.tensor_parallel import COLWISE, ROWWISE, VOCABULARY_EMBEDDING, product_without_bias
+from hf_hotspa.runtime.tensor_parallel import (
+    COLWISE,
+    ROWWISE,
+    VOCABULARY_EMBEDDING,
+    product_without_bias,
+    wrap_embedding,
+)
 
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
@@ -94,15 +100,6 @@ def _rowwise(x: Tensor, *, product: Callable[[Tensor], Tensor], linear: nn.Linea
     return y if linear.bias is None else y + linear.bias
 
 
-def _embedding(
-    ids: Tensor, *, forward: Callable[[Tensor], Tensor], first_row: int, num_rows: int, group: dist.ProcessGroup
-) -> Tensor:
-    local = ids - first_row
-    elsewhere = (local < 0) | (local >= num_rows)
-    rows = forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-    return _ScatterSum.apply(rows, group)
-
-
 def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
     """The modules that gather their input: those that own projections which tp cuts."""
     return frozenset(name.rpartition(".")[0] for name, style in styles.items() if style in SHARDED)
@@ -163,11 +160,4 @@ def apply_sequence_parallel(
             product, linear = product_without_bias(module)
             module.forward = partial(_rowwise, product=product, linear=linear, group=group)
         elif style == VOCABULARY_EMBEDDING:
-            shard = tensor_group.shard
-            first_row, num_rows = sum(widths[name][:shard]), widths[name][shard]
-            padding = module.padding_idx
-            inside = padding is not None and first_row <= padding < first_row + num_rows
-            module.padding_idx = padding - first_row if inside else None
-            module.forward = partial(
-                _embedding, forward=module.forward, first_row=first_row, num_rows=num_rows, group=group
-            )
+            wrap_embedding(module, widths[name], tensor_group, _ScatterSum.apply)

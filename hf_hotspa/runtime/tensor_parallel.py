@@ -165,12 +165,41 @@ def _rowwise(
 
 
 def _embedding(
-    ids: Tensor, *, forward: Callable[[Tensor], Tensor], first_row: int, num_rows: int, group: dist.ProcessGroup
+    ids: Tensor,
+    *,
+    forward: Callable[[Tensor], Tensor],
+    first_row: int,
+    num_rows: int,
+    sum_of: Callable[[Tensor, dist.ProcessGroup], Tensor],
+    group: dist.ProcessGroup,
 ) -> Tensor:
     local = ids - first_row
     elsewhere = (local < 0) | (local >= num_rows)
     rows = forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-    return _SumOfShards.apply(rows, group)
+    return sum_of(rows, group)
+
+
+def wrap_embedding(
+    module: Any,
+    widths: tuple[int, ...],
+    tensor_group: TensorGroup,
+    sum_of: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOfShards.apply,
+) -> None:
+    """Makes an embedding look up the rows of its shard of the vocabulary, and add up what the shards find.
+
+    Args:
+        module: The embedding.
+        widths: Rows of each shard.
+        tensor_group: The group and this rank's shard.
+        sum_of: The sum over the group, for autograd.
+    """
+    first_row, num_rows = sum(widths[: tensor_group.shard]), widths[tensor_group.shard]
+    padding = module.padding_idx
+    # the padding row's gradient is zero; its local index exists on one shard only
+    inside = padding is not None and first_row <= padding < first_row + num_rows
+    module.padding_idx = padding - first_row if inside else None
+    place: dict[str, Any] = {"first_row": first_row, "num_rows": num_rows, "group": tensor_group.group}
+    module.forward = partial(_embedding, forward=module.forward, sum_of=sum_of, **place)
 
 
 def _experts(*args: Any, forward: Callable[..., Tensor], group: dist.ProcessGroup, **kwargs: Any) -> Tensor:
@@ -238,8 +267,6 @@ def apply_tensor_parallel(
             module.forward = partial(_latent, forward=module.forward, rotary_size=rotary_size, group=tensor_group.group)
             continue
         wrap: dict[str, Any] = {"forward": module.forward, "shared": shared}
-        first_row = sum(widths[name][: tensor_group.shard])
-        num_rows = widths[name][tensor_group.shard]
         if style in (COLWISE, VOCABULARY_HEAD):
             module.forward = partial(_colwise, **wrap)
         elif style == COLWISE_GATHER:
@@ -251,13 +278,7 @@ def apply_tensor_parallel(
                 _rowwise, product=product, linear=linear, tensor_group=tensor_group, split_widths=split
             )
         elif style == VOCABULARY_EMBEDDING:
-            padding = module.padding_idx
-            # the padding row's gradient is zero; its local index exists on one shard only
-            inside = padding is not None and first_row <= padding < first_row + num_rows
-            module.padding_idx = padding - first_row if inside else None
-            module.forward = partial(
-                _embedding, forward=module.forward, first_row=first_row, num_rows=num_rows, group=tensor_group.group
-            )
+            wrap_embedding(module, widths[name], tensor_group)
         else:
             raise AssertionError(f"no wrapper for style {style!r} of {name}")
     return shared.clear
