@@ -28,7 +28,6 @@ from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryOptions
 from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.scan import SequenceTable
@@ -282,7 +281,7 @@ def _plan(
     recompute = args.hotspa_recompute_every
     options = MemoryOptions(
         optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
-        recompute=recompute == 1,  # where some layers are kept, all are counted
+        recompute=recompute,
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=copies,
     )
@@ -290,7 +289,7 @@ def _plan(
         table,
         description.shape,
         strategies,
-        calibrated_time(calibration, sizes, recompute),
+        replace(calibration.time_model(sizes), recompute=recompute),
         calibration.memory_model(sizes, options),
         calibration.switch_seconds(strategies, sizes),
         mini_batch_size=mini_batch_size,
@@ -301,15 +300,6 @@ def _plan(
         max_phases=args.hotspa_max_buckets,
         most_tokens=most_tokens,
     )
-
-
-def calibrated_time(calibration: Calibration, sizes: ModelSizes, recompute_every: int) -> TimeModel:
-    """The time model of a run; see `HotSPaTrainingArguments.hotspa_recompute_every`."""
-    time = calibration.time_model(sizes)
-    if recompute_every:  # calibrated without: a layer that is recomputed takes 4/3 of its time
-        share = 1 + 1 / (3 * recompute_every)
-        time = replace(time, layers={tp: cost * share for tp, cost in time.layers.items()})
-    return time
 
 
 def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:

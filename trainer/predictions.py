@@ -26,7 +26,7 @@ from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import describe_model, dtype_name
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import agreed_calibration, agreement_of, calibrated_time, collected
+from hf_hotspa.trainer.auto import agreed_calibration, agreement_of, collected
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +92,6 @@ def make_predictions(
     description = engine.description
     sizes = ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
     return Predictions(
-        calibrated_time(calibration, sizes, args.hotspa_recompute_every),
+        replace(calibration.time_model(sizes), recompute=args.hotspa_recompute_every),
         calibration.switch_seconds([bucket.strategy for bucket in engine.buckets], sizes),
     )

@@ -52,7 +52,7 @@ class MemoryOptions:
     Args:
         optimizer_bytes: Optimizer state of one trained element; Adam keeps 8.
         compute_dtype: The dtype of activations.
-        recompute: Whether layers keep their input only.
+        recompute: Every n-th layer keeps its input only under strategies that do not say it themselves; 0 for none.
         sequence_parallel: Whether norms and residuals are divided over tp.
         activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
         end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
@@ -68,7 +68,7 @@ class MemoryOptions:
 
     optimizer_bytes: float = 8
     compute_dtype: str = "bfloat16"
-    recompute: bool = False
+    recompute: int = 0
     sequence_parallel: bool = False
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     end_bytes: Mapping[int, float] = field(default_factory=dict)
@@ -174,7 +174,7 @@ class MemoryModel:
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
         sharers = strategy.tp if strategy.sp or options.sequence_parallel else 1
         per_token = self._layer_bytes(strategy)
-        recompute = strategy.rc or int(options.recompute)
+        recompute = strategy.rc or options.recompute
         kept = per_token if not recompute else hidden / sharers / recompute + per_token * (1 - 1 / recompute)
         tokens = kept * sizes.num_layers * in_flight
         if recompute and in_flight:

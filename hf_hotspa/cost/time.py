@@ -53,6 +53,7 @@ class TimeModel:
         slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
             rank that has a core to itself. Infinite where every rank has a device of its own.
         pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
+        recompute: Every n-th layer is recomputed under strategies that do not say it themselves; 0 for none.
     """
 
     source: str
@@ -69,6 +70,7 @@ class TimeModel:
     fixed_s: float = 0.0
     slots: float = math.inf
     pipeline_factor: float = 1.0
+    recompute: int = 0
 
     @classmethod
     def analytic(
@@ -162,7 +164,7 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc
+        key = strategy.tp, strategy.pp, strategy.rc or self.recompute
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(*key)
         return self._stage_costs[key]
@@ -270,6 +272,7 @@ class TimeModel:
             "fixed_s": self.fixed_s,
             "slots": None if math.isinf(self.slots) else self.slots,
             "pipeline_factor": self.pipeline_factor,
+            "recompute": self.recompute,
         }
 
     @classmethod
@@ -307,6 +310,7 @@ class TimeModel:
                 pipeline_factor=number(
                     data.get("pipeline_factor", 1.0), "pipeline_factor", where, _REMEDY, positive=True
                 ),
+                recompute=int(number(data.get("recompute", 0), "recompute", where, _REMEDY)),
             )
         except KeyError as error:
             raise HotspaConfigError(f"the field {error} is missing", where=where, fix=_REMEDY) from None

@@ -121,7 +121,7 @@ def test_memory_is_what_was_measured() -> None:
     # a recomputing layer keeps its input; one of them at a time has all that was measured
     inputs = SHAPE.num_layers * SHAPE.hidden_size * 4
     for recompute in (Strategy(4, rc=1), Strategy(4)):
-        again = calibration().memory_model(SIZES, MemoryOptions(recompute=not recompute.rc))
+        again = calibration().memory_model(SIZES, MemoryOptions(recompute=1 - recompute.rc))
         assert again.breakdown(recompute, 100).activations == pytest.approx(100 * (inputs + 20_000), rel=1e-6)
     # with sequence parallelism all of a layer is divided, but for what its two blocks gather
     sharded = model.breakdown(Strategy(2, 2, 1, sp=True), 3000)

@@ -112,7 +112,7 @@ def test_what_a_rank_holds() -> None:
 
 
 def test_recomputation_holds_longer_packs() -> None:
-    plain, again = (MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=r)) for r in (False, True))
+    plain, again = (MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=r)) for r in (0, 1))
     for strategy in (Strategy(1, 8, 1), Strategy(1, 2, 4)):
         assert again.largest_pack(strategy, 70 * GIB) > 2 * plain.largest_pack(strategy, 70 * GIB)
 
@@ -121,7 +121,7 @@ def test_recomputation_holds_longer_packs() -> None:
 @settings(max_examples=60, deadline=None)
 def test_capacities_fit_and_grow_with_the_limit(data: st.DataObject) -> None:
     strategy = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
-    options = MemoryOptions(recompute=data.draw(st.booleans()), sequence_parallel=data.draw(st.booleans()))
+    options = MemoryOptions(recompute=data.draw(st.integers(0, 3)), sequence_parallel=data.draw(st.booleans()))
     model = MemoryModel(SIZES_7B, 8, options)
     arena = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))]))
     limits = sorted(data.draw(st.lists(st.integers(1 * GIB, 200 * GIB), min_size=2, max_size=4)))

@@ -109,6 +109,23 @@ def test_packs_replicas_and_phases() -> None:
     assert not model.knows(Strategy(1, 4, 1))
 
 
+def test_a_recomputed_layer_takes_its_forward_pass_twice() -> None:
+    layer = Cost(1e-9, 1e-6, 1e-3)
+    plain, every, second = (
+        model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25, recompute=n) for n in (0, 1, 2)
+    )
+    whole = 4 * layer.of([100, 200])
+    for model, strategy, share in [
+        (plain, Strategy(1), 1.0),
+        (plain, Strategy(1, rc=1), 1.25),
+        (every, Strategy(1), 1.25),
+        (every, Strategy(1, rc=2), 1.125),  # what a strategy says goes first
+        (every, Strategy(1, rc=1), 1.25),  # and is not counted twice
+        (second, Strategy(1), 1.125),
+    ]:
+        assert model.replica_seconds(strategy, [(100, 200)]) == pytest.approx(whole * share + 300e-5)
+
+
 def test_hops_are_paid_inside_and_between_nodes() -> None:
     model = model_of({1: Cost(b=1.0)}, hop_intra=Hop(0.5, 0.0), hop_inter=Hop(2.0, 0.01), devices_per_node=4)
     assert model.replica_seconds(Strategy(1, 1, 2), [(10,)]) == pytest.approx(40 + 2 * 0.5)
@@ -273,7 +290,14 @@ def test_more_tp_or_pp_loads_faster() -> None:
 # ---------------------------------------------------------------------------------------------------------- JSON form
 
 
-@pytest.mark.parametrize("model", [hetu(), TimeModel.analytic(SIZES_7B, load_hardware("h100-80g"), degrees=(1, 2, 8))])
+@pytest.mark.parametrize(
+    "model",
+    [
+        hetu(),
+        TimeModel.analytic(SIZES_7B, load_hardware("h100-80g"), degrees=(1, 2, 8)),
+        model_of({1: Cost(1)}, recompute=2),
+    ],
+)
 def test_json_there_and_back(tmp_path: Path, model: TimeModel) -> None:
     path = tmp_path / "deep" / "model.json"
     model.save(path)
