@@ -10,6 +10,7 @@ Activations are linear in the tokens of a pack (attention keeps no score matrix)
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
@@ -34,15 +35,23 @@ def activation_bytes(
     parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
     tp. For a LLaMA in 16 bit with sequence parallelism these are the `(18h + 6f) / t` bytes that are customary;
     Korthikanti et al. (2022) derive the same way. With recomputation only the layer's input (1h) stays.
-    f is what the layer's parameters leave for three matrices; for a mixture of experts it counts all experts.
+    f is `mlp_width`.
     """
     if recompute:
         return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
-    kv_size = shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
-    attention_parameters = shape.hidden_size * 2 * (shape.attention_size + kv_size)
-    mlp = max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
+    kv_size = _kv_size(shape)
     whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
-    return element_bytes * (whole + (2 * shape.attention_size + 2 * kv_size + 3 * mlp) / tp)
+    return element_bytes * (whole + (2 * shape.attention_size + 2 * kv_size + 3 * mlp_width(shape)) / tp)
+
+
+def mlp_width(shape: ModelShape) -> float:
+    """What a layer's parameters leave for three matrices; for a mixture of experts it counts all experts."""
+    attention_parameters = shape.hidden_size * 2 * (shape.attention_size + _kv_size(shape))
+    return max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
+
+
+def _kv_size(shape: ModelShape) -> int:
+    return shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
 
 
 @dataclass(frozen=True)
@@ -172,18 +181,7 @@ class MemoryModel:
         in_flight = strategy.pp - stage if num_packs is None else min(strategy.pp - stage, num_packs)
 
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
-        sharers = strategy.tp if strategy.sp or options.sequence_parallel else 1
-        per_token = self._layer_bytes(strategy)
-        recompute = strategy.rc or options.recompute
-        kept = per_token if not recompute else hidden / sharers / recompute + per_token * (1 - 1 / recompute)
-        tokens = kept * sizes.num_layers * in_flight
-        if recompute and in_flight:
-            tokens += per_token  # the layer that is being recomputed has all its activations
         last = stage == strategy.pp - 1 and in_flight > 0
-        if in_flight and not last:
-            # what a stage sends stays until its backward pass
-            tokens += in_flight * hidden / sharers
-            tokens += min(per_token, options.end_bytes.get(strategy.tp, 0.0))
         weights = options.weight_copies * sizes.weight_bytes
         rows = -(-shape.vocab_size // strategy.tp)
         logits = options.end_bytes.get(strategy.tp)
@@ -192,6 +190,11 @@ class MemoryModel:
         at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
         # of the other tokens, the hidden states and their gradients
         rest = 2 * hidden * (pack_tokens - at_a_time)
+        logit_bytes = at_a_time * logits + rest if last else 0.0
+        layers = self._layers_bytes(strategy, sizes.num_layers, in_flight, pack_tokens, logit_bytes)
+        if in_flight and not last:
+            # what a stage sends stays until its backward pass
+            layers += in_flight * hidden / self._sharers(strategy) * pack_tokens
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -199,8 +202,8 @@ class MemoryModel:
             weights=weights,
             gradients=sizes.gradient_bytes,
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
-            activations=tokens * pack_tokens,
-            logits=at_a_time * logits + rest if last else 0.0,
+            activations=layers,
+            logits=logit_bytes,
             switch=options.switch_bytes,
             communicators=options.communicator_bytes,
             reserved=options.reserved_bytes,
@@ -208,6 +211,39 @@ class MemoryModel:
             in_flight=in_flight,
             pack_tokens=pack_tokens,
         )
+
+    def _sharers(self, strategy: Strategy) -> int:
+        """Over how many ranks the hidden state between layers is divided."""
+        return strategy.tp if strategy.sp or self.options.sequence_parallel else 1
+
+    def _layers_bytes(
+        self, strategy: Strategy, num_layers: int, in_flight: int, pack_tokens: int, logit_bytes: float
+    ) -> float:
+        """What the layers of a stage hold of all packs in flight when most is held, beyond the logits.
+
+        Either the logits are there and all layers' activations; or they are gone, or on another stage, and a layer is
+        in its backward pass. Measured without recomputation (`end_bytes`) that takes no more than a layer keeps. The
+        layers 0, n, 2n, ... of a stage that recompute every n-th keep their input; each makes its activations anew,
+        with a gradient at either end and one inside of its MLP, which sequence parallelism gathers.
+        """
+        if not in_flight:
+            return 0.0
+        sharers, every = self._sharers(strategy), strategy.rc or self.options.recompute
+        per_token = self._layer_bytes(strategy)
+        if not every:
+            backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
+            return (per_token * num_layers * in_flight + backward) * pack_tokens
+        element_bytes = dtype_bytes(self.options.compute_dtype)
+        hidden = self.sizes.shape.hidden_size * element_bytes
+        inner = mlp_width(self.sizes.shape) * element_bytes / strategy.tp
+        gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
+        recomputed = -(-num_layers // every)
+        kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
+        # the last one that recomputes: the layers behind it are through
+        before = kept - (num_layers - 1) % every * per_token
+        again = before - hidden / sharers + per_token + gradients
+        others = (in_flight - 1) * kept * pack_tokens
+        return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
     def _layer_bytes(self, strategy: Strategy) -> float:
         """Bytes of a token in one layer that keeps all its activations, measured where possible."""
@@ -236,16 +272,13 @@ class MemoryModel:
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         found = UNLIMITED_TOKENS
-        chunk = loss_chunk_tokens(-(-self.sizes.shape.vocab_size // strategy.tp))
         for stage in range(strategy.pp):
 
             def total(tokens: int, stage: int = stage) -> float:
                 return self._breakdown(strategy, stage, tokens, None, arena_bytes).total
 
-            # linear up to a chunk of the loss, and linear beyond
-            first = chunk if total(chunk) <= limit_bytes else 0
-            base = total(first)
-            found = min(found, first + int(max(0.0, limit_bytes - base) // (total(first + 1) - base)))
+            # the first that does not fit comes behind it
+            found = max(0, bisect_right(range(found + 1), limit_bytes, key=total) - 1)
         return found
 
     def bytes_needed(self, strategy: Strategy, pack_tokens: int, *, arena_bytes: int = 0) -> float:

@@ -22,7 +22,7 @@ from hf_hotspa.cost.measurements import (
     SwitchSample,
     config_digest,
 )
-from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.memory import MemoryOptions, mlp_width
 from hf_hotspa.cost.schedule import one_forward_one_backward
 from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
@@ -118,11 +118,22 @@ def test_memory_is_what_was_measured() -> None:
     assert found.logits == pytest.approx(3000 * 5_000, rel=1e-6)
     assert model.options.optimizer_bytes == 0
     assert model.options.compute_dtype == "float32"
-    # a recomputing layer keeps its input; one of them at a time has all that was measured
-    inputs = SHAPE.num_layers * SHAPE.hidden_size * 4
+    # a recomputing layer keeps its input; the first has all that was measured once more, a gradient at either end and
+    # one inside of the MLP, when the logits are gone
+    hidden, again = SHAPE.hidden_size * 4, 20_000 + mlp_width(SHAPE) * 4 / 1
     for recompute in (Strategy(4, rc=1), Strategy(4)):
-        again = calibration().memory_model(SIZES, MemoryOptions(recompute=1 - recompute.rc))
-        assert again.breakdown(recompute, 100).activations == pytest.approx(100 * (inputs + 20_000), rel=1e-6)
+        options = MemoryOptions(recompute=1 - recompute.rc)
+        found = calibration().memory_model(SIZES, options).breakdown(recompute, 100)
+        assert found.logits > 0
+        most = (SHAPE.num_layers - 1) * hidden + again + 2 * hidden
+        assert found.activations + found.logits == pytest.approx(100 * most, rel=1e-6)
+    # every second one: the last layer is through when the one before it is recomputed
+    every = calibration().memory_model(SIZES).breakdown(Strategy(4, rc=2), 100)
+    half = SHAPE.num_layers // 2
+    before = (half - 1) * (hidden + 20_000)
+    assert every.activations + every.logits == pytest.approx(
+        100 * max(half * (hidden + 20_000) + 5_000, before + again + 2 * hidden), rel=1e-6
+    )
     # with sequence parallelism all of a layer is divided, but for what its two blocks gather
     sharded = model.breakdown(Strategy(2, 2, 1, sp=True), 3000)
     gathered = 2 * SHAPE.hidden_size * 4
