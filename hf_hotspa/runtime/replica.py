@@ -75,7 +75,7 @@ class Replica:
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
-        self._segments = description.vector.segments
+        self._gradients = options.gradients
         mine = cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
         kinds = [description.layer_kinds[index] for index in mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
@@ -159,8 +159,8 @@ class Replica:
             dtype = getattr(torch, spec.dtype)
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
-                # gradients of 16-bit weights accumulate in fp32
-                parameter.grad_dtype = getattr(torch, self._segments[slot.segment].master_dtype)
+                # else autograd wants gradients of the dtype of the weights
+                parameter.grad_dtype = getattr(torch, self._gradients.accumulated(spec.dtype))
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
@@ -213,8 +213,8 @@ class Replica:
 
         Args:
             weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
-            gradients: By segment, 1-D, of the segment's master dtype; None where nothing is trained. None altogether
-                where only forwards will run.
+            gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
+                trained. None altogether where only forwards will run.
         """
         self.losses = []
         if self._router_loss is not None:

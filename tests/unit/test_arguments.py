@@ -99,6 +99,8 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_overlap_load": "yes"}, HotspaConfigError, "hotspa_overlap_load is 'yes'"),
         ({"hotspa_overlap_return": "true"}, HotspaConfigError, "auto, on, off"),
         ({"hotspa_second_source": "both"}, HotspaConfigError, "hotspa_second_source is 'both'"),
+        ({"hotspa_grad_accum_dtype": "fp16"}, HotspaConfigError, "fp32, bf16"),
+        ({"hotspa_grad_wire_dtype": "int8"}, HotspaConfigError, "auto, fp32, bf16"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
