@@ -32,17 +32,17 @@ def activation_bytes(
     In elements, for hidden size h, attention width a and MLP width f: norms keep their inputs (2h) and the projections
     what they read (2h, and 1h for the residual sum), which every tp coordinate holds alike without sequence
     parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
-    tp. For a LLaMA in 16 bit with sequence parallelism these are the `(18h + 6f) / t` bytes that are customary;
+    tp, but for the shares of blocks that every coordinate holds whole. For a LLaMA in 16 bit with sequence parallelism these are the `(18h + 6f) / t` bytes that are customary;
     Korthikanti et al. (2022) derive the same way. With recomputation only the layer's input (1h) stays.
     f is what the layer's parameters leave for three matrices; for a mixture of experts it counts all experts.
     """
     if recompute:
         return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
-    kv_size = shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
-    attention_parameters = shape.hidden_size * 2 * (shape.attention_size + kv_size)
-    mlp = max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
+    heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
+    mlp = shape.mlp_parameters / shape.hidden_size
     whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
-    return element_bytes * (whole + (2 * shape.attention_size + 2 * kv_size + 3 * mlp) / tp)
+    cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
+    return element_bytes * (whole + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
 
 
 @dataclass(frozen=True)

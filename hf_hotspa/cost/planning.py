@@ -115,6 +115,8 @@ class Setup:
                     fix=f"use at most {limit >> 20}MiB, or hardware with more memory",
                 )
             limit = given
+        if options.get("sequence_parallel") and (obstacle := shape.shape.sp_obstacle):
+            raise HotspaConfigError(f"{shape.name} cannot run +sp", why=obstacle, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
             if limit is not None and limit <= machine.reserved_bytes:

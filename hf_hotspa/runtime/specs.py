@@ -6,6 +6,7 @@ What cannot be exact is refused here, by name, before anything is built.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
-from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, unwrap
+from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.runtime.attention import calls_attention
 from hf_hotspa.runtime.isolation import LayerKind, layer_kinds
 from hf_hotspa.runtime.router_loss import router_layers
@@ -25,6 +26,7 @@ from hf_hotspa.runtime.stage_input import stage_obstacle
 from hf_hotspa.runtime.tensor_plan import TensorPlan, config_value, head_counts
 
 _RANDOM_ROUTERS = {"phimoe"}
+_MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -253,6 +255,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_obstacle=stage_obstacle(base_model, layers, before, after),
         sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
+        **_whole_shares(bare, plan),
     )
     config = copy.deepcopy(bare.config)
     if routers:  # replicas add the loss themselves
@@ -276,6 +279,19 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         prefix=prefix,
         adapters=adapters,
     )
+
+
+def _whole_shares(model: nn.Module, plan: TensorPlan) -> dict[str, float]:
+    """Of the matrices of attention and of MLPs, the shares of elements that tensor parallelism does not cut."""
+    counted = {"whole_attention": [0, 0], "whole_mlp": [0, 0]}
+    for name, parameter in plain_parameters(model):
+        prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
+        if prefix is not None and parameter.dim() > 1:
+            block = name.removeprefix(prefix).partition(".")[2]
+            kind = counted["whole_mlp" if _MLP.search(block) else "whole_attention"]
+            kind[0] += parameter.numel() * (name not in plan.cuts)
+            kind[1] += parameter.numel()
+    return {kind: whole / total if total else 0.0 for kind, (whole, total) in counted.items()}
 
 
 def _sequence_obstacle(
