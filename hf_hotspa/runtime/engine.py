@@ -76,7 +76,7 @@ class HotSPaEngine:
         recompute_every: Recompute every n-th layer of a stage in the backward instead of keeping its activations; 0
             for none.
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
-        seed: Seed of that noise.
+        seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.
 
@@ -316,8 +316,7 @@ class HotSPaEngine:
 
     def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
         runner = self.phases[phase.bucket.strategy]
-        if runner.replica.noise is not None:
-            runner.replica.noise.step = self._steps
+        runner.replica.begin_step(self._steps)
         clock = [time.perf_counter()]
 
         def lap() -> float:
