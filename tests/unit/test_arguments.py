@@ -64,6 +64,17 @@ REFUSED = [
 ]
 
 
+def test_the_dtypes_of_gradients_reach_the_engine(tmp_path):
+    trainer = make_trainer(tmp_path, bf16=True, hotspa_grad_wire_dtype="bf16", max_steps=1)
+    trainer.train()
+    switching = trainer.engine._switching
+    assert set(switching.gradient_dtypes) == {torch.float32}
+    assert set(switching.return_dtypes) == {torch.bfloat16}
+    trainer.close_engine()
+    both = make_arguments(tmp_path, hotspa_grad_accum_dtype="bf16").hotspa_gradients
+    assert (both.accumulated("bfloat16"), both.moved("bfloat16")) == ("bfloat16", "bfloat16")
+
+
 @pytest.mark.parametrize("options", REFUSED, ids=lambda o: "-".join(map(str, *o.items())))
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, options):
     with pytest.raises(UnsupportedError) as caught:
