@@ -22,6 +22,7 @@ from hf_hotspa.cost.model_config import preset_names
 from hf_hotspa.cost.planning import LONGEST, Estimate, Plan, Setup, make_estimate, make_plan
 from hf_hotspa.cost.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.reporting import commands as reporting
 
 USAGE_ERROR = 2
@@ -48,6 +49,15 @@ def _parser() -> argparse.ArgumentParser:
     )
     common.add_argument(
         "--recompute", action="store_true", help="all strategies recompute (+rc): layers keep their input only"
+    )
+    common.add_argument(
+        "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
+    )
+    common.add_argument(
+        "--grad-wire-dtype",
+        default=AUTO,
+        choices=WIRE_DTYPES,
+        help="in which gradients travel to the master store (auto: the one in which they add up)",
     )
     machines = f"{', '.join(PRESETS)}, or a YAML file"
 
@@ -102,6 +112,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         dtype=args.dtype,
         recompute=args.recompute,
         sequence_parallel=args.sequence_parallel,
+        gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
     )
 
 

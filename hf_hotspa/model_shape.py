@@ -22,6 +22,9 @@ class ModelShape:
         tp_obstacle: Why tp > 1 cannot be exact although there is a plan, or None.
         pp_obstacle: The same for pp > 1.
         sp_obstacle: Why tensor parallelism cannot be sequence parallel, too, or None.
+        whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
+            divide: every rank holds and computes it.
+        whole_mlp: The same of its MLPs, experts and routers.
     """
 
     family: str
@@ -38,6 +41,24 @@ class ModelShape:
     tp_obstacle: str | None = None
     pp_obstacle: str | None = None
     sp_obstacle: str | None = None
+    whole_attention: float = 0.0
+    whole_mlp: float = 0.0
+
+    @property
+    def attention_parameters(self) -> int:
+        """Parameters of the query, key, value and output projections of one layer."""
+        kv_size = self.attention_size * self.num_key_value_heads // self.num_attention_heads
+        return 2 * self.hidden_size * (self.attention_size + kv_size)
+
+    @property
+    def mlp_parameters(self) -> int:
+        """Parameters of the MLP or the experts of one layer, two norms included."""
+        return max(self.layer_parameters - self.attention_parameters, 0)
+
+    @property
+    def whole_parameters(self) -> int:
+        """Parameters of one layer that tensor parallelism does not divide, beside norms."""
+        return round(self.whole_attention * self.attention_parameters + self.whole_mlp * self.mlp_parameters)
 
     @property
     def quadratic_cost(self) -> float:

@@ -1,21 +1,46 @@
 """The generated table of model families, for code that must not import transformers.
 
-`python -m tests.family_table` writes `hf_hotspa/cost/families.json` from the config classes of the installed
-transformers: which causal language models have a tensor-parallel and a pipeline plan, and how their configs name
-things. No model is built.
+`python -m tests.family_table` writes `hf_hotspa/cost/families.json` from the installed transformers: which causal language
+models have a tensor-parallel and a pipeline plan, and how their configs name things, from the config classes; and what
+the engine makes of a model of each planned family's default config, built without weights: why it is refused, or
+cannot run `+sp` or pp, and which shares of its layers tp does not divide. Some minutes.
 """
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import CONFIG_MAPPING, __version__
+import torch
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hotspa.cost.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS
+from hf_hotspa.cost.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS, model_from
+from hf_hotspa.errors import HotspaError, ModelError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.runtime.specs import ModelDescription, describe_model
+from tests.tiny_families import planned_families, tiny_config_of, without_dropout
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+FACTS = ("refused", "pp_obstacle", "sp_obstacle", "whole", "layer_factor")
+"""What is read off a model."""
+_SMALLEST = 5e-4
+"""Shares below this (a router beside its experts) are left out."""
+_NEAR = 5e-3
+"""Counts of a layer's parameters that are nearer than this (biases, extra norms) are taken as they are."""
+
+
+ONLY_TINY = (
+    "cohere_compass_text",
+    "dots1",
+    "hunyuan_v1_moe",
+    "lfm2_moe",
+    "ministral",
+    "nemotron",
+    "qwen4_exp_text",
+)
+"""Families whose default config describes no model. Of a tiny one, biases and routers are too large a part to be counted."""
 
 
 def _family(config: Any) -> dict[str, object]:
@@ -32,15 +57,89 @@ def _family(config: Any) -> dict[str, object]:
     return found
 
 
-def family_table() -> dict[str, object]:
-    """The contents of the file."""
-    families = {name: _family(CONFIG_MAPPING[name]) for name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)}
+def described(config: PreTrainedConfig) -> ModelDescription:
+    """What the engine makes of a model without weights.
+
+    Raises:
+        HotspaError: it refuses the model.
+    """
+    config._experts_implementation = "eager"
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.bfloat16)
+    for name, buffer in model.named_buffers():  # the engine looks what a stage without layers makes of numbers
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, torch.zeros_like(buffer, device="cpu"))
+    return describe_model(model)
+
+
+def default_config(family: str) -> PreTrainedConfig:
+    """The config that transformers gives a family without being asked; that of the sweep where no model can be built of it."""
+    return tiny_config_of(family) if family in ONLY_TINY else without_dropout(CONFIG_MAPPING[family]())
+
+
+def counted_shape(config: PreTrainedConfig) -> ModelShape | None:
+    """What the arithmetic of `hf-hotspa plan` makes of a config without this table; None where it cannot count."""
+    data = json.loads(config.to_json_string(use_diff=False))
+    try:
+        return model_from(data, "default", "the default config", facts={}).shape
+    except ModelError:
+        return None
+
+
+def whole_shares(exact: ModelDescription, counted: ModelShape) -> dict[str, float]:
+    """The shares that tp does not divide, of attention and MLP as the arithmetic counts them (what stands in the place of
+    attention may be larger): together they are what a rank holds whole."""
+    specs = [s for s in exact.vector.specs if s.unit >= 0 and s.shard_dim is None and len(s.shape) > 1]
+    whole = sum(spec.numel for spec in specs) / exact.shape.num_layers
+    attention = min(counted.attention_parameters, counted.layer_parameters)
+    mlp = max(counted.layer_parameters - 2 * counted.hidden_size - attention, 1)
+    of_attention = min(exact.shape.whole_attention, whole / attention)
+    return {"whole_attention": of_attention, "whole_mlp": min(1.0, (whole - of_attention * attention) / mlp)}
+
+
+def family_facts(family: str) -> dict[str, object]:
+    """The facts of one family, from a model of its default config."""
+    config = default_config(family)
+    try:
+        exact = described(config)
+    except HotspaError as error:
+        return {"refused": getattr(error, "what", str(error))}
+    shape, counted = exact.shape, counted_shape(config)
+    factor = 1.0
+    if counted is not None and family not in ONLY_TINY:
+        factor = shape.layer_parameters / counted.layer_parameters
+        counted = replace(counted, layer_parameters=shape.layer_parameters)
+    obstacles = {name: getattr(shape, name) for name in ("pp_obstacle", "sp_obstacle")}
+    found: dict[str, object] = {name: why for name, why in obstacles.items() if why}
+    if counted is not None:
+        least = 0.5 if family in ONLY_TINY else _SMALLEST
+        shares = whole_shares(exact, counted).items()
+        if whole := {name: round(share, 4) for name, share in shares if share >= least}:
+            found["whole"] = whole
+    if abs(factor - 1) > _NEAR:
+        found["layer_factor"] = float(f"{factor:.4g}")
+    return found
+
+
+def family_table(facts: Mapping[str, Mapping[str, object]]) -> dict[str, object]:
+    """The contents of the file.
+
+    Args:
+        facts: Those of each planned family.
+    """
+    names = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     return {
         "kind": FAMILIES_KIND,
         "schema_version": FAMILIES_VERSION,
         "transformers": __version__,
-        "families": families,
+        "families": {name: {**_family(CONFIG_MAPPING[name]), **facts.get(name, {})} for name in names},
     }
+
+
+def facts_of(table: Mapping[str, Any]) -> dict[str, dict[str, object]]:
+    """The facts in a table."""
+    families = table["families"].items()
+    return {name: {key: family[key] for key in FACTS if key in family} for name, family in families}
 
 
 def render(table: Mapping[str, Any]) -> str:
@@ -51,4 +150,8 @@ def render(table: Mapping[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    Path(FAMILIES_FILE).write_text(render(family_table()))
+    found = {}
+    for name in planned_families():
+        found[name] = family_facts(name)
+        print(f"{name:22} {found[name]}", flush=True)
+    Path(FAMILIES_FILE).write_text(render(family_table(found)))

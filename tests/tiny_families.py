@@ -248,6 +248,17 @@ def _tiny(config_class: type[PreTrainedConfig], beside: dict[str, Any]) -> PreTr
     return config_class(**{**sizes, **dropout, **beside})
 
 
+def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config with every dropout and jitter set to 0; changed in place."""
+    for part in (config, config.get_text_config()):
+        for name in vars(part):
+            if ("dropout" in name or name.endswith(("pdrop", "jitter_noise"))) and isinstance(
+                getattr(part, name), float
+            ):
+                setattr(part, name, 0.0)
+    return config
+
+
 def tiny_model_of(family: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> PreTrainedModel:
     """A tiny model, the same on every rank: parameters and saved buffers are away from the values that hide mistakes."""
     torch.manual_seed(seed)

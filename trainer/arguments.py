@@ -11,6 +11,8 @@ from transformers import TrainingArguments
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
+from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
 from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
@@ -164,6 +166,22 @@ class HotSPaTrainingArguments(TrainingArguments):
             "choices": list(ON_OFF),
         },
     )
+    hotspa_grad_accum_dtype: str = field(
+        default=FP32,
+        metadata={
+            "help": "The dtype in which the packs of a phase add up their gradients: fp32, or bf16 (half the memory; what is "
+            "added late is rounded away). The sums over phases and ranks are fp32 all the same.",
+            "choices": list(ACCUMULATION_DTYPES),
+        },
+    )
+    hotspa_grad_wire_dtype: str = field(
+        default=AUTO_DTYPE,
+        metadata={
+            "help": "The dtype in which gradients travel to the rank that sums them: fp32, bf16 (half the bytes, rounded once "
+            "on the way), or auto (the one in which they add up).",
+            "choices": list(WIRE_DTYPES),
+        },
+    )
     hotspa_memory_limit_mb: int | None = field(
         default=None,
         metadata={
@@ -256,6 +274,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         for name in ("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"):
             if getattr(self, name) not in ON_OFF:
                 raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
+        _ = self.hotspa_gradients
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
@@ -290,6 +309,15 @@ class HotSPaTrainingArguments(TrainingArguments):
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
         """`hotspa_strategies`, parsed; empty for `auto`, where the engine knows them (`trainer.engine.buckets`)."""
         return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
+
+    @property
+    def hotspa_gradients(self) -> GradientDtypes:
+        """`hotspa_grad_accum_dtype` and `hotspa_grad_wire_dtype`.
+
+        Raises:
+            HotspaConfigError: one of them is no dtype that gradients can have.
+        """
+        return GradientDtypes(self.hotspa_grad_accum_dtype, self.hotspa_grad_wire_dtype)
 
     def _check_types(self) -> None:
         """Flags may come from Python or YAML: what is no number cannot be compared with one."""

@@ -274,7 +274,8 @@ def _plan(
     mini_batch_size: int,
     most_tokens: Mapping[Strategy, int],
 ) -> AutoPlan:
-    sizes = ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
+    dtype, gradients = dtype_name(description.compute_dtype), args.hotspa_gradients
+    sizes = ModelSizes(description.shape, dtype, vector=description.vector, gradients=gradients)
     # a second source keeps two strategies' weights; where it decides itself, the worse case counts
     second = ON_OFF[args.hotspa_second_source]
     copies = 2 if second or (second is None and args.device.type == "cuda") else 1

@@ -90,7 +90,8 @@ def make_predictions(
     if calibration is None:
         return None
     description = engine.description
-    sizes = ModelSizes(description.shape, dtype_name(description.compute_dtype), vector=description.vector)
+    dtype, gradients = dtype_name(description.compute_dtype), args.hotspa_gradients
+    sizes = ModelSizes(description.shape, dtype, vector=description.vector, gradients=gradients)
     return Predictions(
         replace(calibration.time_model(sizes), recompute=args.hotspa_recompute_every),
         calibration.switch_seconds([bucket.strategy for bucket in engine.buckets], sizes),

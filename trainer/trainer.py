@@ -183,6 +183,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
             recompute_every=args.hotspa_recompute_every,
             neftune_alpha=args.neftune_noise_alpha,
             seed=args.seed,
+            gradients=args.hotspa_gradients,
         )
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = make_predictions(self.engine, calibration, args)

@@ -2,7 +2,7 @@
 
 A layer's matrix products cost `6 P s / t` floating-point operations for s tokens (P parameters a layer; 2 forward, 4
 backward), causal attention `7 l^2 a / t` a sequence (2 forward; 5 backward with recomputation of the scores, as flash
-attention does). Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
+attention does); blocks that the family's plan does not cut cost every device the same. Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
 `2 s h e (1 - 1/t)` bytes over the slowest link that the group passes; across nodes every NIC of a node carries its
 share.
 Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak, which is a constant number of seconds a
@@ -50,10 +50,13 @@ def _latency(tp: int, hardware: Hardware) -> float:
 def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -> Cost:
     """One decoder layer, forward and backward, on each device of a tp group."""
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
-    matmul = 6 * shape.layer_parameters / tp / (peak * MATMUL_EFFICIENCY)
-    attention = 7 * shape.attention_size / tp / (peak * ATTENTION_EFFICIENCY)
+    whole = shape.whole_parameters
+    parameters = (shape.layer_parameters - whole) / tp + whole
+    matmul = 6 * parameters / (peak * MATMUL_EFFICIENCY)
+    heads = shape.attention_size * ((1 - shape.whole_attention) / tp + shape.whole_attention)
+    attention = 7 * heads / (peak * ATTENTION_EFFICIENCY)
     # what a pack pays however short it is: half-empty tiles, reading the weights three times, or starting the kernels
-    reads = 3 * shape.layer_parameters * width / tp / hardware.device.memory_bandwidth
+    reads = 3 * parameters * width / hardware.device.memory_bandwidth
     fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
     return Cost(
         attention,

@@ -33,25 +33,18 @@ def activation_bytes(
     In elements, for hidden size h, attention width a and MLP width f: norms keep their inputs (2h) and the projections
     what they read (2h, and 1h for the residual sum), which every tp coordinate holds alike without sequence
     parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
-    tp. For a LLaMA in 16 bit with sequence parallelism these are the `(18h + 6f) / t` bytes that are customary;
-    Korthikanti et al. (2022) derive the same way. With recomputation only the layer's input (1h) stays.
-    f is `mlp_width`.
+    tp, but for the shares of blocks that every coordinate holds whole. For a LLaMA in 16 bit with sequence parallelism
+    these are the `(18h + 6f) / t` bytes that are customary; Korthikanti et al. (2022) derive the same way. With
+    recomputation only the layer's input (1h) stays. f is what the MLP's parameters leave for three matrices; for a
+    mixture of experts it counts all experts.
     """
     if recompute:
         return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
-    kv_size = _kv_size(shape)
+    heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
+    mlp = shape.mlp_parameters / shape.hidden_size
     whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
-    return element_bytes * (whole + (2 * shape.attention_size + 2 * kv_size + 3 * mlp_width(shape)) / tp)
-
-
-def mlp_width(shape: ModelShape) -> float:
-    """What a layer's parameters leave for three matrices; for a mixture of experts it counts all experts."""
-    attention_parameters = shape.hidden_size * 2 * (shape.attention_size + _kv_size(shape))
-    return max(shape.layer_parameters - attention_parameters, 0) / (3 * shape.hidden_size)
-
-
-def _kv_size(shape: ModelShape) -> int:
-    return shape.attention_size * shape.num_key_value_heads // shape.num_attention_heads
+    cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
+    return element_bytes * (whole + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
 
 
 @dataclass(frozen=True)
@@ -233,9 +226,10 @@ class MemoryModel:
         if not every:
             backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
             return (per_token * num_layers * in_flight + backward) * pack_tokens
-        element_bytes = dtype_bytes(self.options.compute_dtype)
-        hidden = self.sizes.shape.hidden_size * element_bytes
-        inner = mlp_width(self.sizes.shape) * element_bytes / strategy.tp
+        shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
+        hidden = shape.hidden_size * element_bytes
+        inner = shape.mlp_parameters / (3 * shape.hidden_size) * element_bytes
+        inner *= shape.whole_mlp + (1 - shape.whole_mlp) / strategy.tp
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token

@@ -2,9 +2,12 @@
 
 Owns the reading of configs and the bundled presets: LLaMA-2 in the sizes of HotSPa's published experiments, with
 positions for their 32768 tokens. What a config does not say of its family (plans, other names of fields, defaults)
-comes from `families.json`, which is generated from transformers' config classes. Parameters of a layer are counted by
-arithmetic: attention and MLP matrices, two norms, all experts; biases and extra norms are left out, which is within 1 %
-for models of a billion parameters and more. What cannot be counted is refused.
+comes from `families.json`, which is generated from transformers' config classes and from what the engine makes of a
+model of each family's default config: which blocks tp does not divide, and why there is no pp or `+sp`. Parameters of a
+layer are counted by arithmetic: attention and MLP matrices, two norms, all experts; biases and extra norms are left
+out, which is within 1 % for models of a billion parameters and more. Where the arithmetic misses more of a family (linear
+attention, layers of several kinds), it is scaled by what it misses in the default config. What cannot be counted is
+refused.
 """
 
 import difflib
@@ -38,6 +41,7 @@ FIELDS = (
 _PRESETS = Path(__file__).parent.parent / "data" / "models"
 _GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
+_SWITCHES = ("is_moe", "enable_moe_block")
 _MOST_LAYERS = 10_000
 _MOST = 1 << 32
 _HOW = "give a config.json of a causal language model, as Hugging Face writes it"
@@ -116,8 +120,14 @@ def _read(path: Path) -> dict[str, Any]:
     return data
 
 
-def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
+def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
     """The model that the contents of a config describe; a multimodal config counts by its text model.
+
+    Args:
+        data: The contents.
+        name: For tables.
+        where: For errors.
+        facts: What the engine makes of the family; what the table says when None.
 
     Raises:
         ModelError: the family is unknown, a field is missing or impossible, or the layers cannot be counted.
@@ -141,6 +151,12 @@ def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
             fix="use a model with queries, keys and values of their own",
         )
     family = config.table
+    known: Mapping[str, Any] = family if facts is None else facts
+    if "refused" in known:
+        raise ModelError(
+            f"{config.family} cannot be trained: {known['refused']}", where=where, fix="use a model of another family"
+        )
+    counted = 2 * hidden * head_dim * (heads + kv_heads) + config.mlp_parameters(hidden) + 2 * hidden
     shape = ModelShape(
         family=config.family,
         num_layers=layers,
@@ -149,10 +165,13 @@ def model_from(data: Mapping[str, Any], name: str, where: str) -> ModelConfig:
         hidden_size=hidden,
         attention_size=heads * head_dim,
         vocab_size=config.need("vocab_size"),
-        layer_parameters=2 * hidden * head_dim * (heads + kv_heads) + config.mlp_parameters(hidden) + 2 * hidden,
+        layer_parameters=round(counted * known.get("layer_factor", 1)),
         max_position_embeddings=config.get("max_position_embeddings"),
         has_tp_plan=family["tp"],
         has_pp_plan=family["pp"],
+        pp_obstacle=known.get("pp_obstacle"),
+        sp_obstacle=known.get("sp_obstacle"),
+        **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
     return ModelConfig(name, shape, bool(tied))
@@ -205,7 +224,7 @@ class _Config:
             raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((found for name in names if data.get(name) and (found := self.get(name))), 0)
-        if experts <= 1:
+        if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
             return matrices * hidden * width
         each = self.get("moe_intermediate_size") or width
         shared = [self.get(name) if data.get(name) else 0 for name in _SHARED]

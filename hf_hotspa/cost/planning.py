@@ -7,7 +7,7 @@ their time.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.cost.switch_time import estimate
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, legal_strategies
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
@@ -53,6 +54,7 @@ class Setup:
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
         calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
+        gradients: The dtypes in which gradients accumulate and travel.
     """
 
     model: ModelConfig
@@ -64,6 +66,7 @@ class Setup:
     recompute: bool = False
     sequence_parallel: bool = False
     calibration: Calibration | None = None
+    gradients: GradientDtypes = IN_FP32
 
     @classmethod
     def read(
@@ -112,6 +115,8 @@ class Setup:
                     fix=f"use at most {limit >> 20}MiB, or hardware with more memory",
                 )
             limit = given
+        if options.get("sequence_parallel") and (obstacle := shape.shape.sp_obstacle):
+            raise HotspaConfigError(f"{shape.name} cannot run +sp", why=obstacle, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
             if limit is not None and limit <= machine.reserved_bytes:
@@ -133,7 +138,7 @@ class Setup:
     @cached_property
     def sizes(self) -> ModelSizes:
         """Sizes of model states."""
-        return ModelSizes(self.model.shape, self.dtype, self.model.tied)
+        return ModelSizes(self.model.shape, self.dtype, self.model.tied, gradients=self.gradients)
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -195,6 +200,7 @@ class Setup:
             "dtype": self.dtype,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
+            "gradients": asdict(self.gradients),
         }
 
 

@@ -1,16 +1,18 @@
 """Sizes of model states: what a rank holds of weights, gradients and the master store.
 
 Exact where the parameter vector is at hand (the layouts are asked), and by arithmetic on the model's shape where only a
-configuration is. The arithmetic counts a layer as evenly cut but for what every tp coordinate holds: two norms, and
-key/value heads that are fewer than tp.
+configuration is. The arithmetic cuts attention by heads and an MLP evenly, but for what every tp coordinate holds: two
+norms, blocks that the family's plan does not cut, and key/value heads that are fewer than tp.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import ParameterVector
@@ -47,7 +49,7 @@ class StageSizes:
     Args:
         num_layers: Decoder layers of the stage.
         weight_bytes: Weights of the strategy.
-        gradient_bytes: Their gradients, in the dtype of the master store.
+        gradient_bytes: Their gradients, in the dtype in which they accumulate.
     """
 
     num_layers: int
@@ -84,12 +86,14 @@ class ModelSizes:
         compute_dtype: The dtype of a strategy's weights; a vector knows its own.
         tied: Whether head and embedding are one weight; a vector knows by itself.
         vector: The parameters, for exact sizes; None for arithmetic on the shape.
+        gradients: The dtypes in which gradients accumulate and travel.
     """
 
     shape: ModelShape
     compute_dtype: str = "bfloat16"
     tied: bool = False
     vector: ParameterVector | None = None
+    gradients: GradientDtypes = IN_FP32
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
@@ -142,7 +146,8 @@ class ModelSizes:
         sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
         segments = self.vector.segments
         weights = np.array([dtype_bytes(s.dtype) for s in segments]) @ sizes
-        gradients = np.array([dtype_bytes(s.master_dtype) if s.trainable else 0 for s in segments]) @ sizes
+        accumulated = self.gradients.accumulated
+        gradients = np.array([dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]) @ sizes
         fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
         found = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
@@ -152,20 +157,32 @@ class ModelSizes:
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         shape, tp = self.shape, strategy.tp
-        norms = min(2 * shape.hidden_size, shape.layer_parameters)
-        layer = -(-(shape.layer_parameters - norms) // tp) + norms
-        if tp > shape.num_key_value_heads:  # a head is held by several coordinates
-            heads = shape.num_key_value_heads
-            key_value = 2 * shape.hidden_size * shape.attention_size * heads // shape.num_attention_heads
-            layer += key_value // heads - key_value // tp
+        layer = self._layer(tp)
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
+        weight_bytes = dtype_bytes(self.compute_dtype)
+        gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
         found = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
-            found.append(StageSizes(len(layers), numel * dtype_bytes(self.compute_dtype), numel * _MASTER_BYTES))
+            found.append(StageSizes(len(layers), numel * weight_bytes, numel * gradient_bytes))
         return tuple(found)
+
+    def _layer(self, tp: int) -> int:
+        """Parameters of one layer on the fullest of tp coordinates, by arithmetic."""
+        shape, heads, kv_heads = self.shape, self.shape.num_attention_heads, self.shape.num_key_value_heads
+        norms = min(2 * shape.hidden_size, shape.layer_parameters)
+        attention = min(shape.attention_parameters, shape.layer_parameters - norms)
+        mlp = shape.layer_parameters - norms - attention
+        if tp <= kv_heads:
+            queries = keys = -(-kv_heads // tp) / kv_heads
+        else:  # a key/value head is held by several coordinates
+            queries, keys = -(-heads // tp) / heads, 1 / kv_heads
+        share = (heads * queries + kv_heads * keys) / (heads + kv_heads)
+        cut = attention * share * (1 - shape.whole_attention) + mlp / tp * (1 - shape.whole_mlp)
+        whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp
+        return math.ceil(cut + whole - 1e-3)  # what is whole but for rounding is not a parameter more
 
     def master(self, world_size: int) -> MasterSizes:
         """The largest share of the master store."""

@@ -8,7 +8,7 @@ transfers reach a part of it, given as `efficiency`, and every switch has a fixe
 from collections.abc import Iterable, Sequence
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.pool import PlanPool
@@ -55,7 +55,7 @@ def estimate(
     cluster: Cluster,
     *,
     weight_bytes: float = 2,
-    gradient_bytes: float = 4,
+    gradient_bytes: float | None = None,
     efficiency: float = EFFICIENCY,
     fixed_s: float = 0.0,
 ) -> dict[Strategy, float]:
@@ -71,7 +71,7 @@ def estimate(
         sizes: The model.
         cluster: The machines.
         weight_bytes: Bytes of one weight on the wire.
-        gradient_bytes: Bytes of one gradient on the wire.
+        gradient_bytes: Bytes of one gradient on the wire; when None, those of the dtype in which `sizes` says it travels.
         efficiency: Measured speed over that of the port model.
         fixed_s: Seconds of a load and a return beside their bytes.
 
@@ -79,6 +79,8 @@ def estimate(
         HotspaConfigError: the efficiency is not between 0 and 1.
     """
     _check(efficiency)
+    if gradient_bytes is None:
+        gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
     moved = sizes.num_parameters * (weight_bytes + gradient_bytes)
     return {strategy: port_seconds(strategy, moved, cluster) / efficiency + fixed_s for strategy in strategies}
 

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from hf_hotspa.errors import ModelError
+from hf_hotspa.layout.gradients import master_dtype
 
 EMBEDDING, HEAD = -1, -2
 """Unit numbers of what comes before and after the decoder layers; layer i is unit i."""
@@ -120,7 +121,7 @@ class Segment:
     @property
     def master_dtype(self) -> str:
         """The dtype of the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
-        return "float32" if self.trainable and self.dtype != "float64" else self.dtype
+        return master_dtype(self.dtype) if self.trainable else self.dtype
 
 
 @dataclass(frozen=True)

@@ -32,10 +32,6 @@ _BASE = "base_layer"
 _WHY = "training of this kind is not known to be exact when the layers are cut and moved"
 
 _REFUSED: dict[str, tuple[str, str]] = {
-    "lora_dropout": (
-        "dropout draws other random numbers under every layout, so hot-switched training would not be exact",
-        "set lora_dropout=0.0",
-    ),
     "use_dora": (
         "the norm of a weight's columns would have to be summed over the shards in every forward",
         "set use_dora=False; use_rslora=True is supported",

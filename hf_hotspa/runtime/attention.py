@@ -38,11 +38,17 @@ class PackedSequences:
         lengths: Tokens of each sequence, in the order in which they stand in the row.
         cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
         num_calls: How often a layer attended to this pack: the check that a family really comes through here.
+        token_keys: What dropout draws from, see `runtime.dropout`; None without dropout.
+        calls: How often each dropout module has drawn for the tokens that it saw.
+        visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     num_calls: int = field(default=0, compare=False)
+    token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
+    visible: tuple[int, int] | None = field(default=None, compare=False)
 
 
 def calls_attention(module: nn.Module) -> bool:

@@ -28,6 +28,7 @@ from torch import nn
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.errors import DataError, HotspaError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
@@ -75,8 +76,9 @@ class HotSPaEngine:
         recompute_every: Recompute every n-th layer of a stage in the backward instead of keeping its activations; 0
             for none.
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
-        seed: Seed of that noise.
+        seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
+        gradients: The dtypes in which gradients accumulate and travel.
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
@@ -111,6 +113,7 @@ class HotSPaEngine:
         neftune_alpha: float | None = None,
         seed: int = 0,
         loss_chunk_tokens: int | None = None,
+        gradients: GradientDtypes = IN_FP32,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -119,7 +122,7 @@ class HotSPaEngine:
         options = EngineOptions(
             compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
             switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
-            loss_chunk_tokens,
+            loss_chunk_tokens, gradients,
         )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
@@ -313,8 +316,7 @@ class HotSPaEngine:
 
     def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
         runner = self.phases[phase.bucket.strategy]
-        if runner.replica.noise is not None:
-            runner.replica.noise.step = self._steps
+        runner.replica.begin_step(self._steps)
         clock = [time.perf_counter()]
 
         def lap() -> float:

@@ -147,7 +147,11 @@ def _each_sequence(
         own = _slice(kwargs, start, stop, total, index)
         if kind.num_attentions:
             own["attention_mask"] = kind.mask(length, hidden_states)
-        outs.append(forward(hidden_states[:, start:stop], *own_args, **own))
+        hotspa_pack.visible = start, stop
+        try:
+            outs.append(forward(hidden_states[:, start:stop], *own_args, **own))
+        finally:
+            hotspa_pack.visible = None
         start = stop
     if not isinstance(outs[0], tuple):
         return torch.cat(outs, dim=1)

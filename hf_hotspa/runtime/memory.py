@@ -67,6 +67,7 @@ def forecast(
     strategy_sizes: Iterable[Sequence[int]],
     switch_bytes: int,
     copies: int = 1,
+    gradient_dtypes: Sequence[torch.dtype | None] | None = None,
 ) -> MemoryForecast:
     """Counts what a rank will allocate.
 
@@ -76,6 +77,7 @@ def forecast(
         strategy_sizes: For each strategy the elements of this rank's weight buffers, by segment.
         switch_bytes: Staging and relay buffers of the largest switch.
         copies: How many strategies' weights are kept at a time.
+        gradient_dtypes: In which dtype each segment's gradients accumulate; in that of the masters when None.
     """
     masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
     weights = [getattr(torch, segment.dtype) for segment in vector.segments]
@@ -89,7 +91,7 @@ def forecast(
         size(master_sizes, masters),
         size(master_sizes, trained),
         copies * arena_bytes(strategies, weights),
-        arena_bytes(strategies, trained),
+        arena_bytes(strategies, trained if gradient_dtypes is None else gradient_dtypes),
         switch_bytes,
     )
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 import torch
 
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.runtime.overlap import Overlap
 from hf_hotspa.runtime.pipeline import check_schedule
 from hf_hotspa.switch.planner import check_planner
@@ -42,6 +43,7 @@ class EngineOptions:
     neftune_alpha: float | None = None
     seed: int = 0
     loss_chunk_tokens: int | None = None
+    gradients: GradientDtypes = IN_FP32
 
     def check(self) -> None:
         """Refuses values that cannot be meant.

@@ -156,7 +156,7 @@ class PhaseRunner:
         self._watch.arm(gate, num_micro_batches)
         plan = switching.pool.give_back(self.mesh.strategy)
         self._return_job = worker.submit(
-            plan, self._gradients, self._master.gradients, switching.gradient_dtypes, switching.next_epoch(), gate
+            plan, self._gradients, self._master.gradients, switching.return_dtypes, switching.next_epoch(), gate
         )
         return self._return_job
 
@@ -203,7 +203,7 @@ class PhaseRunner:
             switching = self._switching
             plan = switching.pool.give_back(self.mesh.strategy)
             stats = switching.executor.run(
-                plan, self._gradients, self._master.gradients, switching.gradient_dtypes, switching.next_epoch()
+                plan, self._gradients, self._master.gradients, switching.return_dtypes, switching.next_epoch()
             )
         self.release()
         return stats

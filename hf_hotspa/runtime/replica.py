@@ -22,6 +22,7 @@ from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.runtime.attention import PackedSequences
+from hf_hotspa.runtime.dropout import DropoutMasks, use_keyed_dropout
 from hf_hotspa.runtime.head_loss import Tail, chunked_loss
 from hf_hotspa.runtime.isolation import run_alone
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
@@ -46,12 +47,13 @@ class Replica:
         mesh: The strategy, this rank's place in it, and its groups.
         device: Where it computes.
         buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
-        options: The engine's options: label smoothing, recomputation and noise are applied here.
+        options: The engine's options: label smoothing, recomputation, noise and dropout are applied here.
 
     Attributes:
         losses: On the last stage, the scaled loss of each micro-batch since the last `bind`, in their order.
         logits: When a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
         noise: The noise on embeddings, on the first stage.
+        dropout: What its dropout modules have in common; None without any.
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
     """
 
@@ -75,7 +77,7 @@ class Replica:
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
-        self._segments = description.vector.segments
+        self._gradients = options.gradients
         mine = cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
         kinds = [description.layer_kinds[index] for index in mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
@@ -88,6 +90,10 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
+        specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
+        dropped = use_keyed_dropout(self.model, masks, specs, self.hidden_size, mesh.tensor)
+        self.dropout = masks if dropped else None
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
@@ -100,7 +106,7 @@ class Replica:
                     fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
                 )
             # the models' own enabling also puts hooks on embeddings, which later stages do not have
-            recompute = partial(checkpoint, use_reentrant=False)
+            recompute = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
             self.model._set_gradient_checkpointing(True, recompute, every_n_layers=recompute_every)
         self.noise: EmbeddingNoise | None = None
         self._router_loss: RouterLoss | None = None
@@ -159,8 +165,8 @@ class Replica:
             dtype = getattr(torch, spec.dtype)
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
-                # gradients of 16-bit weights accumulate in fp32
-                parameter.grad_dtype = getattr(torch, self._segments[slot.segment].master_dtype)
+                # else autograd wants gradients of the dtype of the weights
+                parameter.grad_dtype = getattr(torch, self._gradients.accumulated(spec.dtype))
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
@@ -213,8 +219,8 @@ class Replica:
 
         Args:
             weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
-            gradients: By segment, 1-D, of the segment's master dtype; None where nothing is trained. None altogether
-                where only forwards will run.
+            gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
+                trained. None altogether where only forwards will run.
         """
         self.losses = []
         if self._router_loss is not None:
@@ -258,6 +264,8 @@ class Replica:
         num_tokens = micro_batch.num_tokens
         micro_batch = self._divisible(micro_batch)
         pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
+        if self.dropout is not None:
+            self.dropout.begin(pack, micro_batch)
         if self._router_loss is not None:
             self._router_loss.clear()
         inputs: dict[str, Any] = {
@@ -293,6 +301,12 @@ class Replica:
                 why="layers that do not use the packed attention would mix the sequences of a pack",
             )
         return out
+
+    def begin_step(self, step: int) -> None:
+        """What is random draws from the number of the mini-batch that begins."""
+        for random in (self.noise, self.dropout):
+            if random is not None:
+                random.step = step
 
     def _loss(self, inputs: dict[str, Any], labels: Tensor, scale: float, num_tokens: int) -> Tensor:
         """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""

@@ -6,6 +6,7 @@ What cannot be exact is refused here, by name, before anything is built.
 """
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -17,14 +18,16 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
-from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, unwrap
+from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.runtime.attention import calls_attention
+from hf_hotspa.runtime.dropout import refuse_dropout
 from hf_hotspa.runtime.isolation import LayerKind, layer_kinds
 from hf_hotspa.runtime.router_loss import router_layers
 from hf_hotspa.runtime.stage_input import stage_obstacle
 from hf_hotspa.runtime.tensor_plan import TensorPlan, config_value, head_counts
 
 _RANDOM_ROUTERS = {"phimoe"}
+_MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 _POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
@@ -98,19 +101,6 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
     """
     text = config.get_text_config()
     name = text.model_type
-    for key, value in text.to_dict().items():
-        of_another_head = key.startswith(("classifier", "summary"))
-        if (
-            ("dropout" in key or key.endswith(("pdrop", "jitter_noise")))
-            and not of_another_head
-            and isinstance(value, int | float)
-            and value > 0
-        ):
-            raise UnsupportedError(
-                f"{name} config has {key}={value}",
-                why="dropout draws other random numbers under every layout, so hot-switched training would not be exact",
-                fix=f"set config.{key} = 0.0",
-            )
     rope = getattr(text, "rope_parameters", None) or {}
     kinds = {str(r.get("rope_type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
     if bad := kinds & _POSITION_DEPENDENT_ROPE:
@@ -167,12 +157,12 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
 def _base_parts(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
     """The lists of layers of the base model, what comes before them and what comes after them."""
     lists = _layer_lists(model)
-    # a norm may have no parameters (OLMo) and is part of one stage all the same
+    # a norm may have no parameters (OLMo) and is part of one stage all the same; dropout is that of the embeddings
     staged = model.config.get_text_config().base_model_pp_plan or {}
     children = [
         name
         for name, child in getattr(model, base_name(model)).named_children()
-        if name in staged or any(True for _ in child.parameters())
+        if not isinstance(child, nn.Dropout) and (name in staged or any(True for _ in child.parameters()))
     ]
     tops = [name.partition(".")[0] for name in lists]
     at = children.index(tops[0])
@@ -204,6 +194,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
             fix="pass what AutoModelForCausalLM.from_config or from_pretrained returns",
         )
     refuse_inexact(bare.config)
+    refuse_dropout(bare)
     layers, before, after = _base_parts(bare)
     base, text = base_name(bare), bare.config.get_text_config()
     base_model = getattr(bare, base)
@@ -253,6 +244,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_obstacle=stage_obstacle(base_model, layers, before, after),
         sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
+        **_whole_shares(bare, plan),
     )
     config = copy.deepcopy(bare.config)
     if routers:  # replicas add the loss themselves
@@ -276,6 +268,19 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         prefix=prefix,
         adapters=adapters,
     )
+
+
+def _whole_shares(model: nn.Module, plan: TensorPlan) -> dict[str, float]:
+    """Of the matrices of attention and of MLPs, the shares of elements that tensor parallelism does not cut."""
+    counted = {"whole_attention": [0, 0], "whole_mlp": [0, 0]}
+    for name, parameter in plain_parameters(model):
+        prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
+        if prefix is not None and parameter.dim() > 1:
+            block = name.removeprefix(prefix).partition(".")[2]
+            kind = counted["whole_mlp" if _MLP.search(block) else "whole_attention"]
+            kind[0] += parameter.numel() * (name not in plan.cuts)
+            kind[1] += parameter.numel()
+    return {kind: whole / total if total else 0.0 for kind, (whole, total) in counted.items()}
 
 
 def _sequence_obstacle(

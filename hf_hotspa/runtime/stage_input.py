@@ -43,6 +43,9 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
         base: The base model; changed.
         embeddings: Names of its modules before the layers.
     """
+    dropouts = [name for name, child in base.named_children() if isinstance(child, nn.Dropout)]  # of the embeddings
+    for name in dropouts:
+        setattr(base, name, PassThrough())
     for name in embeddings:
         setattr(base, name, None if isinstance(getattr(base, name), nn.Embedding) else PassThrough())
     for name in _MULTIPLIERS:
@@ -75,6 +78,9 @@ def stage_obstacle(
         return f"the layers of {family} are {len(layers)} stacks that run in cycles, which stages cannot share"
     if unknown := [name for name in (*embeddings, *norms) if name not in planned]:
         return f"the modules {unknown} of {family} are in no stage of the family's pipeline plan"
+    behind = planned[planned.index(layers[0]) :] if layers[0] in planned else []
+    if late := [name for name in behind if isinstance(getattr(base, name, None), nn.Dropout)]:
+        return f"the dropout {late[0]} of {family} comes after its layers, and is taken for that of the embeddings"
     for name in _SHARED_STATE:
         if getattr(text, name, 0):
             return f"{family} has {name}={getattr(text, name)}: layers would share states across stages"

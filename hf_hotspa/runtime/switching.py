@@ -42,7 +42,8 @@ class Switching:
         worker: Runs them beside the computation; None where none does.
         arenas: The memory of the active strategy.
         weight_dtypes: The dtype of the weights of each segment, in strategies and on the wire.
-        gradient_dtypes: The dtype of its gradients; None for frozen segments.
+        gradient_dtypes: The dtype in which its gradients accumulate in strategies; None for frozen segments.
+        return_dtypes: The dtype in which they travel to the master store.
         frozen_segments: Those.
         forecast: The memory that this rank will take.
     """
@@ -58,10 +59,12 @@ class Switching:
     ) -> None:
         device, rank = groups.device, groups.rank
         self.weight_dtypes = [getattr(torch, s.dtype) for s in vector.segments]
-        self.gradient_dtypes = [getattr(torch, s.master_dtype) if s.trainable else None for s in vector.segments]
+        trained = [segment.dtype if segment.trainable else None for segment in vector.segments]
+        self.gradient_dtypes = [dtype and getattr(torch, options.gradients.accumulated(dtype)) for dtype in trained]
+        self.return_dtypes = [dtype and getattr(torch, options.gradients.moved(dtype)) for dtype in trained]
         self.frozen_segments = frozenset(i for i, dtype in enumerate(self.gradient_dtypes) if dtype is None)
         weight_sizes = [dtype.itemsize for dtype in self.weight_dtypes]
-        gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.gradient_dtypes]
+        gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.return_dtypes]
 
         self.pool = PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner)
         largest = max(
@@ -88,6 +91,7 @@ class Switching:
             [self.pool.layout(s).rank_sizes(rank) for s in strategies],
             self.executor.extra_bytes(self.switches()),
             copies,
+            self.gradient_dtypes,
         )
         self._cluster = cluster
         self._frozen_sizes = [
@@ -101,7 +105,7 @@ class Switching:
 
     def switches(self) -> list[Switch]:
         """Every switch that a mini-batch may need."""
-        return [(plan, self.gradient_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
+        return [(plan, self.return_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
 
     def check_memory(self) -> None:
         """Refuses what the device cannot hold.

@@ -56,6 +56,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/head_loss.py",
         "hf_hotspa/runtime/router_loss.py",
         "hf_hotspa/runtime/noise.py",
+        "hf_hotspa/runtime/dropout.py",
         "hf_hotspa/runtime/groups.py",
         "hf_hotspa/runtime/adapters.py",
         "hf_hotspa/runtime/roll_call.py",

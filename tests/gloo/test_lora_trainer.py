@@ -91,7 +91,7 @@ def test_ten_steps_equal_peft_under_the_stock_trainer(family, dtype, tmp_path):
     assert all(torch.equal(p.to(expected[n].dtype), expected[n]) for n, p in trained(loaded).items())
 
 
-LORA = {"lora": {"bias": "all"}, "max_steps": 4, "family": "llama_gqa_bias"}
+LORA = {"lora": {"bias": "all", "lora_dropout": 0.1}, "max_steps": 4, "family": "llama_gqa_bias"}
 
 
 def lora_runs(rank, world, folder):

@@ -25,7 +25,6 @@ def adapted(**changes):
 
 
 REFUSED = {
-    "lora_dropout": {"lora_dropout": 0.1},
     "use_dora": {"use_dora": True},
     "lora_bias": {"lora_bias": True},
     "modules_to_save": {"modules_to_save": ["lm_head"]},

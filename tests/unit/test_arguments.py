@@ -64,6 +64,17 @@ REFUSED = [
 ]
 
 
+def test_the_dtypes_of_gradients_reach_the_engine(tmp_path):
+    trainer = make_trainer(tmp_path, bf16=True, hotspa_grad_wire_dtype="bf16", max_steps=1)
+    trainer.train()
+    switching = trainer.engine._switching
+    assert set(switching.gradient_dtypes) == {torch.float32}
+    assert set(switching.return_dtypes) == {torch.bfloat16}
+    trainer.close_engine()
+    both = make_arguments(tmp_path, hotspa_grad_accum_dtype="bf16").hotspa_gradients
+    assert (both.accumulated("bfloat16"), both.moved("bfloat16")) == ("bfloat16", "bfloat16")
+
+
 @pytest.mark.parametrize("options", REFUSED, ids=lambda o: "-".join(map(str, *o.items())))
 def test_what_cannot_be_honoured_is_refused_by_name(tmp_path, options):
     with pytest.raises(UnsupportedError) as caught:
@@ -99,6 +110,8 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_overlap_load": "yes"}, HotspaConfigError, "hotspa_overlap_load is 'yes'"),
         ({"hotspa_overlap_return": "true"}, HotspaConfigError, "auto, on, off"),
         ({"hotspa_second_source": "both"}, HotspaConfigError, "hotspa_second_source is 'both'"),
+        ({"hotspa_grad_accum_dtype": "fp16"}, HotspaConfigError, "fp32, bf16"),
+        ({"hotspa_grad_wire_dtype": "int8"}, HotspaConfigError, "auto, fp32, bf16"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),

@@ -22,7 +22,7 @@ from hf_hotspa.cost.measurements import (
     SwitchSample,
     config_digest,
 )
-from hf_hotspa.cost.memory import MemoryOptions, mlp_width
+from hf_hotspa.cost.memory import MemoryOptions
 from hf_hotspa.cost.schedule import one_forward_one_backward
 from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
@@ -120,7 +120,7 @@ def test_memory_is_what_was_measured() -> None:
     assert model.options.compute_dtype == "float32"
     # a recomputing layer keeps its input; the first has all that was measured once more, a gradient at either end and
     # one inside of the MLP, when the logits are gone
-    hidden, again = SHAPE.hidden_size * 4, 20_000 + mlp_width(SHAPE) * 4 / 1
+    hidden, again = SHAPE.hidden_size * 4, 20_000 + SHAPE.mlp_parameters / (3 * SHAPE.hidden_size) * 4
     for recompute in (Strategy(4, rc=1), Strategy(4)):
         options = MemoryOptions(recompute=1 - recompute.rc)
         found = calibration().memory_model(SIZES, options).breakdown(recompute, 100)

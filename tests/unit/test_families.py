@@ -14,6 +14,7 @@ from hf_hotspa.runtime.attention import PackedSequences, packed_attention
 from hf_hotspa.runtime.isolation import LayerKind, run_alone
 from hf_hotspa.runtime.specs import describe_model
 from hf_hotspa.runtime.stage_input import stage_obstacle
+from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.family_page import PAGE, cell, outcome, render_page
 from tests.family_sweep import RESULTS
@@ -63,6 +64,37 @@ def test_random_routers_and_jitter_are_refused_by_name() -> None:
     model.config.router_jitter_noise = 0.1
     with pytest.raises(UnsupportedError, match="router_jitter_noise"):
         describe_model(model)
+
+
+REFUSALS = {
+    family: {name: found["refused"] for name, found in row["strategies"].items() if "refused" in found}
+    for family, row in TABLE["families"].items()
+}
+
+
+@pytest.mark.parametrize("family", [family for family, row in REFUSALS.items() if row])
+def test_every_refusal_of_the_table_is_raised_with_its_reason(family: str) -> None:
+    row, model = REFUSALS[family], tiny_model_of(family)
+    if "refused" in TABLE["families"][family]:  # under every strategy
+        with pytest.raises(UnsupportedError) as caught:
+            describe_model(model)
+        assert set(row.values()) == {str(caught.value)}
+        return
+    shape = describe_model(model).shape
+    assert {name: Strategy.parse(name).misfit(shape) for name in row} == row
+    legal = TABLE["families"][family]["strategies"].keys() - row.keys() - {"mix"}
+    assert all(Strategy.parse(name).misfit(shape) is None for name in legal)
+
+
+def test_dropout_behind_the_layers_is_no_dropout_of_embeddings() -> None:
+    model = tiny_model("llama_uneven")
+    plan = model.config.base_model_pp_plan
+    for place, reason in (("before", None), ("behind", "the dropout late of llama comes after its layers")):
+        late = {"late": (["hidden_states"], ["hidden_states"])}
+        model.config.base_model_pp_plan = {**plan, **late} if place == "behind" else {**late, **plan}
+        model.model.late = nn.Dropout(0.1)
+        found = describe_model(model).shape.pp_obstacle
+        assert (found is None) if reason is None else (reason in str(found))
 
 
 class _Scaling(LlamaModel):

@@ -1,0 +1,148 @@
+"""Dropout: every strategy drops what the plain model drops with the same keys; a mini-batch done again, the same."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn import functional
+from transformers import AutoModelForCausalLM
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.runtime.adapters import bare_model
+from hf_hotspa.runtime.attention import PackedSequences
+from hf_hotspa.runtime.dropout import DropoutMasks, KeyedDropout, use_keyed_dropout
+from hf_hotspa.runtime.specs import describe_model
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.lora import tiny_lora
+from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.tiny_families import tiny_config_of, tiny_model_of
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+SEED, STEP = 11, 5
+
+
+def keyed_reference(model, rows, step=STEP):
+    """Loss and trained gradients of the plain model on unpacked rows, its dropout drawing from the keys of the rows."""
+    description, plain = describe_model(model), copy.deepcopy(model)
+    bare, _ = bare_model(plain)
+    masks = DropoutMasks(SEED, None, False)
+    masks.step = step
+    specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
+    assert use_keyed_dropout(bare, masks, specs, description.shape.hidden_size, None)
+    num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+    total = 0.0
+    with exact_in_double(torch.float64):
+        for index, row in enumerate(rows):
+            ids, labels = torch.tensor([row["input_ids"]]), torch.tensor(row["labels"])
+            count = ids.shape[1]
+            ends, positions = torch.tensor([0, count], dtype=torch.int32), torch.arange(count)[None]
+            pack = MicroBatch(ids, positions, labels[None], ends, (count,), 0, ((index, 0),))
+            masks.begin(PackedSequences((count,), ends), pack)
+            logits = plain(input_ids=ids, use_cache=False).logits[0]
+            loss = functional.cross_entropy(logits[:-1], labels[1:], reduction="sum", ignore_index=-100) / num_labels
+            loss.backward()
+            total += loss.item()
+    return total, {n: p.grad for n, p in plain.named_parameters() if p.requires_grad}
+
+
+def with_dropout(family, **dropouts):
+    """A tiny fp64 model whose config drops."""
+    config = tiny_config_of(family)
+    for name, value in dropouts.items():
+        setattr(config, name, value)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float64)
+    return model.train()
+
+
+def hybrid_lora():
+    """Layers that run one sequence of a pack at a time, with adapters."""
+    model = get_peft_model(
+        tiny_model_of("qwen3_5_text"), LoraConfig(r=2, target_modules="all-linear", lora_dropout=0.2)
+    )
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(parameter.numel()))
+    return model.train()
+
+
+MODELS = {
+    "lora": lambda: tiny_lora("llama_gqa_bias", torch.float64, lora_dropout=0.3),
+    "lora fused": lambda: tiny_lora("phi3_fused", torch.float64, lora_dropout=0.1),
+    "hybrid lora": hybrid_lora,
+    "gpt_neox": lambda: with_dropout("gpt_neox", hidden_dropout=0.2),
+    "phi": lambda: with_dropout("phi", resid_pdrop=0.2, embd_pdrop=0.1),
+}
+CASES = {
+    "lora": ("lora", "dp4:5@24,dp2tp2:10@20,tp2pp2:16,pp4:45@48,tp4:60", {}),
+    "lora, saving memory": ("lora", "dp4+rc:12@32,dp2tp2+sp:30@32,tp2pp2+sp+rc:60@66", {}),
+    "lora, padded": ("lora", "dp2pp2:30@32,pp4:60", {"pipeline_schedule": "1f1b"}),
+    "lora fused": ("lora fused", "dp2tp2+sp:16@32,tp4+rc:60", {}),
+    "hybrid lora": ("hybrid lora", "dp4:8@24,dp2tp2+rc:16@32,tp2pp2:60@66", {}),
+    "gpt_neox": ("gpt_neox", "dp4:8@24,dp2tp2:16@32,tp2pp2+rc:60@66", {}),
+    "phi": ("phi", "dp4:8@24,pp4:16@32,tp4:60@66", {}),
+}
+
+
+def errors(rank, world_size, cases):
+    """For each case: the worst error, whether dropout changed anything, and whether the same step gives the same bits."""
+    found = {}
+    for name in cases:
+        make, buckets, options = CASES[name]
+        model = MODELS[make]()
+        rows = random_rows(15, bare_model(model)[0].config.vocab_size, longest=60)
+        engine = make_engine(model, buckets, seed=SEED, **options)
+        mini_batch = make_mini_batch(engine, rows)
+        with exact_in_double(torch.float64):
+            first = engine.forward_backward(mini_batch, step=STEP)
+            got = engine.full_gradients()
+            other = engine.forward_backward(mini_batch, step=STEP + 1).loss
+            again = engine.forward_backward(mini_batch, step=STEP)
+            same = all(torch.equal(g, got[n]) for n, g in engine.full_gradients().items())
+            with engine.evaluation() as evaluation:
+                quiet = evaluation.run(mini_batch)
+            model.eval()
+        worst = 0.0
+        if rank == 0:
+            loss, gradients = keyed_reference(model.train(), rows)
+            assert got.keys() == gradients.keys()
+            worst = max(abs(first.loss - loss) / loss, *(relative_error(got[n], g) for n, g in gradients.items()))
+        mean = quiet.loss_sum / quiet.num_labels
+        found[name] = worst, abs(other - first.loss), abs(mean - first.loss), same and again.loss == first.loss
+        engine.close()
+    return found
+
+
+def check(cases):
+    for found in run_ranks(4, errors, cases, timeout=300):
+        for name, (worst, other, evaluated, same) in found.items():
+            assert worst <= 1e-11, name
+            assert other > 1e-6, f"{name}: each mini-batch drops anew"
+            assert evaluated > 1e-6, f"{name}: evaluation drops nothing"
+            assert same, f"{name}: a mini-batch that is done again drops the same"
+
+
+def test_every_strategy_drops_the_same_elements():
+    check(["lora", "lora, saving memory"])
+
+
+@pytest.mark.slow
+def test_dropout_between_layers_padding_and_fused_projections():
+    check([name for name in CASES if name not in ("lora", "lora, saving memory")])
+
+
+def test_a_replica_keeps_no_dropout_of_torch():
+    """One rank, no world: the modules of a replica that would draw from torch's generator are all replaced."""
+    model = MODELS["lora"]()
+    engine = make_engine(model, "dp1:60")
+    (runner,) = engine.phases.values()
+    kinds = [type(m) for m in runner.replica.model.modules() if "Dropout" in type(m).__name__]
+    assert set(kinds) == {KeyedDropout}
+    assert len(kinds) == 4 * 7
+    engine.close()
+    assert make_engine(tiny_model("llama_gqa_bias"), "dp1:60").phases.popitem()[1].replica.dropout is None

@@ -1,0 +1,173 @@
+"""Keyed dropout: its hash, its statistics, and what of a model's dropout is refused."""
+
+import math
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.runtime.attention import PackedSequences
+from hf_hotspa.runtime.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
+from hf_hotspa.runtime.specs import describe_model
+from tests.families import tiny_model
+
+TOKENS, WIDTH = 256, 512
+
+
+def pack_of(lengths, keys):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return MicroBatch(positions, positions, positions, ends.int(), tuple(lengths), 0, tuple(keys))
+
+
+def mask(p=0.3, seed=1, step=2, row=3, module="layers.0.lora_dropout.default", tokens=TOKENS, width=WIDTH):
+    keys = token_keys(seed, step, pack_of([tokens], [(row, 0)]))
+    return kept(keys, feature_keys(module, torch.arange(width)), p)
+
+
+# --------------------------------------------------------------------------------------------------------- the hash
+
+
+def _wrap(x, bits):
+    return (x + (1 << (bits - 1))) % (1 << bits) - (1 << (bits - 1))
+
+
+def _plain_hash(tokens, features):
+    """The hash of one element in Python's integers, which never wrap around by themselves."""
+    (low_t, high_t), (low_f, high_f) = tokens, features
+    x = _wrap((low_t ^ low_f) * 0x85EBCA6B, 32)
+    x ^= (x & 0xFFFFFFFF) >> 15
+    x = _wrap(x + high_t, 32) ^ high_f
+    return _wrap(x * 0xC2B2AE35, 32)
+
+
+def _plain_mix(x):
+    x &= (1 << 64) - 1
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return x ^ (x >> 31)
+
+
+def test_the_hash_is_the_documented_one():
+    """32-bit and 64-bit products wrap around in torch as they do in the definition."""
+    golden = 0x9E3779B97F4A7C15
+    low, high = feature_keys("m", torch.arange(5))
+    from hf_hotspa.runtime.dropout import _key
+
+    for index in range(5):
+        expected = _plain_mix(_key("m") + index * golden)
+        assert (int(low[index]) & 0xFFFFFFFF, int(high[index]) & 0xFFFFFFFF) == (expected & 0xFFFFFFFF, expected >> 32)
+    tokens = token_keys(0, 0, pack_of([40], [(7, 5)]))
+    features = feature_keys("m", torch.arange(60))
+    for p in (0.001, 0.5, 0.97):
+        found = kept(tokens, features, p)
+        for t in (0, 1, 39):
+            for f in (0, 31, 59):
+                pair = [(int(low[i]), int(high[i])) for (low, high), i in ((tokens, (t, 0)), (features, f))]
+                assert bool(found[t, f]) == (_plain_hash(*pair) + 2**31 >= p * 2**32)
+
+
+def test_a_mask_does_not_depend_on_how_much_is_hashed_at_a_time(monkeypatch):
+    whole = mask()
+    monkeypatch.setattr("hf_hotspa.runtime.dropout._AT_A_TIME", 700)
+    assert torch.equal(mask(), whole)
+
+
+def test_a_token_keeps_its_mask_in_every_pack():
+    features = feature_keys("m", torch.arange(64))
+    alone = [kept(token_keys(1, 2, pack_of([n], [(row, 0)])), features, 0.5) for row, n in ((4, 9), (8, 5))]
+    packed = kept(token_keys(1, 2, pack_of([5, 9, 2], [(8, 0), (4, 0), (-1, 0)])), features, 0.5)
+    assert torch.equal(packed[:5], alone[1])
+    assert torch.equal(packed[5:14], alone[0])
+    # the second part of a row that was split
+    assert torch.equal(kept(token_keys(1, 2, pack_of([4], [(4, 5)])), features, 0.5), alone[0][5:])
+    # a shard sees some of the features
+    some = feature_keys("m", torch.tensor([3, 4, 60]))
+    assert torch.equal(kept(token_keys(1, 2, pack_of([9], [(4, 0)])), some, 0.5), alone[0][:, [3, 4, 60]])
+
+
+# --------------------------------------------------------------------------------------------------- the statistics
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
+def test_elements_are_dropped_at_the_rate(p):
+    """The whole, every token and every feature: within five standard deviations, and with the variance of coin tosses."""
+    dropped = (~mask(p)).double()
+    variance = p * (1 - p)
+    assert abs(dropped.mean() - p) < 5 * math.sqrt(variance / dropped.numel())
+    for dim, count in ((0, TOKENS), (1, WIDTH)):
+        means = dropped.mean(dim)
+        deviation = (means - p) / math.sqrt(variance / count)
+        assert deviation.abs().max() < 5.5
+        assert 0.8 < deviation.square().mean() < 1.25
+
+
+OTHERS = {
+    "seed": {"seed": 9},
+    "step": {"step": 3},
+    "row": {"row": 4},
+    "module": {"module": "layers.1.lora_dropout.default"},
+}
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5])
+def test_masks_are_independent(p):
+    """Neighbouring tokens and features, and masks of other seeds, steps, rows and modules, are uncorrelated."""
+    dropped = (~mask(p)).double() - p
+
+    def correlation(a, b):
+        return float((a * b).sum() / (p * (1 - p)) / math.sqrt(a.numel()))  # in standard deviations
+
+    for shift in (1, 2, 3, 4, 8, 16, 31, 32, 64, 128):
+        assert abs(correlation(dropped[shift:], dropped[:-shift])) < 5
+        assert abs(correlation(dropped[:, shift:], dropped[:, :-shift])) < 5
+    for change in OTHERS.values():
+        assert abs(correlation(dropped, (~mask(p, **change)).double() - p)) < 5
+    # corners of rectangles: what a key of tokens XOR one of features would have in common
+    square = dropped[:-1, :-1] * dropped[1:, :-1] * dropped[:-1, 1:] * dropped[1:, 1:] / (p * (1 - p)) ** 2
+    assert abs(float(square.sum()) / math.sqrt(square.numel())) < 6
+
+
+def test_the_expectation_is_what_goes_in():
+    masks = DropoutMasks(5, None, False)
+    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]))
+    module = KeyedDropout("m", 0.25, masks)
+    x = torch.ones(1, TOKENS, WIDTH, requires_grad=True)
+    out = module(x)
+    assert out.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert float(out.detach().mean()) == pytest.approx(1.0, abs=5 * math.sqrt(1 / 3 / out.numel()))
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())
+    assert not torch.equal(module(x), out)  # a second call, of attention and MLP of one layer say, draws anew
+    masks.begin(PackedSequences((TOKENS,), torch.tensor([0, TOKENS])), pack_of([TOKENS], [(0, 0)]))
+    assert torch.equal(module(x), out)
+    assert module.eval()(x) is x
+    assert not KeyedDropout("m", 1.0, masks)(x).any()
+    with pytest.raises(ModelError, match=r"the dropout m got a tensor of the shape \(1, 255, 512\)"):
+        module.train()(x[:, 1:])
+    with pytest.raises(ModelError, match="tokens of a pack"):
+        module(torch.ones(2, TOKENS, WIDTH))
+
+
+# ------------------------------------------------------------------------------------------------------ what is refused
+
+
+def test_dropout_of_attention_scores_and_of_functions_is_refused_by_name():
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*kernels"):
+        describe_model(tiny_model("llama_gqa_bias", attention_dropout=0.1))
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "vocab_size": 99,
+    }
+    config = AutoConfig.for_model(
+        "starcoder2", **sizes, num_key_value_heads=2, residual_dropout=0.1, embedding_dropout=0.0
+    )
+    with pytest.raises(UnsupportedError, match=r"residual_dropout=0.1.*draw other random numbers"):
+        describe_model(AutoModelForCausalLM.from_config(config))
+    config = AutoConfig.for_model("phi3", **sizes, num_key_value_heads=2, pad_token_id=0, resid_pdrop=0.1)
+    describe_model(AutoModelForCausalLM.from_config(config))

@@ -1,0 +1,115 @@
+"""`hf-hotspa plan` and the engine agree on families: which strategies are legal, and what a rank holds of the weights.
+
+On the default config of each family, which describes a model of real size, built without weights; a sample of them in
+every run. Families of latent attention are refused by the arithmetic of `plan`, by name.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_hotspa.cli import main
+from hf_hotspa.cost.analytic import layer_cost
+from hf_hotspa.cost.hardware import load_hardware
+from hf_hotspa.cost.memory import activation_bytes
+from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model
+from hf_hotspa.cost.planning import Setup
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy, legal_strategies
+from tests.family_table import ONLY_TINY, default_config, described, facts_of, family_facts
+from tests.tiny_families import planned_families
+
+TABLE = json.loads(FAMILIES_FILE.read_text())
+SAMPLE = ("llama", "olmo2", "mixtral", "granitemoe", "gpt_oss", "jais2")
+"""Cut whole; gathered projections; experts that the plan cuts, and attention that it does not; no plan; uneven heads."""
+WORLD = 8
+NEAR = 0.01
+FAR = {
+    "qwen3_5_text": 0.03,  # of its layers, some have no key/value heads
+    "gemma4_text": 0.9,
+    "phi4_multimodal": 0.7,  # further embeddings, of which their configs' own fields tell
+    "hrm_text": 2.1,  # two stacks of layers of its own names
+}
+"""Families where a rank's weights are further off than `NEAR`, and by how much."""
+_LATENT = "cannot be counted from its config: multi-head latent attention"
+_NAMES = "has no num_hidden_layers"
+UNCOUNTED = {
+    **dict.fromkeys(
+        (
+            "axk1", "axk2", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots3_note_text",
+            "glm4_moe_lite", "glm_moe_dsa", "hy_v4", "kimi_linear", "minicpm3", "youtu",
+        ),
+        _LATENT,
+    ),
+    "longcat_flash": _NAMES,
+    "nemotron_h": _NAMES,
+    "gemma3n_text": "intermediate_size is ",
+    "phimoe": "cannot be trained: the router of phimoe draws random numbers",
+}  # fmt: skip
+"""What `plan` says of the others."""
+
+EVERY = [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in planned_families()]
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_the_table_holds_what_the_engine_finds(family: str) -> None:
+    assert family_facts(family) == facts_of(TABLE)[family], "run: python -m tests.family_table"
+
+
+@pytest.mark.parametrize("family", EVERY)
+def test_legal_strategies_and_weights_are_those_of_the_engine(family: str, tmp_path: Path) -> None:
+    config = default_config(family)
+    config.save_pretrained(tmp_path)
+    if family in UNCOUNTED:
+        with pytest.raises(ModelError, match=UNCOUNTED[family]):
+            load_model(tmp_path)
+        return
+    exact, model = described(config), load_model(tmp_path)
+    shape = model.shape
+    legal = legal_strategies(WORLD, shape)
+    assert legal == legal_strategies(WORLD, exact.shape)
+    options = [Strategy(1, tp, WORLD // tp, sp=True) for tp in (2, 4, 8)]
+    assert [s.misfit(shape) for s in options] == [s.misfit(exact.shape) for s in options]
+    if family in ONLY_TINY:
+        return
+    counted, vector = ModelSizes(shape, "bfloat16", model.tied), ModelSizes(exact.shape, vector=exact.vector)
+    for tp in sorted({strategy.tp for strategy in legal}):
+        found, expected = (sizes.stages(Strategy(1, tp, 1))[0].weight_bytes for sizes in (counted, vector))
+        assert found == pytest.approx(expected, rel=FAR.get(family, NEAR)), f"tp{tp}"
+
+
+def _shape(**changes: Any) -> ModelShape:
+    return ModelShape("llama", 2, 8, 8, 64, 64, 256, 4 * 64 * 64 + 3 * 64 * 128 + 2 * 64, **changes)
+
+
+def test_what_is_held_whole_costs_memory_and_time_at_every_tp() -> None:
+    attention, mlp = 4 * 64 * 64, 3 * 64 * 128
+    ends = 2 * 256 * 64
+    for changes, whole in (({}, 0), ({"whole_attention": 1.0}, attention), ({"whole_mlp": 0.5}, mlp // 2)):
+        shape = _shape(**changes)
+        assert shape.whole_parameters == pytest.approx(whole, abs=64)  # of the two norms, which count with the MLP
+        for tp in (1, 2, 8):
+            layer = whole + (attention + mlp - whole) // tp + 2 * 64
+            (stage,) = ModelSizes(shape).stages(Strategy(1, tp, 1))
+            assert stage.weight_bytes == 2 * (2 * layer + ends // tp + 64)
+    cut, kept = _shape(), _shape(whole_attention=1.0)
+    assert activation_bytes(cut, 1) == activation_bytes(kept, 1)
+    assert activation_bytes(kept, 8) - activation_bytes(cut, 8) == pytest.approx(2 * 4 * 64 * (1 - 1 / 8))
+    machine = load_hardware("a800-80g")
+    of_cut, of_kept = (layer_cost(shape, 8, machine, "bfloat16") for shape in (cut, kept))
+    assert of_kept.a == pytest.approx(8 * of_cut.a)
+    assert of_kept.b > of_cut.b
+
+
+def test_sequence_parallel_is_not_offered_where_the_engine_refuses_it(tmp_path: Path) -> None:
+    default_config("mixtral").save_pretrained(tmp_path)
+    with pytest.raises(HotspaConfigError, match=r"cannot run \+sp.*mlp.gate works on whole rows") as caught:
+        Setup.read(str(tmp_path), "1x8", sequence_parallel=True)
+    assert "leave --sequence-parallel out" in str(caught.value)
+    asked = ["--model", str(tmp_path), "--nodes", "1x8", "--strategy", "tp8+sp", "--pack-tokens", "9"]
+    assert main(["estimate", *asked]) == 2
+    assert Setup.read(str(tmp_path), "1x8").strategies()
