@@ -4,10 +4,12 @@ A setting that would be ignored silently, or that would make training inexact, r
 use instead. Everything else of `TrainingArguments` works as it is.
 """
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -15,7 +17,11 @@ from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
+from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.optimizers import check_optimizer_name
+
+OFFLOADS = ("none", "master")
+"""The values of `hotspa_offload`."""
 
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
@@ -36,7 +42,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "bf16_full_eval": ((False,), _EVALUATION),
     "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
     "fsdp": ((None, False, "", []), _OWN_LAYOUTS),
-    "deepspeed": ((None,), _OWN_LAYOUTS),
     "parallelism_config": ((None,), _OWN_LAYOUTS),
     "ddp_find_unused_parameters": ((None,), "there is no DistributedDataParallel; drop the option"),
     "ddp_bucket_cap_mb": ((None,), "there is no DistributedDataParallel; drop the option"),
@@ -172,6 +177,14 @@ class HotSPaTrainingArguments(TrainingArguments):
             "and activations count, too, and on CPU the default is the free memory of the machine, shared by its processes."
         },
     )
+    hotspa_offload: str = field(
+        default="none",
+        metadata={
+            "help": "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
+            "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
+            "choices": list(OFFLOADS),
+        },
+    )
     hotspa_switch_timeout: float = field(
         default=120.0,
         metadata={
@@ -233,7 +246,11 @@ class HotSPaTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
+        given: Any = vars(self)["deepspeed"]
+        self._deepspeed = self._map_deepspeed(given)
+        self.deepspeed: Any = None  # the parent would start DeepSpeed
         super().__post_init__()
+        self.deepspeed = given
         if not self.hotspa_strategies:
             raise HotspaConfigError(
                 "hotspa_strategies is not set",
@@ -256,6 +273,10 @@ class HotSPaTrainingArguments(TrainingArguments):
         for name in ("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"):
             if getattr(self, name) not in ON_OFF:
                 raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
+        if self.hotspa_offload not in OFFLOADS:
+            raise HotspaConfigError(
+                f"hotspa_offload is {self.hotspa_offload!r}", fix=f"use one of {', '.join(OFFLOADS)}"
+            )
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
@@ -273,6 +294,8 @@ class HotSPaTrainingArguments(TrainingArguments):
                 f"hotspa_skip_non_finite is {self.hotspa_skip_non_finite}", fix="use 0 to skip none, or a small number"
             )
         self._refuse()
+        if self._deepspeed is not None:
+            self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is None:
             accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
@@ -280,6 +303,26 @@ class HotSPaTrainingArguments(TrainingArguments):
             raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
         # accumulation is part of the mini-batch from here on; the Trainer's loop must not accumulate a second time
         self.gradient_accumulation_steps = 1
+
+    def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
+        """Sets the arguments that a DeepSpeed config stands for."""
+        if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
+            raise UnsupportedError(
+                "accelerate was told to start DeepSpeed (ACCELERATE_USE_DEEPSPEED)",
+                why=_OWN_LAYOUTS,
+                fix="use distributed_type: MULTI_GPU, and give the JSON file as deepspeed= to the arguments",
+            )
+        if not given:
+            return None
+        mapping = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
+        for name, value in mapping.arguments.items():
+            setattr(self, name, value)
+        return mapping
+
+    @property
+    def hotspa_deepspeed(self) -> DeepSpeedMapping | None:
+        """What the config given as `deepspeed` comes to; None without one."""
+        return self._deepspeed
 
     @property
     def hotspa_auto(self) -> bool:

@@ -100,6 +100,7 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_overlap_return": "true"}, HotspaConfigError, "auto, on, off"),
         ({"hotspa_second_source": "both"}, HotspaConfigError, "hotspa_second_source is 'both'"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
+        ({"hotspa_offload": "nvme"}, HotspaConfigError, "none, master"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
