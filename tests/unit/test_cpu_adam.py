@@ -68,9 +68,9 @@ def test_it_steps_as_torchs_adamw(optimizer_class):
 
 @pytest.mark.parametrize("from_torch", [False, True])
 def test_a_new_object_goes_on_from_the_state_to_the_bit(optimizer_class, from_torch):
-    values = [torch.randn(n, generator=torch.Generator().manual_seed(n)) for n in SIZES]
+    values = [torch.zeros(n) for n in SIZES]  # so that nothing of an update is rounded away
     optimizer, parameters = make(torch.optim.AdamW if from_torch else optimizer_class, values)
-    for number in range(4):
+    for number in range(14):
         step(optimizer, parameters, number)
     resumed = []
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_a_new_object_goes_on_from_the_state_to_the_bit(optimizer_class, from_to
         resumed.append((other, copies))
     if not from_torch:
         resumed.append((optimizer, parameters))  # which was never interrupted
-    for number in range(4, 10):
+    for number in range(14, 30):
         for other, copies in resumed:
             step(other, copies, number)
     for shares in zip(*(copies for _, copies in resumed), strict=True):
