@@ -42,6 +42,7 @@ PRELOAD = [
     "torch.distributed.tensor",
     "accelerate",
     "datasets",
+    "deepspeed",
     "transformers",
     "transformers.modeling_utils",
     "transformers.models.llama.modeling_llama",
@@ -171,7 +172,8 @@ def run_ranks(
 def warm_up() -> None:
     """Starts the server process in the background, so that its imports run while other tests do."""
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
-    missing = {key: "1" for key in ("OMP_NUM_THREADS", "MKL_NUM_THREADS") if key not in os.environ}
+    wanted = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+    missing = {key: value for key, value in wanted.items() if key not in os.environ}
     os.environ.update(missing)
     try:
         forkserver.ensure_running()

@@ -258,8 +258,12 @@ def drive(
     *,
     staging_bytes: int | None = None,
     progress: Callable[[int], Progress] | None = None,
+    devices: tuple[str, str] = ("cpu", "cpu"),
 ) -> list[SwitchStats]:
-    """Runs a switch of all ranks in this thread, the ranks in another random order in every step."""
+    """Runs a switch of all ranks in this thread, the ranks in another random order in every step.
+
+    `devices` are those of the computation and of the master store.
+    """
     hub, world_size, epoch = LoopbackHub(case.world_size), case.world_size, rng.randint(0, 1 << 20)
     runs = {}
     for rank in range(world_size):
@@ -267,8 +271,10 @@ def drive(
             hub.transport(rank),
             rank,
             staging_bytes or case.staging_bytes,
+            devices[0],
             native=case.native,
             by_layer=epoch % 2 == 0,
+            master_device=devices[1],
         )
         with direct_messages(case):
             executor.prepare(case.plan, case.wires)

@@ -1,13 +1,15 @@
-"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, and a refusal by name of what cannot be honoured.
+"""`HotSPaTrainingArguments`: a few flags on top of Hugging Face's, checked.
 
-A setting that would be ignored silently, or that would make training inexact, raises `UnsupportedError` with what to
-use instead. Everything else of `TrainingArguments` works as it is.
+What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpeed config is mapped (`deepspeed_config`).
+Everything else of `TrainingArguments` works as it is.
 """
 
-from dataclasses import dataclass, field
+import os
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
+from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -17,7 +19,12 @@ from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
 from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
+from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.optimizers import check_optimizer_name
+from hf_hotspa.trainer.refused_arguments import OWN_LAYOUTS, refuse_arguments
+
+OFFLOADS = ("none", "master")
+"""The values of `hotspa_offload`."""
 
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
@@ -27,42 +34,6 @@ MEASURE = "measure"
 
 ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 """The values of the flags that may also decide themselves, as the engine takes them."""
-
-_EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
-_OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
-
-# name -> (values that are fine, why another one is refused or what to use instead)
-_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
-    "fp16": ((False,), "loss scaling is not supported; use bf16 or fp32"),
-    "fp16_full_eval": ((False,), _EVALUATION),
-    "bf16_full_eval": ((False,), _EVALUATION),
-    "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
-    "fsdp": ((None, False, "", []), _OWN_LAYOUTS),
-    "deepspeed": ((None,), _OWN_LAYOUTS),
-    "parallelism_config": ((None,), _OWN_LAYOUTS),
-    "ddp_find_unused_parameters": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_bucket_cap_mb": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_broadcast_buffers": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_static_graph": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
-    "auto_find_batch_size": ((False,), "memory is bounded by the tokens per pack: strategy:longest@tokens"),
-    "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
-    "torch_empty_cache_steps": ((None,), "the engine keeps its memory between phases; drop the option"),
-    "enable_jit_checkpoint": ((False,), "SIGTERM saves and stops on all ranks alike without it; drop the option"),
-    "save_on_each_node": (
-        (False,),
-        "a checkpoint is one directory that all ranks write into; use a shared file system",
-    ),
-    "train_sampling_strategy": (
-        ("random", "sequential"),
-        "lengths are grouped inside each mini-batch, without changing which sequences it holds; use random",
-    ),
-    "dataloader_in_order": ((True,), "every rank must get the mini-batches in the same order; drop the option"),
-    "label_names": ((None, ["labels"]), "the loss of a causal language model knows 'labels' only; rename the column"),
-    "eval_use_gather_object": ((False,), "every rank has all predictions anyway; drop the option"),
-    "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
-    "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
-}
 
 
 @dataclass
@@ -190,6 +161,14 @@ class HotSPaTrainingArguments(TrainingArguments):
             "and activations count, too, and on CPU the default is the free memory of the machine, shared by its processes."
         },
     )
+    hotspa_offload: str = field(
+        default="none",
+        metadata={
+            "help": "master keeps the master store in host memory: fp32 weights, gradient sums, optimizer state. AdamW is "
+            "DeepSpeed's CPU Adam there, where DeepSpeed (the extra deepspeed) and a C++ compiler are installed.",
+            "choices": list(OFFLOADS),
+        },
+    )
     hotspa_switch_timeout: float = field(
         default=120.0,
         metadata={
@@ -251,7 +230,11 @@ class HotSPaTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
+        given: Any = vars(self)["deepspeed"]
+        self._deepspeed = self._map_deepspeed(given)
+        self.deepspeed: Any = None  # the parent would start DeepSpeed
         super().__post_init__()
+        self.deepspeed = given
         if not self.hotspa_strategies:
             raise HotspaConfigError(
                 "hotspa_strategies is not set",
@@ -275,6 +258,10 @@ class HotSPaTrainingArguments(TrainingArguments):
             if getattr(self, name) not in ON_OFF:
                 raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
         _ = self.hotspa_gradients
+        if self.hotspa_offload not in OFFLOADS:
+            raise HotspaConfigError(
+                f"hotspa_offload is {self.hotspa_offload!r}", fix=f"use one of {', '.join(OFFLOADS)}"
+            )
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
@@ -291,7 +278,11 @@ class HotSPaTrainingArguments(TrainingArguments):
             raise HotspaConfigError(
                 f"hotspa_skip_non_finite is {self.hotspa_skip_non_finite}", fix="use 0 to skip none, or a small number"
             )
-        self._refuse()
+        refuse_arguments(self)
+        check_optimizer_name(self.optim)
+        _ = self.hotspa_recompute_every
+        if self._deepspeed is not None:
+            self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is None:
             accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
@@ -299,6 +290,26 @@ class HotSPaTrainingArguments(TrainingArguments):
             raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
         # accumulation is part of the mini-batch from here on; the Trainer's loop must not accumulate a second time
         self.gradient_accumulation_steps = 1
+
+    def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
+        """Sets the arguments that a DeepSpeed config stands for."""
+        if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
+            raise UnsupportedError(
+                "accelerate was told to start DeepSpeed (ACCELERATE_USE_DEEPSPEED)",
+                why=OWN_LAYOUTS,
+                fix="use distributed_type: MULTI_GPU, and give the JSON file as deepspeed= to the arguments",
+            )
+        if not given:
+            return None
+        mapping = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})
+        for name, value in mapping.arguments.items():
+            setattr(self, name, value)
+        return mapping
+
+    @property
+    def hotspa_deepspeed(self) -> DeepSpeedMapping | None:
+        """What the config given as `deepspeed` comes to; None without one."""
+        return self._deepspeed
 
     @property
     def hotspa_auto(self) -> bool:
@@ -365,20 +376,3 @@ class HotSPaTrainingArguments(TrainingArguments):
                 fix="use every_n_layers alone, or nothing",
             )
         return every
-
-    def _refuse(self) -> None:
-        for name, (fine, why) in _REFUSED.items():
-            value = getattr(self, name, fine[0])
-            if value not in fine:
-                shown = getattr(value, "value", value)
-                raise UnsupportedError(f"the training argument {name}={shown!r} cannot be honoured", fix=why)
-        config: Any = self.accelerator_config
-        for name, default in (("split_batches", False), ("dispatch_batches", None), ("use_seedable_sampler", True)):
-            if getattr(config, name, default) != default:
-                raise UnsupportedError(
-                    f"accelerator_config={{{name!r}: {getattr(config, name)!r}}} cannot be honoured",
-                    why="mini-batches are not dealt out to ranks by accelerate",
-                    fix=f"leave {name} out",
-                )
-        check_optimizer_name(self.optim)
-        _ = self.hotspa_recompute_every

@@ -37,6 +37,7 @@ from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSourceMixin
+from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
@@ -63,7 +64,9 @@ class _MasterModule(nn.Module):
         )
 
 
-class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, Trainer):
+class HotSPaTrainer(
+    ModelSourceMixin, OptimizationMixin, EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, Trainer
+):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
     Takes the arguments of `Trainer`. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
@@ -105,6 +108,8 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         self.args = args
         self._make_output_dir()
         super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
+        if args.hotspa_deepspeed is not None and args.process_index == 0:
+            print(args.hotspa_deepspeed, flush=True)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
         self.callback_handler = CallbackEvents(self.callback_handler)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
@@ -184,6 +189,7 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
             neftune_alpha=args.neftune_noise_alpha,
             seed=args.seed,
             gradients=args.hotspa_gradients,
+            offload_master=args.hotspa_offload == "master",
         )
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = make_predictions(self.engine, calibration, args)
@@ -291,15 +297,6 @@ class HotSPaTrainer(ModelSourceMixin, EvaluationMixin, HubMixin, PreemptionMixin
         self._loaded_state = {}
         if "auto" in state:
             self._auto.load_state_dict(state["auto"])
-
-    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """The optimizer of `--optim` on this rank's share of the master store, with Hugging Face's parameter groups."""
-        if self.optimizer is None:
-            assert self.engine is not None
-            chosen = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            decayed = set(self.get_decay_parameter_names(self.model))
-            self.optimizer = chosen[0](self.engine.parameter_groups(self.args.weight_decay, decayed), **chosen[1])
-        return self.optimizer
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._wrapped is None:

@@ -22,12 +22,15 @@ from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterVector, trained_part
+from hf_hotspa.runtime.cpu_adam import CPU_ADAM
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.runtime.storage import from_storage, to_storage
 
 _HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""
+_SAME_STATE = {"AdamW", CPU_ADAM}
+"""Optimizers that go on from one another's state."""
 
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -308,16 +311,20 @@ def _load_optimizer(
     where: str,
 ) -> None:
     current = optimizer.state_dict()
-    if (saved["class"], len(saved["groups"])) != (type(optimizer).__name__, len(current["param_groups"])):
+    own = type(optimizer).__name__
+    same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
+    if not same or len(saved["groups"]) != len(current["param_groups"]):
         raise ResumeError(
             f"the checkpoint holds the state of {saved['class']} with {len(saved['groups'])} parameter groups, and the "
-            f"run has {type(optimizer).__name__} with {len(current['param_groups'])}",
+            f"run has {own} with {len(current['param_groups'])}",
             where=where,
             fix="go on with the same optim",
         )
     groups = []
     for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
         restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in _HERE_AND_NOW}
+        if saved["class"] != own:  # settings that only the other one has are at their defaults
+            restored = {key: value for key, value in restored.items() if key in group}
         for key, value in restored.items():
             if isinstance(group.get(key), tuple):
                 restored[key] = tuple(value)

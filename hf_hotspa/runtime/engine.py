@@ -79,6 +79,7 @@ class HotSPaEngine:
         seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.
+        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
@@ -114,6 +115,7 @@ class HotSPaEngine:
         seed: int = 0,
         loss_chunk_tokens: int | None = None,
         gradients: GradientDtypes = IN_FP32,
+        offload_master: bool = False,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -122,7 +124,7 @@ class HotSPaEngine:
         options = EngineOptions(
             compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
             switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
-            loss_chunk_tokens, gradients,
+            loss_chunk_tokens, gradients, offload_master,
         )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
@@ -134,7 +136,8 @@ class HotSPaEngine:
         self.failures = PhaseFailures(self.rank, self._mailbox)
         self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
-        self.master = MasterStore(self.description.vector, self.rank, self.world_size, device)
+        home = options.master_device(device)
+        self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device)
         self.model_digest: str | None = None
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
         if weights is not None:

@@ -70,7 +70,7 @@ def fill_from_model(
     if agreement.rank == 0:
         logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
     for spec in master.vector.specs:
-        tensor = tensors[spec.name].to(master.device, copy=True).contiguous()
+        tensor = tensors[spec.name].to(master.compute_device, copy=True).contiguous()
         dist.broadcast(tensor, src=0, group=group)
         master.fill({spec.name: tensor})
     return digest, False

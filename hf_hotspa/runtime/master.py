@@ -24,6 +24,8 @@ class MasterStore:
         rank: This rank.
         world_size: Ranks that share the store.
         device: Where the share lives.
+        compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
+            beside an accelerator is pinned.
 
     Attributes:
         layout: Who owns what.
@@ -34,8 +36,17 @@ class MasterStore:
         frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
     """
 
-    def __init__(self, vector: ParameterVector, rank: int, world_size: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        vector: ParameterVector,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        compute_device: torch.device | None = None,
+    ) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
+        self.compute_device = compute_device or device
+        pinned = device.type == "cpu" and self.compute_device.type == "cuda"
         self.layout: Layout = master_layout(vector, world_size)
         self.frozen_version = 0
         self.weights: list[Tensor | None] = []
@@ -43,9 +54,10 @@ class MasterStore:
         self._owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         for segment in vector.segments:
             size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
-            self.weights.append(torch.empty(size, dtype=dtype, device=device) if size else None)
+            memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
+            self.weights.append(torch.empty(size, **memory) if size else None)
             trained = size and segment.trainable
-            self.gradients.append(torch.zeros(size, dtype=dtype, device=device) if trained else None)
+            self.gradients.append(torch.zeros(size, **memory) if trained else None)
         self.parameters: dict[str, nn.Parameter] = {}
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         for spec, segment_index, low, high in self._shares():
@@ -120,7 +132,7 @@ class MasterStore:
                 flat = own
             else:
                 # gloo wants equal sizes
-                padded = torch.zeros(max(sizes), dtype=dtype, device=self.device)
+                padded = torch.zeros(max(sizes), dtype=dtype, device=self.compute_device)
                 if own is not None:
                     padded[: own.numel()] = own
                 parts = [torch.empty_like(padded) for _ in sizes]

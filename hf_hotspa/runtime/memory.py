@@ -57,7 +57,7 @@ class MemoryForecast:
                 f"the strategies need {self} and the device has {limit_bytes / _MIB:,.1f} MiB",
                 where=f"rank {rank}",
                 why="activations and optimizer state come on top",
-                fix="use strategies with more tp or pp, a smaller hotspa_staging_mb, or no second source",
+                fix="use strategies with more tp or pp, a smaller hotspa_staging_mb, no second source, or on GPUs hotspa_offload=master",
             )
 
 

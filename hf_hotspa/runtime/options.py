@@ -44,6 +44,7 @@ class EngineOptions:
     seed: int = 0
     loss_chunk_tokens: int | None = None
     gradients: GradientDtypes = IN_FP32
+    offload_master: bool = False
 
     def check(self) -> None:
         """Refuses values that cannot be meant.
@@ -71,6 +72,10 @@ class EngineOptions:
                 f"recompute_every is {self.recompute_every}",
                 fix="use 1 for every layer, 2 for every second, 0 for none",
             )
+
+    def master_device(self, device: torch.device) -> torch.device:
+        """Where the master store is, for a rank that computes on this device."""
+        return torch.device("cpu") if self.offload_master else device
 
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""

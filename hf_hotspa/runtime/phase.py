@@ -63,7 +63,7 @@ class PhaseRunner:
         self.mesh, self._switching, self._master = mesh, switching, master
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
-        self.replica = Replica(description, mesh, master.device, buffers, options)
+        self.replica = Replica(description, mesh, master.compute_device, buffers, options)
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"

@@ -78,16 +78,18 @@ class Switching:
         transport = LoopbackHub(1).transport(0) if alone else ProcessGroupTransport(groups.switch)
         forward = None if alone else ProcessGroupTransport(groups.forward)
         masters = [getattr(torch, s.master_dtype) for s in vector.segments]
-        native = {SECOND, RELAY, TARGET} | ({SOURCE} if masters == self.weight_dtypes else set())
+        master_device = options.master_device(device)
+        apart = master_device.type != device.type
+        native = {SECOND, RELAY, TARGET} | ({SOURCE} if masters == self.weight_dtypes and not apart else set())
         overlap = options.overlap(device)
         self.executor = SwitchExecutor(
-            transport, rank, options.staging_bytes, device, forward, native, by_layer=bool(overlap)
+            transport, rank, options.staging_bytes, device, forward, native, bool(overlap), master_device
         )
         copies = 2 if self.pool.second_source else 1
         self.arenas = Arenas(device, copies)
         self.forecast: MemoryForecast = forecast(
             vector,
-            self.pool.master.rank_sizes(rank),
+            [0] * len(vector.segments) if apart else self.pool.master.rank_sizes(rank),
             [self.pool.layout(s).rank_sizes(rank) for s in strategies],
             self.executor.extra_bytes(self.switches()),
             copies,

@@ -116,6 +116,8 @@ class SwitchExecutor:
             every rank, if the target does, too: long stretches of these go from buffer to buffer. The same on all ranks.
         by_layer: Whether groups of segments are kept small, for a computation that goes on beside; else as large as
             memory allows, for fewest messages. The same on all ranks.
+        master_device: Where the source of loads and the target of returns are; `device` when None. `SOURCE` is not
+            `native` where that is another one.
     """
 
     def __init__(
@@ -127,10 +129,11 @@ class SwitchExecutor:
         forward: Transport | None = None,
         native: Collection[int] = (),
         by_layer: bool = False,
+        master_device: torch.device | str | None = None,
     ) -> None:
         self.transport, self.forward, self.rank = transport, forward or transport, rank
         self.staging_bytes, self._native, self._by_layer = staging_bytes, frozenset(native), by_layer
-        self.device = torch.device(device)
+        self.device, self._master_device = torch.device(device), torch.device(master_device or device)
         # a slot of each for every round in flight, and a relay slot for every group that uses one
         self._send_staging = [self._empty(0)] * _IN_FLIGHT
         self._receive_staging = [self._empty(0)] * _IN_FLIGHT
@@ -366,9 +369,10 @@ class SwitchExecutor:
                     where=f"rank {self.rank}",
                     why="nothing was sent",
                 )
-            if buffer.device.type != self.device.type:
+            device = self._master_device if store == (TARGET if plan.accumulate else SOURCE) else self.device
+            if buffer.device.type != device.type:
                 raise PlanError(
-                    f"switch {plan.name!r}: the {role} buffer of segment {segment} is on {buffer.device}, not {self.device}",
+                    f"switch {plan.name!r}: the {role} buffer of segment {segment} is on {buffer.device}, not {device}",
                     where=f"rank {self.rank}",
                     why="nothing was sent",
                 )

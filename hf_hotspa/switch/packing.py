@@ -79,15 +79,18 @@ class BoundRound:
         if accumulate and current.local:
             self._adds.append((rank, *self._local))
         self._adds.sort(key=lambda part: part[0])  # the order that makes sums repeatable
+        # a master store in host memory beside an accelerator: what is added goes there first
+        self._host_sums = any(v.device != c.device for _, *sides in self._adds for v, c in zip(*sides, strict=True))
 
     def _bind_send(self, message: Message, buffers: Views, staging: torch.Tensor) -> None:
         views = _views(message.slices, buffers)
-        if message.staging_offset < 0 or (len(views) == 1 and views[0].dtype == _dtype(message.wire)):
+        as_it_is = len(views) == 1 and views[0].dtype == _dtype(message.wire) and views[0].device == staging.device
+        if message.staging_offset < 0 or as_it_is:
             self.outgoing.append(views[0])
             return
         if message.staging_offset not in self._staged:  # messages with one place in staging share it, packed once
             staged = self._staged[message.staging_offset] = _staged(staging, message)
-            if all(view.dtype == staged.dtype for view in views):
+            if all((view.dtype, view.device) == (staged.dtype, staged.device) for view in views):
                 self._packs.append((staged, views))
             else:
                 self._converts.append((_split(staged, message), views))
@@ -113,6 +116,8 @@ class BoundRound:
     def add(self) -> None:
         """Adds the contributions of a return in ascending order of the source ranks, this rank's own among them."""
         for _, views, contributions in self._adds:
+            if self._host_sums:
+                contributions = [c.to(view.device) for c, view in zip(contributions, views, strict=True)]
             torch._foreach_add_(views, contributions)
 
 

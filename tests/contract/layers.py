@@ -74,6 +74,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
     4: (
         "hf_hotspa/runtime/replica.py",
         "hf_hotspa/runtime/master.py",
+        "hf_hotspa/runtime/cpu_adam.py",
         "hf_hotspa/runtime/loading.py",
         "hf_hotspa/runtime/skeleton.py",
         "hf_hotspa/runtime/specs.py",

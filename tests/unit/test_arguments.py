@@ -113,6 +113,7 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_grad_accum_dtype": "fp16"}, HotspaConfigError, "fp32, bf16"),
         ({"hotspa_grad_wire_dtype": "int8"}, HotspaConfigError, "auto, fp32, bf16"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
+        ({"hotspa_offload": "nvme"}, HotspaConfigError, "none, master"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),

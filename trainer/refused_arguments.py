@@ -1,0 +1,67 @@
+"""Training arguments of transformers that cannot be honoured, each with what to use instead.
+
+A setting that would be ignored silently, or that would make training inexact, is refused by name. The rest works as it is.
+"""
+
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_hotspa.errors import UnsupportedError
+
+_EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
+OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
+"""Why nothing else may lay out the model."""
+
+# name -> (values that are fine, why another one is refused or what to use instead)
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "fp16": ((False,), "loss scaling is not supported; use bf16 or fp32"),
+    "fp16_full_eval": ((False,), _EVALUATION),
+    "bf16_full_eval": ((False,), _EVALUATION),
+    "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
+    "fsdp": ((None, False, "", []), OWN_LAYOUTS),
+    "parallelism_config": ((None,), OWN_LAYOUTS),
+    "ddp_find_unused_parameters": ((None,), "there is no DistributedDataParallel; drop the option"),
+    "ddp_bucket_cap_mb": ((None,), "there is no DistributedDataParallel; drop the option"),
+    "ddp_broadcast_buffers": ((None,), "there is no DistributedDataParallel; drop the option"),
+    "ddp_static_graph": ((None,), "there is no DistributedDataParallel; drop the option"),
+    "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
+    "auto_find_batch_size": ((False,), "memory is bounded by the tokens per pack: strategy:longest@tokens"),
+    "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
+    "torch_empty_cache_steps": ((None,), "the engine keeps its memory between phases; drop the option"),
+    "enable_jit_checkpoint": ((False,), "SIGTERM saves and stops on all ranks alike without it; drop the option"),
+    "save_on_each_node": (
+        (False,),
+        "a checkpoint is one directory that all ranks write into; use a shared file system",
+    ),
+    "train_sampling_strategy": (
+        ("random", "sequential"),
+        "lengths are grouped inside each mini-batch, without changing which sequences it holds; use random",
+    ),
+    "dataloader_in_order": ((True,), "every rank must get the mini-batches in the same order; drop the option"),
+    "label_names": ((None, ["labels"]), "the loss of a causal language model knows 'labels' only; rename the column"),
+    "eval_use_gather_object": ((False,), "every rank has all predictions anyway; drop the option"),
+    "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
+    "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
+}
+
+
+def refuse_arguments(args: TrainingArguments) -> None:
+    """Refuses what cannot be honoured.
+
+    Raises:
+        UnsupportedError: naming the argument, its value and what to use instead.
+    """
+    for name, (fine, why) in _REFUSED.items():
+        value = getattr(args, name, fine[0])
+        if value not in fine:
+            shown = getattr(value, "value", value)
+            raise UnsupportedError(f"the training argument {name}={shown!r} cannot be honoured", fix=why)
+    config: Any = args.accelerator_config
+    for name, default in (("split_batches", False), ("dispatch_batches", None), ("use_seedable_sampler", True)):
+        if getattr(config, name, default) != default:
+            raise UnsupportedError(
+                f"accelerator_config={{{name!r}: {getattr(config, name)!r}}} cannot be honoured",
+                why="mini-batches are not dealt out to ranks by accelerate",
+                fix=f"leave {name} out",
+            )
