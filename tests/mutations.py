@@ -132,10 +132,31 @@ MUTATIONS = [
     ),
     Mutation(
         "masters of bf16 weights are bf16",
-        "hf_hotspa/layout/vector.py",
-        'return "float32" if self.trainable and self.dtype != "float64" else self.dtype',
-        "return self.dtype",
+        "hf_hotspa/layout/gradients.py",
+        'return "float64" if dtype == "float64" else "float32"',
+        "return dtype",
         ENGINE + "test_bf16_weights_are_the_rounded_masters_and_gradients_are_fp32",
+    ),
+    Mutation(
+        "gradients travel as they accumulate",
+        "hf_hotspa/runtime/switching.py",
+        "options.gradients.moved(dtype)",
+        "options.gradients.accumulated(dtype)",
+        "tests/gloo/test_gradient_dtypes.py::test_what_each_pair_costs_in_bytes_and_error",
+    ),
+    Mutation(
+        "a recomputed layer drops what the pack of another layer does",
+        "hf_hotspa/runtime/dropout.py",
+        "now, self.pack = self.pack, pack",
+        "now = self.pack",
+        "tests/gloo/test_dropout.py::test_every_strategy_drops_the_same_elements",
+    ),
+    Mutation(
+        "the second part of a split row drops like the first",
+        "hf_hotspa/runtime/dropout.py",
+        "(begin + micro_batch.position_ids[0])",
+        "micro_batch.position_ids[0]",
+        UNIT + "test_dropout.py::test_a_token_keeps_its_mask_in_every_pack",
     ),
     # -- switches
     Mutation(

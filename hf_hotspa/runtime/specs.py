@@ -230,6 +230,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
             costs[unit] += parameter.numel()  # an adapter costs next to nothing
         specs.append(replace(spec, name=prefix + name, tied_names=tuple(prefix + other for other in tied)))
     vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
+    whole_attention, whole_mlp = _whole_shares(bare, plan)
     shape = ModelShape(
         family=text.model_type,
         num_layers=len(modules),
@@ -244,7 +245,8 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_obstacle=stage_obstacle(base_model, layers, before, after),
         sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
-        **_whole_shares(bare, plan),
+        whole_attention=whole_attention,
+        whole_mlp=whole_mlp,
     )
     config = copy.deepcopy(bare.config)
     if routers:  # replicas add the loss themselves
@@ -270,17 +272,18 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
     )
 
 
-def _whole_shares(model: nn.Module, plan: TensorPlan) -> dict[str, float]:
+def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
     """Of the matrices of attention and of MLPs, the shares of elements that tensor parallelism does not cut."""
-    counted = {"whole_attention": [0, 0], "whole_mlp": [0, 0]}
+    counted = [0, 0], [0, 0]
     for name, parameter in plain_parameters(model):
         prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
         if prefix is not None and parameter.dim() > 1:
             block = name.removeprefix(prefix).partition(".")[2]
-            kind = counted["whole_mlp" if _MLP.search(block) else "whole_attention"]
+            kind = counted[1 if _MLP.search(block) else 0]
             kind[0] += parameter.numel() * (name not in plan.cuts)
             kind[1] += parameter.numel()
-    return {kind: whole / total if total else 0.0 for kind, (whole, total) in counted.items()}
+    attention, mlp = (whole / total if total else 0.0 for whole, total in counted)
+    return attention, mlp
 
 
 def _sequence_obstacle(

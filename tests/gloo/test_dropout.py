@@ -85,6 +85,7 @@ CASES = {
     "lora fused": ("lora fused", "dp2tp2+sp:16@32,tp4+rc:60", {}),
     "hybrid lora": ("hybrid lora", "dp4:8@24,dp2tp2+rc:16@32,tp2pp2:60@66", {}),
     "gpt_neox": ("gpt_neox", "dp4:8@24,dp2tp2:16@32,tp2pp2+rc:60@66", {}),
+    "gpt_neox, sequence parallel": ("gpt_neox", "dp2tp2+sp:30@32,tp4+sp+rc:60@64", {}),
     "phi": ("phi", "dp4:8@24,pp4:16@32,tp4:60@66", {}),
 }
 
