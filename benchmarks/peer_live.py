@@ -19,6 +19,16 @@ from peer_sides import Side
 from peer_work import Work
 from worlds import World
 
+PRELOAD = (
+    "torch",
+    "torch.distributed.pipelining",
+    "datasets",
+    "transformers.trainer",
+    "transformers.models.llama.modeling_llama",
+    "hf_hotspa.trainer",
+    "deepspeed",
+)
+"""Imported once for all ranks. transformers imports DeepSpeed into every side anyway, where it is installed."""
 _PATIENCE_S = 1.0
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe")
 

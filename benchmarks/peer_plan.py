@@ -26,11 +26,17 @@ def paper_buckets(ranks: int, longest: int) -> str:
     return ",".join(entries)
 
 
-def plan_ours(rank: int, world_size: int, work: Work) -> dict[str, Any]:
+def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
     """`limit_bytes`, and for `free` and `limited` the bucket list of each static strategy or why there is none.
 
     The limit is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
     memory model. Saves the untrained model for sides that load one. The work of one rank.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        work: What all sides train.
+        force: Whether to calibrate even if the cache has a calibration.
     """
     import torch
 
@@ -50,7 +56,7 @@ def plan_ours(rank: int, world_size: int, work: Work) -> dict[str, Any]:
     description = describe_model(model, dtype)
     shape = description.shape
     strategies = legal_strategies(world_size, shape)
-    calibration = calibrate(model.config, strategies=strategies, compute_dtype=description.compute_dtype)
+    calibration = calibrate(model.config, strategies=strategies, compute_dtype=description.compute_dtype, force=force)
     sizes = ModelSizes(shape, calibration.key.dtype, vector=description.vector)
     staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
     memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from peer_sides import SIDES
 from peer_work import Work
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspeed", "hf-hotspa")
@@ -45,6 +46,9 @@ class Results:
 
     Args:
         path: Where it is, or will be.
+
+    Attributes:
+        calibrated: Model and dtype of calibrations that were made in this run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,6 +56,7 @@ class Results:
         self.data: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {"cells": {}}
         self._machine: dict[str, Any] = {}
         self._fresh: set[tuple[str, str]] = set()
+        self.calibrated: set[tuple[str, str]] = set()
 
     def begin_run(self, options: argparse.Namespace) -> dict[str, Any]:
         """Notes the machine, and what is asked for; returns the facts of the machine."""
@@ -80,7 +85,9 @@ class Results:
         if (key, side) not in self._fresh:
             self._fresh.add((key, side))
             sides[side] = {}
-        sides[side] |= {name: value for name, value in facts.items() if value not in (None, "")}
+        sides[side] |= {
+            name: value for name, value in facts.items() if value not in (None, "", False) or name == "fits"
+        }
 
     def fail(self, key: str, side: str, reason: str, held: int | None = None, text: str = "") -> None:
         """Notes why a side has no number.
@@ -111,5 +118,11 @@ class Results:
 
     def save(self) -> None:
         """Writes the file."""
+        order = [side.name for side in SIDES]
+        for cell in self.data["cells"].values():
+            sides = cell["sides"]
+            cell["sides"] = {
+                name: sides[name] for name in sorted(sides, key=lambda n: order.index(n.split(" (limit)")[0]))
+            }
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text(json.dumps(self.data, indent=1) + "\n")

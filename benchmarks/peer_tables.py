@@ -63,12 +63,12 @@ def line_of(cell: dict[str, Any], name: str) -> Line:
     steps = len(rounds[0])
     timed = [statistics.median(row[step] for row in rounds) for step in range(min(warmup, steps - 1), steps)]
     mean = statistics.fmean(tokens)
-    if found.get("differs"):  # mini-batches of its own
+    if found.get("own_batches"):
         of_step = [found["tokens"] / steps] * steps
     else:
         of_step = [float(count) for count in tokens[:steps]]
     speed = sum(of_step[-len(timed) :]) / sum(timed)
-    scaled = mean / statistics.fmean(of_step) if found.get("differs") else 1.0
+    scaled = mean / statistics.fmean(of_step) if found.get("own_batches") else 1.0
     return Line(
         name,
         mean / speed,

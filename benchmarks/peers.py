@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 from contest import MODELS
-from peer_live import LiveSide, SideError, in_turns, seconds_alone
+from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peer_memory import measure_memory
 from peer_plan import our_works, plan_ours
 from peer_results import Results
@@ -35,7 +35,7 @@ from worlds import WorldError, run_world
 
 LIMITED = " (limit)"
 """Behind the name of a side of ours that planned under the memory limit."""
-_RANK_BYTES = 400 << 20
+_RANK_BYTES = 300 << 20
 """What a rank that waits for its turn may hold, about."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
 
@@ -71,8 +71,10 @@ class CellRun:
         """Runs everything of this cell."""
         options = self.options
         print(f"\n{self.key}: {self.work.mini_batch_rows} rows a mini-batch, longest {self.work.longest}", flush=True)
-        self.say("planning ours (calibrates the machine if it was not before)")
-        plan = run_world(options.ranks, plan_ours, self.work)
+        self.say("calibrating and planning ours")
+        force = (self.model, self.dtype) not in self.results.calibrated and not options.keep_calibration
+        plan = run_world(options.ranks, plan_ours, self.work, force, preload=PRELOAD)
+        self.results.calibrated.add((self.model, self.dtype))
         self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
         contestants = self._peers() + self._ours(plan)
         for number in range(options.rounds):
@@ -120,7 +122,9 @@ class CellRun:
             if side not in self.sides:
                 continue
             size = sizes.get(side.as_tuned or side.name, 1)
-            self.results.note(self.key, side.name, micro_batch_rows=size, differs=side.differs)
+            self.results.note(
+                self.key, side.name, micro_batch_rows=size, differs=side.differs, own_batches=side.own_batches
+            )
             found.append(Contestant(side.name, side, replace(self.work, micro_batch_rows=size)))
         return found
 
@@ -195,7 +199,7 @@ def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Conte
     """Sides that are alive together: as many as asked for, or as the memory of the machine holds."""
     if not together:
         ranks = contestants[0].work.ranks if contestants else 1
-        together = max(2, int(psutil.virtual_memory().available * 0.7 / (_RANK_BYTES * ranks)))
+        together = max(2, int(psutil.virtual_memory().available * 0.8 / (_RANK_BYTES * ranks)))
     parts = -(-len(contestants) // together)
     return [list(contestants[part::parts]) for part in range(parts)]
 
@@ -234,9 +238,11 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=10, help="mini-batches")
     parser.add_argument("--warmup", type=int, default=2, help="mini-batches at the beginning that do not count")
     parser.add_argument("--trial-steps", type=int, default=3, help="mini-batches to try a micro-batch size with")
-    parser.add_argument("--tokens", type=int, default=8192, help="of a mini-batch, about")
+    parser.add_argument("--tokens", type=int, default=6144, help="of a mini-batch, about")
     parser.add_argument("--longest", type=int, default=4096, help="tokens at which lengths are cut")
     parser.add_argument("--together", type=int, default=0, help="sides alive at a time; 0: as memory allows")
+    parser.add_argument("--keep-calibration", action="store_true", help="use that of an earlier run, not one of now")
+    parser.add_argument("--cache", default=".cache/peers", help="folder of calibrations")
     parser.add_argument("--limit-s", type=float, default=180.0, help="what a side may take to be ready or for a step")
     parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure no memory")
     parser.add_argument("--json", metavar="FILE", default="out/peers.json", help="results; a later run adds to them")
@@ -266,6 +272,8 @@ def main() -> None:
         print(cell_tables(results.data, list(results.data["cells"])))
     else:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ["HF_HOTSPA_CACHE"] = str(Path(options.cache).resolve())
         print(", ".join(f"{key} {value}" for key, value in results.begin_run(options).items()), flush=True)
         run_cells(options, results)
         print(f"\nresults: {options.json}; what the sides printed: {options.logs}")

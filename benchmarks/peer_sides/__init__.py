@@ -22,7 +22,7 @@ class Side:
         as_tuned: The side whose micro-batch size it takes.
         ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch share packs.
         differs: Why its loss cannot agree with the others', if it cannot.
-        needs: A library beyond constraints.txt.
+        own_batches: Whether its mini-batches hold other sequences.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Side:
     as_tuned: str = ""
     ladder: bool = True
     differs: str = ""
-    needs: str = ""
+    own_batches: bool = False
 
     def run(self, work: Any, turns: Any) -> Any:
         """Trains on this rank."""
@@ -52,7 +52,7 @@ SIDES: tuple[Side, ...] = (
         "trl_sft",
         ladder=False,
         differs="packs over the whole data set: its mini-batches hold other sequences",
-        needs="trl",
+        own_batches=True,
     ),
     Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, as_tuned="Trainer + DDP, flattened"),
     Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}, as_tuned="Trainer + DDP, flattened"),
@@ -64,11 +64,15 @@ SIDES: tuple[Side, ...] = (
             "deepspeed_zero",
             {"stage": stage},
             as_tuned="Trainer + DDP, flattened",
-            needs="deepspeed",
         )
         for stage in (1, 2, 3)
     ),
-    Side("DeepSpeed Ulysses (sp4)", "deepspeed_zero", {"stage": 3, "ulysses": True}, needs="deepspeed"),
+    Side(
+        "DeepSpeed Ulysses (sp4)",
+        "deepspeed_zero",
+        {"stage": 3, "ulysses": True},
+        differs="the mean over a micro-batch: every row weighs the same, however long",
+    ),
     *(Side(f"ours, {name}", "ours", ours=True) for name in STATIC),
     Side("ours, the paper's way", "ours", ours=True),
     Side("ours, auto", "ours", ours=True),

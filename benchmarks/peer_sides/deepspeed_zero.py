@@ -11,12 +11,31 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 os.environ.setdefault("DS_BUILD_OPS", "0")
 
 import deepspeed
+import torch
 from accelerate import PartialState
 from contest import make_model
 from peer_work import Work
-from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
+from transformers import DataCollatorWithFlattening, Trainer
 
-from peer_sides.common import Turns, arguments, tokenizer
+from peer_sides.common import Turns, arguments
+
+
+class _Even(DataCollatorWithFlattening):
+    """Flattened rows, with as many places as every rank can have a like share of."""
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self._ranks = ranks
+
+    def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> Any:
+        batch = super().__call__(features, return_tensors, separator_id)
+        places = batch["input_ids"].shape[1]
+        more = -places % self._ranks
+        for name, value in (("input_ids", 0), ("labels", -100)):
+            batch[name] = torch.nn.functional.pad(batch[name], (0, more), value=value)
+        after = batch["position_ids"][:, -1:] + torch.arange(1, more + 1)
+        batch["position_ids"] = torch.cat([batch["position_ids"], after], dim=1)
+        return batch
 
 
 def run(work: Work, turns: Turns, stage: int, ulysses: bool = False) -> Any:
@@ -48,7 +67,7 @@ def run(work: Work, turns: Turns, stage: int, ulysses: bool = False) -> Any:
             sp_backend="deepspeed", sp_size=work.ranks, dp_shard_size=1, sp_handler=handler
         )
         more["gradient_accumulation_steps"] = work.mini_batch_rows
-        collator = DataCollatorForSeq2Seq(tokenizer(work), pad_to_multiple_of=work.ranks)
+        collator = _Even(work.ranks)
     args = arguments(work, **more)
     trainer = Trainer(
         model=make_model(work.model),

@@ -2,9 +2,9 @@
 
 from typing import Any
 
-import trl
 from contest import make_model
 from peer_work import Work
+from trl import SFTConfig, SFTTrainer, pack_dataset
 
 from peer_sides.common import Turns, arguments, tokenizer
 
@@ -12,13 +12,13 @@ from peer_sides.common import Turns, arguments, tokenizer
 def run(work: Work, turns: Turns) -> Any:
     """Trains mini-batches of about as many tokens as the others', all packs together; the weights are plain tensors."""
     rows = work.rows()
-    packs = len(trl.pack_dataset(rows, work.longest, strategy="bfd"))
+    packs = len(pack_dataset(rows, work.longest, strategy="bfd"))
     whole = len(rows) // work.mini_batch_rows  # mini-batches that the rows are for the others
     accumulation = max(1, round(packs / (whole * work.ranks)))
     steps = max(1, packs // (accumulation * work.ranks))
     args = arguments(
         work,
-        trl.SFTConfig,
+        SFTConfig,
         max_steps=min(steps, work.steps),
         logging_steps=max(1, min(steps, work.steps)),
         per_device_train_batch_size=1,
@@ -30,7 +30,7 @@ def run(work: Work, turns: Turns) -> Any:
         dataset_kwargs=None,
         shuffle_dataset=False,
     )
-    trainer = trl.SFTTrainer(
+    trainer = SFTTrainer(
         model=make_model(work.model),
         args=args,
         train_dataset=rows,

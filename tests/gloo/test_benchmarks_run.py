@@ -91,11 +91,10 @@ def test_auto_over_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.slow
-def test_peers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
+def test_peers(tmp_path: Path) -> None:
     path = tmp_path / "peers.json"
     command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--quick", "--json", str(path)]
-    command += ["--logs", str(tmp_path / "logs"), "--lengths", "commoncrawl"]
+    command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--lengths", "commoncrawl"]
     sides = ["--sides", "DDP, padded", "accelerate", "plain loop", "ours, dp4", "ours, tp4", "ours, auto"]
     done = subprocess.run([*command, *sides], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -63,7 +63,7 @@ def cell() -> dict[str, Any]:
         "sides": {
             "padded": side([[9.0, 2.0, 3.0, 3.0], [9.0, 4.0, 5.0, 1.0]], peak_bytes=90 * MIB, fits=True),
             "big": side([[9.0, 1.0, 1.0, 1.0]], 6.00005, peak_bytes=150 * MIB, fits=False, longest_held=120),
-            "own batches": side([[9.0, 2.0]], 5.0, differs="packs over the whole data set"),
+            "own batches": side([[9.0, 2.0]], 5.0, differs="packs over the whole data set", own_batches=True),
             "broken": {"reason": "RuntimeError: no such operation on gloo", "text": "..."},
             "ours, dp4": side([[9.0, 2.0, 2.0, 2.0]]),
             "ours, auto": auto,
