@@ -102,8 +102,9 @@ def fit_text(line: Line, limited: Line | None) -> str:
         if limited.seconds is None:
             held = limited.found.get("longest_held")
             return f"does not fit (holds {held} tokens)" if held is not None else limited.reason
-        over = "" if fits(limited) is not False else f", but takes {limited.found['peak_bytes'] / _MIB:.0f} MiB"
-        return f"{limited.seconds:.2f} s{over}"
+        if fits(limited) is False:
+            return f"does not fit (takes {limited.found['peak_bytes'] / _MIB:.0f} MiB)"
+        return f"{limited.seconds:.2f} s"
     if line.seconds is None:
         return ""
     fit = fits(line)
@@ -131,11 +132,14 @@ def verdict(lines: dict[str, Line]) -> list[str]:
     if auto and others:
         best = min(others, key=lambda name: others[name])
         found.append(f"no limit: auto takes {auto / others[best]:.3f} of the next best, {best}")
+    if limited and limited.seconds and fits(limited) is False:
+        found.append("limit: auto itself is above it")
     if limited and limited.seconds:
         static = {
             name: line.seconds
             for name, line in lines.items()
-            if name.endswith(LIMITED) and line.seconds and name != AUTO + LIMITED and "way" not in name
+            if name.endswith(LIMITED) and name != AUTO + LIMITED and "way" not in name
+            if line.seconds and fits(line) is not False
         }
         peers = {
             name: line.seconds
@@ -193,7 +197,9 @@ def _titled(line: Line) -> str:
     pool = line.found.get("pool") or ([line.found["strategies"]] if line.found.get("strategies") else None)
     if pool:
         return f"{line.name}: {', '.join(pool)}"
-    return f"{line.name}, {rows} rows a micro-batch" if rows and not line.found.get("packs") else line.name
+    if not rows or line.found.get("packs") or line.seconds is None:
+        return line.name
+    return f"{line.name}, {rows} row{'s' if rows > 1 else ''} a micro-batch"
 
 
 # -- profile ----------------------------------------------------------------------------------------------------------
@@ -253,21 +259,29 @@ def _phase_sums(found: dict[str, Any], warmup: int) -> tuple[float, dict[str, di
 # -- the README -------------------------------------------------------------------------------------------------------
 
 
-def readme_block(data: dict[str, Any]) -> str:
-    """Sides against length files: seconds of a mini-batch without a limit, and under it."""
-    text: list[str] = []
-    kinds = dict.fromkeys(" ".join(key.split()[:2]) for key in data["cells"])
+def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
+    """Sides against length files: seconds of a mini-batch without a limit, and under it.
+
+    Args:
+        data: What was found.
+        kinds: Model and dtype of the cells that are shown, `0.9M fp32`.
+    """
+    text = [_facts(data["machine"])]
     for kind in kinds:
         cells = {
             key.removeprefix(kind + " "): cell for key, cell in data["cells"].items() if key.startswith(kind + " ")
         }
+        if not cells:
+            continue
         lines = {name: lines_of(cell) for name, cell in cells.items()}
-        text += ["", f"{kind}, no limit:", "", "| | " + " | ".join(cells) + " |", "|---" * (len(cells) + 1) + "|"]
-        text += _readme_rows(lines, limited=False)
-        limits = [f"{name} ({cell['limit_bytes'] / _MIB:.0f} MiB)" for name, cell in cells.items()]
-        text += ["", f"{kind}, under a limit of memory:", "", "| | " + " | ".join(limits) + " |"]
-        text += ["|---" * (len(cells) + 1) + "|", *_readme_rows(lines, limited=True)]
-    return "\n".join([_facts(data["machine"]), *text])
+        limits = [f"{name}, {cell['limit_bytes'] / _MIB:.0f} MiB" for name, cell in cells.items()]
+        for title, heads, limited in (("no limit", list(cells), False), ("a limit of memory", limits, True)):
+            text += ["", f"| {kind}, {title} | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
+            text += _readme_rows(lines, limited)
+        reasons = {line.name: line.reason for cell in lines.values() for line in cell.values() if _cannot_run(line)}
+        text += ["", "A number of tokens is the longest sequence that a side can hold under the limit."]
+        text += [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
+    return "\n".join(text)
 
 
 def _facts(machine: dict[str, Any]) -> str:
@@ -278,54 +292,52 @@ def _facts(machine: dict[str, Any]) -> str:
     )
     return (
         f"Seconds per mini-batch, {machine['ranks']} gloo ranks on {machine['cores']} CPU cores ({machine['processor']}), "
-        f"one thread a rank; {versions}:"
+        f"one thread a rank; {versions} (`make bench-peers`):"
     )
+
+
+def _cannot_run(line: Line) -> bool:
+    return line.seconds is None and "longest_held" not in line.found and not line.name.endswith(LIMITED)
 
 
 def _readme_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
     names = dict.fromkeys(name for cell in lines.values() for name in cell if not name.endswith(LIMITED))
+    values = {
+        name: [_readme_value(cell.get(name), cell.get(name + LIMITED), limited) for cell in lines.values()]
+        for name in names
+    }
+    best = [min((v[at] for v in values.values() if isinstance(v[at], float)), default=None) for at in range(len(lines))]
     rows = []
-    chosen = {name: [_readme_value(cell, name, limited) for cell in lines.values()] for name in names}
-    best = [
-        min((values[at][0] for values in chosen.values() if values[at][0] is not None), default=None)
-        for at in range(len(lines))
-    ]
-    for name, values in chosen.items():
-        if all(value is None for value, _ in values) and len({text for _, text in values}) == 1:
-            shown = [values[0][1]] + [""] * (len(values) - 1)
-        else:
-            shown = [
-                text if value is None else f"**{value:.2f}**" if value == best[at] else f"{value:.2f}"
-                for at, (value, text) in enumerate(values)
-            ]
-        rows.append(f"| {name} | " + " | ".join(shown) + " |")
+    for name, of_side in values.items():
+        shown = [
+            value if isinstance(value, str) else f"**{value:.2f}**" if value == best[at] else f"{value:.2f}"
+            for at, value in enumerate(of_side)
+        ]
+        if set(shown) != {"-"}:
+            rows.append(f"| {name} | " + " | ".join(shown) + " |")
     return rows
 
 
-def _readme_value(cell: dict[str, Line], name: str, limited: bool) -> tuple[float | None, str]:
-    line = cell.get(name)
-    if line is None:
-        return None, ""
-    if limited and name.startswith("ours"):
-        line = cell.get(name + LIMITED, line)
-        if line.seconds is None or fits(line) is False:
-            held = line.found.get("longest_held")
-            return None, f"{held} tokens" if held is not None else "over"
-    if line.seconds is None:
-        return None, "cannot run" if limited else _short(line.reason)
-    if limited and fits(line) is False:
-        return None, f"{line.found.get('longest_held', '?')} tokens"
-    return line.seconds, ""
+def _readme_value(line: Line | None, under: Line | None, limited: bool) -> float | str:
+    """Seconds; or tokens that a side holds, `above` for one that takes more than the limit, `-` for no number."""
+    if limited and line is not None and line.name.startswith("ours"):
+        line = under
+    if line is None or _cannot_run(line):
+        return "-"
+    if limited and (line.seconds is None or not fits(line)):
+        held = line.found.get("longest_held")
+        return f"{held} tokens" if held is not None else "above" if fits(line) is False and line.seconds else "?"
+    return line.seconds if line.seconds is not None else "-"
 
 
-def _short(reason: str, most: int = 90) -> str:
+def _short(reason: str, most: int = 150) -> str:
     """The reason without its exception's name, and not much of it: the JSON has it all."""
     kind, _, rest = reason.partition(": ")
-    text = rest if rest and kind.replace(".", "").isalnum() else reason
+    text = (rest if rest and kind.replace(".", "").isalnum() else reason).rstrip(".")
     return text if len(text) <= most else text[: most - 3] + "..."
 
 
-def update_readme(data: dict[str, Any], path: Path) -> None:
+def update_readme(data: dict[str, Any], path: Path, kinds: Sequence[str]) -> None:
     """Writes the block between the two marks.
 
     Raises:
@@ -335,4 +347,4 @@ def update_readme(data: dict[str, Any], path: Path) -> None:
     if BEGIN not in text or END not in text:
         raise ValueError(f"{path} has no {BEGIN} ... {END}")
     before, after = text.split(BEGIN, 1)[0], text.split(END, 1)[1]
-    path.write_text(f"{before}{BEGIN}\n{readme_block(data)}\n{END}{after}")
+    path.write_text(f"{before}{BEGIN}\n{readme_block(data, kinds)}\n{END}{after}")

@@ -250,7 +250,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--logs", metavar="FOLDER", default="out/peers-logs", help="what the sides print")
     parser.add_argument("--table", action="store_true", help="only print the tables of what was measured")
     parser.add_argument("--profile", action="store_true", help="only print the slowest phases of our sides")
-    parser.add_argument("--readme", action="store_true", help="only write the table into README.md")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write the tables of --model and --dtype into README.md"
+    )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args()
     if options.quick:
@@ -265,7 +267,8 @@ def main() -> None:
     options = parse_options()
     results = Results(Path(options.json))
     if options.readme:
-        update_readme(results.data, Path(__file__).resolve().parents[1] / "README.md")
+        kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
+        update_readme(results.data, Path(__file__).resolve().parents[1] / "README.md", kinds)
     elif options.profile:
         print(profile_table(results.data))
     elif options.table:

@@ -116,6 +116,16 @@ def test_verdict_compares_with_what_fits_only(cell):
     assert "1.80x the best peer that fits, padded" in peer
 
 
+def test_above_the_limit_is_above_it_for_us_too(cell):
+    cell["sides"]["ours, tp4 (limit)"]["fits"] = False
+    cell["sides"]["ours, auto (limit)"]["fits"] = False
+    _, own, static, _ = verdict(lines_of(cell))
+    assert own == "limit: auto itself is above it"
+    assert static == "limit: no static strategy"
+    text = cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
+    assert "does not fit (takes 80 MiB)" in text
+
+
 def test_tables_have_a_row_for_every_side(cell):
     data = {"machine": {"ranks": 4, "cores": 2, "processor": "x"}, "cells": {"0.9M fp32 chat": cell}}
     text = cell_tables(data, ["0.9M fp32 chat"])
@@ -134,19 +144,20 @@ def test_the_limit_may_change_nothing(cell):
 def test_the_readme_gets_its_block(cell, tmp_path: Path):
     data = {"machine": {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"}, "cells": {"0.9M fp32 chat": cell}}
     readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nold\n{END}\nafter\n")
-    update_readme(data, readme)
-    update_readme(data, readme)
+    readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+    for _ in range(2):
+        update_readme(data, readme, ["0.9M fp32", "7M fp32"])
     text = readme.read_text()
     assert text.startswith(f"before\n{BEGIN}\n")
     assert text.endswith(f"{END}\nafter\n")
-    assert "old" not in text
-    assert "| broken | no such operation on gloo |" in text
+    assert "stale" not in text
+    assert "broken cannot run here: no such operation on gloo." in text
+    assert "| own batches | ? |" in text  # nobody measured its memory
     assert "| ours, auto | **1.50** |" in text
     assert "| big | 120 tokens |" in text
     readme.write_text("no marks")
     with pytest.raises(ValueError, match="peers"):
-        update_readme(data, readme)
+        update_readme(data, readme, ["0.9M fp32"])
 
 
 def test_longest_sequence_between_measured_lengths():
