@@ -51,7 +51,7 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
 
     model = make_model(work.model)
     if rank == 0:
-        model.save_pretrained(work.start_folder)
+        make_model(work.model).save_pretrained(work.start_folder)
     dtype = torch.bfloat16 if work.dtype == "bf16" else None
     description = describe_model(model, dtype)
     shape = description.shape

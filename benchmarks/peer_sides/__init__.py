@@ -68,7 +68,7 @@ SIDES: tuple[Side, ...] = (
         for stage in (1, 2, 3)
     ),
     Side(
-        "DeepSpeed Ulysses (sp4)",
+        "DeepSpeed Ulysses (sp4), padded to the longest",
         "deepspeed_zero",
         {"stage": 3, "ulysses": True},
         differs="the mean over a micro-batch: every row weighs the same, however long",

@@ -100,8 +100,7 @@ class Turns:
         def counted(rows: list[Any]) -> Any:
             batch = collator(rows)
             self.slots += batch["input_ids"].numel()
-            mask = batch.get("attention_mask")
-            self.tokens += int(mask.sum()) if mask is not None else batch["input_ids"].numel()
+            self.tokens += sum(len(row["input_ids"]) for row in rows)
             return batch
 
         return counted

@@ -20,21 +20,20 @@ from transformers import DataCollatorWithFlattening, Trainer
 from peer_sides.common import Turns, arguments
 
 
-class _Even(DataCollatorWithFlattening):
-    """Flattened rows, with as many places as every rank can have a like share of."""
+class _ToLongest(DataCollatorWithFlattening):
+    """One row a batch, padded to the longest of the data set: Ulysses gathers the rows of all ranks, and gloo gathers
+    tensors of one size only."""
 
-    def __init__(self, ranks: int) -> None:
+    def __init__(self, work: Work) -> None:
         super().__init__()
-        self._ranks = ranks
+        self._places = -(-work.longest // work.ranks) * work.ranks
 
     def __call__(self, features: Any, return_tensors: Any = None, separator_id: Any = None) -> Any:
         batch = super().__call__(features, return_tensors, separator_id)
-        places = batch["input_ids"].shape[1]
-        more = -places % self._ranks
+        more = self._places - batch["input_ids"].shape[1]
         for name, value in (("input_ids", 0), ("labels", -100)):
             batch[name] = torch.nn.functional.pad(batch[name], (0, more), value=value)
-        after = batch["position_ids"][:, -1:] + torch.arange(1, more + 1)
-        batch["position_ids"] = torch.cat([batch["position_ids"], after], dim=1)
+        batch["position_ids"] = torch.arange(self._places)[None]
         return batch
 
 
@@ -67,7 +66,7 @@ def run(work: Work, turns: Turns, stage: int, ulysses: bool = False) -> Any:
             sp_backend="deepspeed", sp_size=work.ranks, dp_shard_size=1, sp_handler=handler
         )
         more["gradient_accumulation_steps"] = work.mini_batch_rows
-        collator = _Even(work.ranks)
+        collator = _ToLongest(work)
     args = arguments(work, **more)
     trainer = Trainer(
         model=make_model(work.model),
