@@ -68,6 +68,7 @@ class LiveSide:
             str(log),
             of_rank=[(theirs,) for _, theirs in pairs],
             timeout_s=limit_s,
+            preload=PRELOAD,
         )
         for _, theirs in pairs:
             theirs.close()
@@ -91,8 +92,7 @@ class LiveSide:
         Raises:
             SideError: it failed.
         """
-        for gate in self._gates:
-            gate.send("go")
+        self._go()
         found = [value for _, value in self._messages()]
         self.steps_left -= 1
         self._messages()  # it waits again
@@ -111,8 +111,7 @@ class LiveSide:
             SideError: it failed.
         """
         if self.work.measure == "time":
-            for gate in self._gates:
-                gate.send("go")
+            self._go()
         (found, *_) = [value for _, value in self._messages()]
         self._world.end(patience_s=5.0)
         return dict(found)
@@ -120,6 +119,13 @@ class LiveSide:
     def kill(self) -> None:
         """Ends it at once."""
         self._world.end(patience_s=0.0)
+
+    def _go(self) -> None:
+        try:
+            for gate in self._gates:
+                gate.send("go")
+        except OSError:  # it died while the others had their turns
+            self._fail_of_world()
 
     def _messages(self) -> list[tuple[str, Any]]:
         """One message of each rank."""
@@ -150,8 +156,9 @@ class LiveSide:
                 if pipe.poll():
                     ok, value = pipe.recv()
                     texts += [] if ok else [str(value)]
+        silent = f"RuntimeError: a rank died without a word; exit codes {self._world.exit_codes}"
         own = [text for text in texts if not any(word in text for word in _LOST)]
-        self._fail((own or texts or ["RuntimeError: a rank died without a word"])[0])
+        self._fail((own or texts or [silent])[0])
 
     def _fail(self, text: str) -> None:
         self.kill()

@@ -15,6 +15,7 @@ Results are kept by cell (model, dtype, length file) in one JSON file; a later r
 
 import argparse
 import os
+import random
 import tempfile
 import time
 from collections.abc import Sequence
@@ -78,7 +79,7 @@ class CellRun:
         self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
         contestants = self._peers() + self._ours(plan)
         for number in range(options.rounds):
-            turned = contestants[number % len(contestants) :] + contestants[: number % len(contestants)]
+            turned = random.Random(number).sample(contestants, len(contestants))  # others share a group each time
             for group in _groups(turned, options.together):
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
             self.results.save()

@@ -78,6 +78,11 @@ class World:
         """
         return _collect(self.pipes)
 
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of the processes; None for those that run."""
+        return [process.exitcode for process in self._processes]
+
     def end(self, patience_s: float = 15.0) -> None:
         """Waits for the processes, and kills those that do not end."""
         deadline = time.monotonic() + patience_s

@@ -22,6 +22,7 @@ from benchmarks.peer_tables import (  # type: ignore[import-not-found]
 )
 from benchmarks.peer_work import (  # type: ignore[import-not-found]
     LENGTHS,
+    Work,
     draw,
     heaviest_first,
     micro_batch_choices,
@@ -187,6 +188,20 @@ def test_lengths_are_drawn_alike_and_cut(name: str):
     rows = rows_of_mini_batch(name, 1024, 4096, 4)
     assert rows % 4 == 0
     assert rows == 4 or 0.4 * 4096 < rows * sum(lengths) / len(lengths) < 2.5 * 4096
+
+
+def test_padding_is_counted():
+    from peer_sides.common import Turns, tokenizer  # type: ignore[import-not-found]
+    from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+
+    work = Work("0.9M", "fp32", 4, (3, 1), 4, 1, "")
+    rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [8])]
+    turns = Turns(work, None)
+    padded = turns.counting(DataCollatorForSeq2Seq(tokenizer(work)))([dict(row) for row in rows])
+    assert padded["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+    assert (turns.tokens, turns.slots) == (4, 6)
+    turns.counting(DataCollatorWithFlattening())(rows)
+    assert (turns.tokens, turns.slots) == (8, 10)
 
 
 def test_the_papers_buckets_are_legal():
