@@ -85,9 +85,7 @@ class Results:
         if (key, side) not in self._fresh:
             self._fresh.add((key, side))
             sides[side] = {}
-        sides[side] |= {
-            name: value for name, value in facts.items() if value not in (None, "", False) or name == "fits"
-        }
+        sides[side] |= {name: value for name, value in facts.items() if value is not None and value != ""}
 
     def fail(self, key: str, side: str, reason: str, held: int | None = None, text: str = "") -> None:
         """Notes why a side has no number.

@@ -124,7 +124,7 @@ class CellRun:
                 continue
             size = sizes.get(side.as_tuned or side.name, 1)
             self.results.note(
-                self.key, side.name, micro_batch_rows=size, differs=side.differs, own_batches=side.own_batches
+                self.key, side.name, micro_batch_rows=size, differs=side.differs, own_batches=side.own_batches or None
             )
             found.append(Contestant(side.name, side, replace(self.work, micro_batch_rows=size)))
         return found

@@ -20,7 +20,8 @@ class Side:
         ours: Whether it is one of ours, which plan their packs and take a memory limit.
         tuned: Whether its micro-batch size is found by trial; others take it from the side `as_tuned`.
         as_tuned: The side whose micro-batch size it takes.
-        ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch share packs.
+        ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch
+            share packs, or are padded to the longest of all.
         differs: Why its loss cannot agree with the others', if it cannot.
         own_batches: Whether its mini-batches hold other sequences.
     """
@@ -71,6 +72,7 @@ SIDES: tuple[Side, ...] = (
         "DeepSpeed Ulysses (sp4), padded to the longest",
         "deepspeed_zero",
         {"stage": 3, "ulysses": True},
+        ladder=False,
         differs="the mean over a micro-batch: every row weighs the same, however long",
     ),
     *(Side(f"ours, {name}", "ours", ours=True) for name in STATIC),

@@ -1,5 +1,6 @@
 """The rules by which peers are compared: mini-batches, what fits, seconds, verdicts, reasons. Made-up numbers, no run."""
 
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from benchmarks.peer_live import SideError  # type: ignore[import-not-found]
 from benchmarks.peer_memory import longest_held  # type: ignore[import-not-found]
 from benchmarks.peer_plan import paper_buckets  # type: ignore[import-not-found]
+from benchmarks.peer_results import Results  # type: ignore[import-not-found]
 from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     BEGIN,
     END,
@@ -188,6 +190,27 @@ def test_lengths_are_drawn_alike_and_cut(name: str):
     rows = rows_of_mini_batch(name, 1024, 4096, 4)
     assert rows % 4 == 0
     assert rows == 4 or 0.4 * 4096 < rows * sum(lengths) / len(lengths) < 2.5 * 4096
+
+
+def test_results_keep_what_is_zero_and_forget_an_earlier_run(tmp_path: Path):
+    options = Namespace(ranks=4, warmup=1)
+    work = Work("0.9M", "fp32", 4, (30, 10, 20, 20) * 2, 4, 2, "")
+    for _ in range(2):
+        results = Results(tmp_path / "peers.json")
+        results.begin_run(options)
+        results.begin_cell("0.9M fp32 chat", work, 1e6, options)
+        results.note("0.9M fp32 chat", "ours, auto", longest_held=0, fits=False, differs="", packs=None)
+        turn = {"seconds": 1.0, "cpu": 2.0, "phases": []}
+        results.add_round("0.9M fp32 chat", "ours, auto", [turn, turn], {"tokens": 160, "slots": 160, "loss": 6.0})
+        results.fail("0.9M fp32 chat", "TRL SFTTrainer, bfd", "ValueError: no")
+        results.save()
+    sides = Results(tmp_path / "peers.json").data["cells"]["0.9M fp32 chat"]["sides"]
+    assert list(sides) == ["TRL SFTTrainer, bfd", "ours, auto"]  # the order of the table
+    assert sides["ours, auto"]["longest_held"] == 0
+    assert sides["ours, auto"]["fits"] is False
+    assert sides["ours, auto"]["seconds"] == [[1.0, 1.0]]
+    assert "differs" not in sides["ours, auto"]
+    assert results.failed("0.9M fp32 chat", "TRL SFTTrainer, bfd")
 
 
 def test_padding_is_counted():
