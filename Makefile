@@ -12,6 +12,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 INSTALLED := $(VENV)/.hf_hotspa-installed
+PEERS_INSTALLED := $(VENV)/.peers-installed
 
 # ---- make train: what is run, and on how many processes. `--multi_gpu` is what makes accelerate start several
 # processes; with `--use_cpu` (an argument of the script) they are CPU processes.
@@ -101,6 +102,16 @@ docs: $(INSTALLED)  ## The documentation as a site in out/site
 bench: $(INSTALLED)  ## The benchmarks, one after the other
 	@set -e; for script in $(BENCH_SCRIPTS); do \
 		echo "== $$script"; $(LAUNCH_ENV) $(PY) $$script $(BENCH_ARGS); done
+
+# The peers are no part of the normal install. DeepSpeed compiles what it needs when it is first used (g++).
+$(PEERS_INSTALLED): benchmarks/requirements.txt $(INSTALLED)
+	DS_BUILD_OPS=0 $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt --no-build-isolation \
+		-r benchmarks/requirements.txt
+	@touch $@
+
+.PHONY: bench-peers
+bench-peers: $(PEERS_INSTALLED)  ## Side by side with Trainer + DDP, TRL, FSDP2, DeepSpeed (under an hour on 2 cores)
+	$(LAUNCH_ENV) $(PY) benchmarks/peers.py --png out/peers.png $(BENCH_ARGS)
 
 .PHONY: clean
 clean:  ## Remove caches and build products; .venv and results in out/ stay

@@ -1,6 +1,7 @@
 """Starts the ranks of a benchmark: forked from one warm server, a file as rendezvous, one compute thread, loopback.
 
-`run_world(4, fn, *args)` calls `fn(rank, world_size, *args)` in four processes and returns what rank 0 returned.
+`run_world(4, fn, *args)` calls `fn(rank, world_size, *args)` in four processes and returns what rank 0 returned; `World`
+is the same for those who have other things to do meanwhile.
 """
 
 import multiprocessing
@@ -8,6 +9,7 @@ import os
 import socket
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -21,6 +23,76 @@ _PRELOAD = ("torch", "torch.distributed.pipelining", "transformers.trainer", "tr
 
 class WorldError(RuntimeError):
     """A rank failed or died."""
+
+
+class World:
+    """Ranks that run `fn(rank, world_size, *args, *of_rank[rank])`, from the start on.
+
+    Args:
+        world_size: The number of ranks.
+        fn: A module-level function.
+        args: Picklable.
+        of_rank: More arguments, for each rank its own.
+        timeout_s: How long an operation may wait for a peer.
+        preload: What the server imports once for all ranks; that of the first world counts.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        fn: Callable[..., Any],
+        *args: Any,
+        of_rank: Sequence[tuple[Any, ...]] = (),
+        timeout_s: float = 3600.0,
+        preload: Sequence[str] = _PRELOAD,
+    ) -> None:
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+            os.environ[name] = "1"
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(preload))
+        self._folder = tempfile.TemporaryDirectory(prefix="hotspa-bench-")
+        self.pipes: list[connection.Connection[Any, Any]] = []
+        self._processes: list[Any] = []
+        try:
+            for rank in range(world_size):
+                ours, theirs = context.Pipe(duplex=False)
+                own = of_rank[rank] if of_rank else ()
+                process = context.Process(
+                    target=_rank_main,
+                    args=(rank, world_size, self._folder.name, timeout_s, theirs, fn, (*args, *own)),
+                    daemon=True,
+                )
+                process.start()
+                theirs.close()
+                self.pipes.append(ours)
+                self._processes.append(process)
+        except BaseException:
+            self.end(patience_s=0.0)
+            raise
+
+    def result(self) -> Any:
+        """The value of rank 0, once every rank has returned.
+
+        Raises:
+            WorldError: with the traceback of the first rank that failed.
+        """
+        return _collect(self.pipes)
+
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """Of the processes; None for those that run."""
+        return [process.exitcode for process in self._processes]
+
+    def end(self, patience_s: float = 15.0) -> None:
+        """Waits for the processes, and kills those that do not end."""
+        deadline = time.monotonic() + patience_s
+        for process in self._processes:
+            process.join(timeout=max(0.0, deadline - time.monotonic()))
+        for process in self._processes:
+            if process.is_alive():
+                process.kill()
+                process.join()
+        self._folder.cleanup()
 
 
 def run_world(
@@ -45,29 +117,12 @@ def run_world(
     Raises:
         WorldError: with the traceback of the first rank that failed.
     """
-    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
-        os.environ[name] = "1"
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(list(preload))
-    with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
-        pipes, processes = [], []
-        try:
-            for rank in range(world_size):
-                ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(
-                    target=_rank_main, args=(rank, world_size, folder, timeout_s, theirs, fn, args), daemon=True
-                )
-                process.start()
-                theirs.close()
-                pipes.append(ours)
-                processes.append(process)
-            return _collect(pipes)
-        finally:
-            for process in processes:
-                process.join(timeout=15.0)
-                if process.is_alive():
-                    process.kill()
-                    process.join()
+    world = World(world_size, fn, *args, timeout_s=timeout_s, preload=preload)
+    try:
+        found: T = world.result()
+        return found
+    finally:
+        world.end()
 
 
 def _collect(pipes: "list[connection.Connection[Any, Any]]") -> Any:

@@ -130,6 +130,12 @@ def calibration_key(
     )
 
 
+def config_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a config names, else float32. `save_pretrained` leaves a name in the config of a live model."""
+    found: torch.dtype | str = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
 def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
     """What the cache holds for a key; None when nothing. Measures nothing and does not communicate.
 
@@ -193,7 +199,7 @@ class _Session:
                     f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
                     fix="pass model.config, or AutoConfig.from_pretrained(...)",
                 )
-            dtype = self.compute_dtype or getattr(self.config, "dtype", None) or torch.float32
+            dtype = self.compute_dtype or config_dtype(self.config)
             self.compute_dtype = dtype
             nowhere = torch.device("meta")
             shape = describe_model(small_copy(self.config, layer_counts(self.config)[0], dtype, nowhere), dtype).shape

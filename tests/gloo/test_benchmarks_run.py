@@ -88,3 +88,29 @@ def test_auto_over_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         )
         assert row["wall"]["noise"] >= 0
         assert row["distribution"] in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_peers(tmp_path: Path) -> None:
+    path = tmp_path / "peers.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--quick", "--json", str(path)]
+    command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--lengths", "commoncrawl"]
+    sides = ["--sides", "DDP, padded", "accelerate", "plain loop", "ours, dp4", "ours, tp4", "ours, auto"]
+    done = subprocess.run([*command, *sides], cwd=ROOT, capture_output=True, text=True, timeout=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (cell,) = json.loads(path.read_text())["cells"].values()
+    found = cell["sides"]
+    assert "distributed type MULTI_CPU" in found["FSDP2 of accelerate, flattened"]["reason"]
+    assert "reason" in found["ours, dp4 (limit)"]
+    ran = {name: each for name, each in found.items() if "loss" in each}
+    assert {"Trainer + DDP, padded", "tp4 of transformers, plain loop, packed", "ours, dp4", "ours, tp4"} <= ran.keys()
+    assert {"ours, auto", "ours, auto (limit)"} <= ran.keys()
+    losses = [each["loss"] for each in ran.values()]
+    assert max(losses) - min(losses) < 1e-4
+    for name, each in ran.items():
+        assert [len(seconds) for seconds in each["seconds"]] == [4]
+        assert each["tokens"] == sum(cell["lengths"]), name
+        assert each["slots"] >= each["tokens"]
+        assert each["peak_bytes"] > 0
+    assert "losses of the exact sides agree to" in done.stdout

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.cli import main
 from hf_hotspa.cost.calibration import Calibration
@@ -44,6 +44,15 @@ def config() -> LlamaConfig:
         num_key_value_heads=4,
         max_position_embeddings=128,
     )
+
+
+def test_the_dtype_of_a_model_that_was_saved(tmp_path: Path):
+    assert measured.config_dtype(config()) == torch.float32
+    model = LlamaForCausalLM(config()).bfloat16()
+    model.save_pretrained(tmp_path)
+    assert measured.config_dtype(model.config) == torch.bfloat16
+    model.config.dtype = "bfloat16"
+    assert measured.config_dtype(model.config) == torch.bfloat16
 
 
 def measure_twice(rank: int, world_size: int, folder: str) -> tuple[dict[str, Any], int]:

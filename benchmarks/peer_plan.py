@@ -1,0 +1,106 @@
+"""The sides of ours in `peers.py`: which packs each static strategy takes, the paper's buckets, and the memory limit.
+
+One world calibrates (or finds the machine's calibration in the cache), and the search answers for every strategy alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from contest import make_model, short_name
+from peer_work import Work
+
+from hf_hotspa.strategy import Strategy
+
+LIMIT_MARGIN = 1.05
+_PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
+"""Strategies and where their buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on
+8 GPUs have these three kinds, with edges at an eighth and a half."""
+
+
+def paper_buckets(ranks: int, longest: int) -> str:
+    """The paper's way: fixed buckets, and packs as long as the longest sequence of their bucket."""
+    entries = []
+    for text, part in _PAPER:
+        strategy = Strategy.parse(text if text[-1].isdigit() else f"{text}{ranks}")
+        entries.append(f"{strategy}:{longest // part}@{longest // part}")
+    return ",".join(entries)
+
+
+def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
+    """`limit_bytes`, and for `free` and `limited` the bucket list of each static strategy or why there is none.
+
+    The limit is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
+    memory model. Saves the untrained model for sides that load one. The work of one rank.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        work: What all sides train.
+        force: Whether to calibrate even if the cache has a calibration.
+    """
+    import torch
+
+    from hf_hotspa.cost.automatic import MARGIN
+    from hf_hotspa.cost.memory import MemoryOptions, MemoryRooms
+    from hf_hotspa.cost.search import search
+    from hf_hotspa.cost.sizes import ModelSizes
+    from hf_hotspa.runtime.calibration import calibrate
+    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.strategy import legal_strategies
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+    model = make_model(work.model)
+    if rank == 0:
+        make_model(work.model).save_pretrained(work.start_folder)
+    dtype = torch.bfloat16 if work.dtype == "bf16" else None
+    description = describe_model(model, dtype)
+    shape = description.shape
+    strategies = legal_strategies(world_size, shape)
+    calibration = calibrate(model.config, strategies=strategies, compute_dtype=description.compute_dtype, force=force)
+    sizes = ModelSizes(shape, calibration.key.dtype, vector=description.vector)
+    staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
+    memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
+    time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
+    limit = LIMIT_MARGIN * min(memory.bytes_needed(s, work.longest) for s in strategies)
+
+    def buckets(strategy: Strategy, limit_bytes: float | None) -> str:
+        choice = search(
+            work.lengths, [strategy], time_model, MemoryRooms(memory, limit_bytes), switch,
+            mini_batch_size=work.mini_batch_rows, longest=work.longest, quadratic_cost=shape.quadratic_cost,
+            margin=MARGIN,
+        )  # fmt: skip
+        return ",".join(map(str, choice.buckets))
+
+    found: dict[str, Any] = {"limit_bytes": limit, "free": {}, "limited": {}, "too_long": {}}
+    for strategy in strategies:
+        name, rooms = short_name(strategy), MemoryRooms(memory, limit)
+        found["free"][name] = buckets(strategy, None)
+        room = rooms.tokens(strategy, rooms.arena(strategy))
+        if room >= work.longest:
+            found["limited"][name] = buckets(strategy, limit)
+        else:
+            found["too_long"][name] = room
+    return found
+
+
+def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[str]) -> dict[str, Work | str]:
+    """For each of our sides what it trains, or why it cannot."""
+    from dataclasses import replace
+
+    limit = plan["limit_bytes"] if limited else None
+    given: dict[str, Work | str] = {}
+    for name in names:
+        short = name.removeprefix("ours, ")
+        if short == "auto":
+            given[name] = replace(work, strategies="auto", limit_bytes=limit)
+        elif short == "the paper's way":
+            strategies = paper_buckets(work.ranks, work.longest)
+            given[name] = replace(work, strategies=strategies, planner="algorithm1", limit_bytes=limit)
+        elif short not in plan["free"]:
+            given[name] = f"{short} is not legal for this model on {work.ranks} ranks"
+        elif limited and short not in plan["limited"]:
+            room = plan["too_long"][short]
+            given[name] = f"its packs of at most {room} tokens cannot hold a sequence of {work.longest}"
+        else:
+            given[name] = replace(work, strategies=plan["limited" if limited else "free"][short], limit_bytes=limit)
+    return given

@@ -1,0 +1,81 @@
+"""The sides of `peers.py`: who they are, and which file runs them.
+
+Each adapter has `run(work, turns, **options)`, which builds a trainer on this rank, trains, and returns the trained
+weights on rank 0. What cannot be done raises, and the message is what the table says.
+"""
+
+import importlib
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Side:
+    """One contestant.
+
+    Args:
+        name: Its name in tables and on the command line.
+        module: The adapter, a file in this folder.
+        options: Keyword arguments of its `run`.
+        ours: Whether it is one of ours, which plan their packs and take a memory limit.
+        tuned: Whether its micro-batch size is found by trial; others take it from the side `as_tuned`.
+        as_tuned: The side whose micro-batch size it takes.
+        ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch
+            share packs, or are padded to the longest of all.
+        differs: Why its loss cannot agree with the others', if it cannot.
+        own_batches: Whether its mini-batches hold other sequences.
+    """
+
+    name: str
+    module: str
+    options: dict[str, Any] = field(default_factory=dict)
+    ours: bool = False
+    tuned: bool = False
+    as_tuned: str = ""
+    ladder: bool = True
+    differs: str = ""
+    own_batches: bool = False
+
+    def run(self, work: Any, turns: Any) -> Any:
+        """Trains on this rank."""
+        return importlib.import_module(f"peer_sides.{self.module}").run(work, turns, **self.options)
+
+
+STATIC = ("dp4", "dp2tp2", "tp4", "dp2pp2", "pp4", "tp2pp2")
+"""Our strategies for four ranks."""
+
+SIDES: tuple[Side, ...] = (
+    Side("Trainer + DDP, padded", "stock", {"kind": "padded"}, tuned=True),
+    Side("Trainer + DDP, batch_rebalance", "stock", {"kind": "rebalanced"}, tuned=True),
+    Side("Trainer + DDP, flattened", "stock", {"kind": "flattened"}, tuned=True),
+    Side(
+        "TRL SFTTrainer, bfd",
+        "trl_sft",
+        ladder=False,
+        differs="packs over the whole data set: its mini-batches hold other sequences",
+        own_batches=True,
+    ),
+    Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, as_tuned="Trainer + DDP, flattened"),
+    Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}, as_tuned="Trainer + DDP, flattened"),
+    Side("tp4 of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
+    Side("tp4 of transformers, plain loop, packed", "tensor_parallel", {"kind": "loop"}, ladder=False),
+    *(
+        Side(
+            f"DeepSpeed ZeRO-{stage}, flattened",
+            "deepspeed_zero",
+            {"stage": stage},
+            as_tuned="Trainer + DDP, flattened",
+        )
+        for stage in (1, 2, 3)
+    ),
+    Side(
+        "DeepSpeed Ulysses (sp4), padded to the longest",
+        "deepspeed_zero",
+        {"stage": 3, "ulysses": True},
+        ladder=False,
+        differs="the mean over a micro-batch: every row weighs the same, however long",
+    ),
+    *(Side(f"ours, {name}", "ours", ours=True) for name in STATIC),
+    Side("ours, the paper's way", "ours", ours=True),
+    Side("ours, auto", "ours", ours=True),
+)

@@ -1,0 +1,69 @@
+"""transformers' own tensor parallelism: through the stock Trainer, and in a plain loop where the Trainer refuses.
+
+The plain loop is what a user has to write: every rank runs the same packs (best fit, as long as the longest sequence,
+isolated by their positions), and the optimizer works tensor by tensor, as sharded and whole parameters do not mix.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from peer_work import Work
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
+from transformers.distributed import DistributedConfig
+
+from hf_hotspa.data.packing import pack_sequences
+from peer_sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
+from peer_sides.fsdp import whole_weights
+
+
+def run(work: Work, turns: Turns, kind: str) -> Any:
+    """Trains; the weights are gathered on every rank."""
+    config = DistributedConfig(tp_size=work.ranks)
+    model = AutoModelForCausalLM.from_pretrained(work.start_folder, distributed_config=config)
+    if kind == "loop":
+        _loop(model, work, turns)
+        return whole_weights(model)
+    trainer = Trainer(
+        model=model,
+        args=arguments(work, gradient_accumulation_steps=work.mini_batch_rows),
+        train_dataset=work.rows(),
+        data_collator=turns.counting(DataCollatorWithFlattening()),
+        callbacks=[turns.callback()],
+    )
+    trainer.train()
+    return whole_weights(model)
+
+
+def _packs(rows: list[dict[str, Any]], longest: int) -> list[list[dict[str, Any]]]:
+    """The rows of each pack."""
+    (packs,) = pack_sequences([len(row["input_ids"]) for row in rows], capacity=longest)
+    return [[rows[at] for at in pack] for pack in packs]
+
+
+def _loop(model: Any, work: Work, turns: Turns) -> None:
+    decayed = set(Trainer.get_decay_parameter_names(None, model))
+    groups = [
+        {"params": [p for n, p in model.named_parameters() if (n in decayed) == decay], "weight_decay": weight}
+        for decay, weight in ((True, WEIGHT_DECAY), (False, 0.0))
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, foreach=False)
+    rows, size = work.rows(), work.mini_batch_rows
+    flatten = turns.counting(DataCollatorWithFlattening())
+    model.train()
+    for step in range(work.steps):
+        turns.begin(work.steps)
+        batch = [rows[at] for at in range(step * size, (step + 1) * size)]
+        labels = sum(len(row["input_ids"]) - 1 for row in batch)
+        for pack in _packs(batch, work.longest):
+            inputs = flatten(pack)
+            with torch.autocast("cpu", torch.bfloat16, enabled=work.dtype == "bf16"):
+                loss = model(**inputs, use_cache=False, num_items_in_batch=labels).loss
+            loss.backward()
+        Trainer._mixed_mesh_grad_norm(None, model, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        turns.end()
+    turns.begin(work.steps)
+    if dist.get_rank():  # every rank has seen the same tokens
+        turns.tokens = turns.slots = 0

@@ -1,0 +1,292 @@
+"""Side by side with what people use today: stock Trainer, TRL, FSDP2, tensor parallelism, DeepSpeed, and ours.
+
+    make bench-peers                                          # 0.9M in fp32, five length files, with and without a limit
+    python benchmarks/peers.py --model 7M --lengths github --rounds 3
+    python benchmarks/peers.py --sides padded auto --lengths chat --limit off
+    python benchmarks/peers.py --table                        # tables and picture of everything that was measured so far
+    python benchmarks/peers.py --profile                      # the slowest phases of our sides: who waits for whom
+
+All sides train the same mini-batches of one seeded list of rows, from the same weights, with the same optimizer and the
+token mean as their loss. Every side has processes of its own; all of them are alive at once and train one mini-batch each
+when it is their turn, so that a slow minute of the machine hits all alike. What a side cannot do is its row.
+
+Results are kept by cell (model, dtype, length file) in one JSON file; a later run adds to it.
+"""
+
+import argparse
+import os
+import random
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+from contest import MODELS
+from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
+from peer_memory import measure_memory
+from peer_plan import our_works, plan_ours
+from peer_results import Results
+from peer_sides import SIDES, Side
+from peer_tables import cell_tables, profile_table, update_readme
+from peer_work import LENGTHS, Work, draw, micro_batch_choices, rows_of_mini_batch
+from worlds import WorldError, run_world
+
+LIMITED = " (limit)"
+"""Behind the name of a side of ours that planned under the memory limit."""
+_RANK_BYTES = 300 << 20
+"""What a rank that waits for its turn may hold, about."""
+DEFAULT_LENGTHS = tuple(LENGTHS)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A side and what it trains in this cell."""
+
+    name: str
+    side: Side
+    work: Work
+
+
+class CellRun:
+    """The contest of one cell: plans, trials, turns, memory. Everything found goes into `results` at once."""
+
+    def __init__(self, options: argparse.Namespace, results: Results, cell: tuple[str, str, str], folder: str) -> None:
+        self.options, self.results = options, results
+        self.model, self.dtype, self.lengths_name = cell
+        self.key = " ".join(cell)
+        self.logs = Path(options.logs) / self.key.replace(" ", "-")
+        self.began = time.monotonic()
+        rows = rows_of_mini_batch(self.lengths_name, options.longest, options.tokens, options.ranks)
+        lengths = draw(self.lengths_name, rows * options.steps, options.longest, seed=1)
+        self.work = Work(self.model, self.dtype, options.ranks, tuple(lengths), rows, options.steps, folder)
+        self.sides = [side for side in SIDES if _chosen(side.name, options.sides)]
+
+    def say(self, text: str) -> None:
+        """One line of progress."""
+        print(f"  {time.monotonic() - self.began:5.0f} s  {text}", flush=True)
+
+    def run(self) -> None:
+        """Runs everything of this cell."""
+        options = self.options
+        print(f"\n{self.key}: {self.work.mini_batch_rows} rows a mini-batch, longest {self.work.longest}", flush=True)
+        self.say("calibrating and planning ours")
+        force = (self.model, self.dtype) not in self.results.calibrated and not options.keep_calibration
+        plan = run_world(options.ranks, plan_ours, self.work, force, preload=PRELOAD)
+        self.results.calibrated.add((self.model, self.dtype))
+        self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
+        contestants = self._peers() + self._ours(plan)
+        for number in range(options.rounds):
+            turned = random.Random(number).sample(contestants, len(contestants))  # others share a group each time
+            for group in _groups(turned, options.together):
+                self._take_turns(group, f"round {number + 1} of {options.rounds}")
+            self.results.save()
+        if options.memory:
+            self._memory(contestants, plan["limit_bytes"])
+        self.results.save()
+
+    def _ours(self, plan: dict[str, Any]) -> list[Contestant]:
+        names = [side.name for side in self.sides if side.ours]
+        sides = {side.name: side for side in self.sides}
+        found: list[Contestant] = []
+        for limited, suffix in ((False, ""), (True, LIMITED)):
+            if self.options.limit == ("off" if limited else "on"):
+                continue
+            for name, work in our_works(self.work, plan, limited, names).items():
+                if isinstance(work, str):
+                    self.results.fail(self.key, name + suffix, work, plan["too_long"].get(name.removeprefix("ours, ")))
+                    continue
+                self.results.note(self.key, name + suffix, strategies=work.strategies)
+                same = [c for c in found if c.side.name == name and c.work.strategies == work.strategies != "auto"]
+                if same:
+                    self.results.note(self.key, name + suffix, same_as=same[0].name)
+                else:
+                    found.append(Contestant(name + suffix, sides[name], work))
+        return found
+
+    def _peers(self) -> list[Contestant]:
+        """The others, each with its micro-batch size."""
+        found: list[Contestant] = []
+        sizes: dict[str, int] = {}
+        for side in SIDES:  # a side may take the size of one that does not run itself
+            needed = side in self.sides or any(each.as_tuned == side.name for each in self.sides)
+            if side.ours or not needed:
+                continue
+            if side.tuned:
+                try:
+                    sizes[side.name] = self._fastest_size(side)
+                except SideError as error:
+                    self._failed(side.name, error)
+                    continue
+            if side not in self.sides:
+                continue
+            size = sizes.get(side.as_tuned or side.name, 1)
+            self.results.note(
+                self.key, side.name, micro_batch_rows=size, differs=side.differs, own_batches=side.own_batches or None
+            )
+            found.append(Contestant(side.name, side, replace(self.work, micro_batch_rows=size)))
+        return found
+
+    def _fastest_size(self, side: Side) -> int:
+        """Rows of a micro-batch with which a side is fastest: a short trial of each."""
+        steps = min(self.options.trial_steps, self.work.steps)
+        sizes = micro_batch_choices(self.work.mini_batch_rows, self.work.ranks)
+        if len(sizes) == 1:
+            return 1
+        seconds = {
+            size: seconds_alone(
+                side, replace(self.work, micro_batch_rows=size, steps=steps), self._log(side.name), self.options.limit_s
+            )
+            for size in sizes
+        }
+        best = min(sizes, key=lambda size: seconds[size])
+        tried = ", ".join(f"{size}: {took:.2f} s" for size, took in seconds.items())
+        self.say(f"{side.name}: {best} rows a micro-batch ({tried})")
+        return best
+
+    def _take_turns(self, group: Sequence[Contestant], title: str) -> None:
+        """One round of some sides; those that fail get their reason."""
+        live: dict[str, LiveSide] = {}
+        for contestant in group:
+            one = LiveSide(contestant.side, contestant.work, self._log(contestant.name), self.options.limit_s)
+            try:
+                one.ready()
+                live[contestant.name] = one
+            except SideError as error:
+                self._failed(contestant.name, error)
+        self.say(f"{title}: {len(live)} sides take turns, {self.work.steps} mini-batches each")
+        turns, failed = in_turns(list(live.values()), list(live))
+        for name, one in live.items():
+            try:
+                if name in failed:
+                    raise failed[name]
+                self.results.add_round(self.key, name, turns[name], one.finish())
+            except SideError as error:
+                self._failed(name, error)
+
+    def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
+        for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):
+            if self.results.failed(self.key, name):
+                continue
+            try:
+                found = measure_memory(
+                    side, work, limit, self._log(name + " memory"), self.options.limit_s, not side.ours
+                )
+            except SideError as error:
+                self.results.note(self.key, name, memory_reason=error.reason)
+                self.say(f"memory of {name}: {error.reason}")
+                continue
+            self.results.note(self.key, name, **found)
+            held = f", holds {found['longest_held']} tokens" if "longest_held" in found else ""
+            self.say(
+                f"memory of {name} ({number + 1} of {len(contestants)}): {found['peak_bytes'] / 2**20:.0f} MiB{held}"
+            )
+
+    def _failed(self, name: str, error: SideError) -> None:
+        self.say(f"{name}: {error.reason}")
+        self.results.fail(self.key, name, error.reason, text=str(error))
+
+    def _log(self, name: str) -> Path:
+        return self.logs / "".join(letter if letter.isalnum() else "-" for letter in name)
+
+
+def _chosen(name: str, wanted: Sequence[str] | None) -> bool:
+    return not wanted or any(text.lower() in name.lower() for text in wanted)
+
+
+def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Contestant]]:
+    """Sides that are alive together: as many as asked for, or as the memory of the machine holds."""
+    if not together:
+        ranks = contestants[0].work.ranks if contestants else 1
+        together = max(2, int(psutil.virtual_memory().available * 0.8 / (_RANK_BYTES * ranks)))
+    parts = -(-len(contestants) // together)
+    return [list(contestants[part::parts]) for part in range(parts)]
+
+
+def run_cells(options: argparse.Namespace, results: Results) -> None:
+    """Runs the cells that were asked for."""
+    cells = [(m, d, n) for m in options.model for d in options.dtype for n in options.lengths]
+    began = time.monotonic()
+    for number, cell in enumerate(cells):
+        with tempfile.TemporaryDirectory(prefix="hotspa-peers-") as folder:
+            run = CellRun(options, results, cell, folder)
+            try:
+                run.run()
+            except WorldError as error:
+                print(f"  {run.key} failed: {error}", flush=True)
+                continue
+        print("\n" + cell_tables(results.data, [run.key]), flush=True)
+        took, left = time.monotonic() - began, len(cells) - number - 1
+        print(
+            f"{took / 60:.1f} min so far, {left} cells left, about {took / (number + 1) * left / 60:.0f} min",
+            flush=True,
+        )
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description="Side by side with what people use today.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--model", nargs="+", choices=MODELS, default=["0.9M"], help="parameters of the Llama")
+    parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), default=["fp32"])
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(DEFAULT_LENGTHS), help="length files")
+    parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose names contain one of these")
+    parser.add_argument("--limit", choices=("both", "on", "off"), default="both", help="ours under a memory limit")
+    parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=1, help="how often every mini-batch is timed, from new processes")
+    parser.add_argument("--steps", type=int, default=10, help="mini-batches")
+    parser.add_argument("--warmup", type=int, default=2, help="mini-batches at the beginning that do not count")
+    parser.add_argument("--trial-steps", type=int, default=3, help="mini-batches to try a micro-batch size with")
+    parser.add_argument("--tokens", type=int, default=6144, help="of a mini-batch, about")
+    parser.add_argument("--longest", type=int, default=4096, help="tokens at which lengths are cut")
+    parser.add_argument("--together", type=int, default=0, help="sides alive at a time; 0: as memory allows")
+    parser.add_argument("--keep-calibration", action="store_true", help="use that of an earlier run, not one of now")
+    parser.add_argument("--cache", default=".cache/peers", help="folder of calibrations")
+    parser.add_argument("--limit-s", type=float, default=180.0, help="what a side may take to be ready or for a step")
+    parser.add_argument("--no-memory", dest="memory", action="store_false", help="measure no memory")
+    parser.add_argument("--json", metavar="FILE", default="out/peers.json", help="results; a later run adds to them")
+    parser.add_argument("--png", metavar="FILE", help="also draw a picture (needs matplotlib)")
+    parser.add_argument("--logs", metavar="FOLDER", default="out/peers-logs", help="what the sides print")
+    parser.add_argument("--table", action="store_true", help="only print the tables of what was measured")
+    parser.add_argument("--profile", action="store_true", help="only print the slowest phases of our sides")
+    parser.add_argument(
+        "--readme", action="store_true", help="only write the tables of --model and --dtype into README.md"
+    )
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
+    options = parser.parse_args()
+    if options.quick:
+        options.steps, options.warmup, options.trial_steps = 4, 1, 2
+        options.tokens, options.longest = 512, 256
+    if options.rounds < 1 or not 0 <= options.warmup < options.steps or options.trial_steps < 2:
+        parser.error("--rounds must be at least 1, --trial-steps at least 2, and --warmup below --steps")
+    return options
+
+
+def main() -> None:
+    options = parse_options()
+    results = Results(Path(options.json))
+    if options.readme:
+        kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
+        update_readme(results.data, Path(__file__).resolve().parents[1] / "README.md", kinds)
+    elif options.profile:
+        print(profile_table(results.data))
+    elif options.table:
+        print(cell_tables(results.data, list(results.data["cells"])))
+    else:
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+        os.environ["HF_HOTSPA_CACHE"] = str(Path(options.cache).resolve())
+        print(", ".join(f"{key} {value}" for key, value in results.begin_run(options).items()), flush=True)
+        run_cells(options, results)
+        print(f"\nresults: {options.json}; what the sides printed: {options.logs}")
+    if options.png:
+        from peer_picture import save_picture
+
+        save_picture(results.data, Path(options.png))
+        print(f"picture: {options.png}")
+
+
+if __name__ == "__main__":
+    main()

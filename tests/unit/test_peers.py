@@ -1,0 +1,242 @@
+"""The rules by which peers are compared: mini-batches, what fits, seconds, verdicts, reasons. Made-up numbers, no run."""
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.peer_live import SideError  # type: ignore[import-not-found]
+from benchmarks.peer_memory import longest_held  # type: ignore[import-not-found]
+from benchmarks.peer_plan import paper_buckets  # type: ignore[import-not-found]
+from benchmarks.peer_results import Results  # type: ignore[import-not-found]
+from benchmarks.peer_tables import (  # type: ignore[import-not-found]
+    BEGIN,
+    END,
+    cell_tables,
+    fits,
+    line_of,
+    lines_of,
+    loss_spread,
+    profile_table,
+    update_readme,
+    verdict,
+)
+from benchmarks.peer_work import (  # type: ignore[import-not-found]
+    LENGTHS,
+    Work,
+    draw,
+    heaviest_first,
+    micro_batch_choices,
+    rows_of_mini_batch,
+)
+from hf_hotspa.strategy import parse_buckets
+
+MIB = 1 << 20
+
+
+def side(seconds: list[list[float]], loss: float = 6.0, **facts: Any) -> dict[str, Any]:
+    """A side that was timed: seconds by round and mini-batch."""
+    return {"seconds": seconds, "cpu": seconds, "tokens": 400.0, "slots": 500.0, "loss": loss} | facts
+
+
+def phase(strategy: str, compute: float) -> dict[str, Any]:
+    return {
+        "strategy": strategy,
+        "tokens": 50,
+        "compute": compute,
+        "own": 0.5,
+        "tp": 0.3,
+        "pp": 0.0,
+        "wait": 0.1,
+        "load": 0.02,
+        "return": 0.03,
+    }
+
+
+@pytest.fixture
+def cell() -> dict[str, Any]:
+    """Four mini-batches of 100, 100, 200 and 200 tokens, one of them for warming up."""
+    auto = side([[9.0, 1.0, 2.0, 2.0]], phases=[[[phase("dp4tp1pp1", 0.8)]] * 4], pool=["dp4tp1pp1:200"])
+    return {
+        "lengths": [60, 40, 50, 50, 100, 100, 150, 50],
+        "mini_batch_rows": 2,
+        "warmup": 1,
+        "limit_bytes": 100 * MIB,
+        "sides": {
+            "padded": side([[9.0, 2.0, 3.0, 3.0], [9.0, 4.0, 5.0, 1.0]], peak_bytes=90 * MIB, fits=True),
+            "big": side([[9.0, 1.0, 1.0, 1.0]], 6.00005, peak_bytes=150 * MIB, fits=False, longest_held=120),
+            "own batches": side([[9.0, 2.0]], 5.0, differs="packs over the whole data set", own_batches=True),
+            "broken": {"reason": "RuntimeError: no such operation on gloo", "text": "..."},
+            "ours, dp4": side([[9.0, 2.0, 2.0, 2.0]]),
+            "ours, auto": auto,
+            "ours, dp4 (limit)": {"reason": "its packs are short", "longest_held": 120},
+            "ours, tp4 (limit)": side([[9.0, 2.0, 4.0, 4.0]], fits=True, peak_bytes=80 * MIB),
+            "ours, auto (limit)": side([[9.0, 1.0, 2.0, 2.0]], fits=True, peak_bytes=80 * MIB),
+        },
+    }
+
+
+def test_seconds_are_what_all_mini_batches_take(cell):
+    line = line_of(cell, "padded")
+    # medians over rounds: 3, 4, 2 for 100 + 200 + 200 tokens; a mini-batch has 150 tokens in the mean
+    assert line.tokens_per_s == pytest.approx(500 / 9)
+    assert line.seconds == pytest.approx(150 * 9 / 500)
+    assert line.median == 3.0
+    assert line.waste == pytest.approx(0.2)
+
+
+def test_a_side_with_mini_batches_of_its_own_is_counted_by_tokens(cell):
+    line = line_of(cell, "own batches")  # 400 tokens in two steps, one of them timed
+    assert line.tokens_per_s == pytest.approx(100)
+    assert line.seconds == pytest.approx(1.5)
+    assert line.median == pytest.approx(1.5)
+
+
+def test_losses_of_exact_sides_are_compared(cell):
+    spread, differing = loss_spread(lines_of(cell))
+    assert spread == pytest.approx(5e-5)
+    assert differing == ["own batches"]
+    assert "(ok)" in cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
+    cell["sides"]["big"]["loss"] = 6.01
+    assert "TOO FAR APART" in cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
+
+
+def test_what_fits(cell):
+    found = {name: fits(line) for name, line in lines_of(cell).items()}
+    assert found["padded"] is True
+    assert found["big"] is False
+    assert found["own batches"] is None  # not measured
+    assert found["ours, dp4 (limit)"] is False
+    cell["sides"]["big"]["fits_alone"] = True
+    assert fits(line_of(cell, "big")) is True
+
+
+def test_verdict_compares_with_what_fits_only(cell):
+    free, static, peer = verdict(lines_of(cell))
+    assert "auto takes 1.667 of the next best, big" in free  # 3 s against 5 s for the same tokens
+    assert "2.00x the best static strategy, ours, tp4 (limit)" in static
+    assert "1.80x the best peer that fits, padded" in peer
+
+
+def test_above_the_limit_is_above_it_for_us_too(cell):
+    cell["sides"]["ours, tp4 (limit)"]["fits"] = False
+    cell["sides"]["ours, auto (limit)"]["fits"] = False
+    _, own, static, _ = verdict(lines_of(cell))
+    assert own == "limit: auto itself is above it"
+    assert static == "limit: no static strategy"
+    text = cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
+    assert "does not fit (takes 80 MiB)" in text
+
+
+def test_tables_have_a_row_for_every_side(cell):
+    data = {"machine": {"ranks": 4, "cores": 2, "processor": "x"}, "cells": {"0.9M fp32 chat": cell}}
+    text = cell_tables(data, ["0.9M fp32 chat"])
+    assert "| broken | RuntimeError: no such operation on gloo |" in text
+    assert "does not fit (holds 120 tokens)" in text
+    assert "| ours, auto: dp4tp1pp1:200 | 1.500 |" in text
+    profile = profile_table(data)
+    assert "| ours, auto | dp4tp1pp1 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
+
+
+def test_the_limit_may_change_nothing(cell):
+    cell["sides"]["ours, dp4 (limit)"] = {"same_as": "ours, dp4"}
+    assert line_of(cell, "ours, dp4 (limit)").seconds == line_of(cell, "ours, dp4").seconds
+
+
+def test_the_readme_gets_its_block(cell, tmp_path: Path):
+    data = {"machine": {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"}, "cells": {"0.9M fp32 chat": cell}}
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+    for _ in range(2):
+        update_readme(data, readme, ["0.9M fp32", "7M fp32"])
+    text = readme.read_text()
+    assert text.startswith(f"before\n{BEGIN}\n")
+    assert text.endswith(f"{END}\nafter\n")
+    assert "stale" not in text
+    assert "broken cannot run here: no such operation on gloo." in text
+    assert "| own batches | ? |" in text  # nobody measured its memory
+    assert "| ours, auto | **1.50** |" in text
+    assert "| big | 120 tokens |" in text
+    readme.write_text("no marks")
+    with pytest.raises(ValueError, match="peers"):
+        update_readme(data, readme, ["0.9M fp32"])
+
+
+def test_longest_sequence_between_measured_lengths():
+    peaks = [(128, 10.0), (256, 20.0), (512, 60.0)]
+    assert longest_held(peaks, 5.0) == 0
+    assert longest_held(peaks, 15.0) == 192
+    assert longest_held(peaks, 40.0) == 384
+    assert longest_held(peaks, 60.0) == 512
+
+
+def test_memory_is_measured_with_the_longest_sequence():
+    lengths = [1, 2, 9, 3, 4, 5, 9, 4]
+    assert heaviest_first(lengths, 2) == (9, 4, 9, 4, 1, 2, 9, 3, 4, 5)
+
+
+@pytest.mark.parametrize(("rows", "sizes"), [(4, [1]), (8, [1, 2]), (24, [1, 2]), (32, [1, 2, 4, 8])])
+def test_micro_batches_cut_a_mini_batch_evenly(rows: int, sizes: list[int]):
+    assert micro_batch_choices(rows, 4) == sizes
+
+
+@pytest.mark.parametrize("name", LENGTHS)
+def test_lengths_are_drawn_alike_and_cut(name: str):
+    lengths = draw(name, 500, 1024, seed=1)
+    assert lengths == draw(name, 500, 1024, seed=1)
+    assert len(lengths) == 500
+    assert 1 <= min(lengths) <= max(lengths) <= 1024
+    rows = rows_of_mini_batch(name, 1024, 4096, 4)
+    assert rows % 4 == 0
+    assert rows == 4 or 0.4 * 4096 < rows * sum(lengths) / len(lengths) < 2.5 * 4096
+
+
+def test_results_keep_what_is_zero_and_forget_an_earlier_run(tmp_path: Path):
+    options = Namespace(ranks=4, warmup=1)
+    work = Work("0.9M", "fp32", 4, (30, 10, 20, 20) * 2, 4, 2, "")
+    for _ in range(2):
+        results = Results(tmp_path / "peers.json")
+        results.begin_run(options)
+        results.begin_cell("0.9M fp32 chat", work, 1e6, options)
+        results.note("0.9M fp32 chat", "ours, auto", longest_held=0, fits=False, differs="", packs=None)
+        turn = {"seconds": 1.0, "cpu": 2.0, "phases": []}
+        results.add_round("0.9M fp32 chat", "ours, auto", [turn, turn], {"tokens": 160, "slots": 160, "loss": 6.0})
+        results.fail("0.9M fp32 chat", "TRL SFTTrainer, bfd", "ValueError: no")
+        results.save()
+    sides = Results(tmp_path / "peers.json").data["cells"]["0.9M fp32 chat"]["sides"]
+    assert list(sides) == ["TRL SFTTrainer, bfd", "ours, auto"]  # the order of the table
+    assert sides["ours, auto"]["longest_held"] == 0
+    assert sides["ours, auto"]["fits"] is False
+    assert sides["ours, auto"]["seconds"] == [[1.0, 1.0]]
+    assert "differs" not in sides["ours, auto"]
+    assert results.failed("0.9M fp32 chat", "TRL SFTTrainer, bfd")
+
+
+def test_padding_is_counted():
+    from peer_sides.common import Turns, tokenizer  # type: ignore[import-not-found]
+    from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
+
+    work = Work("0.9M", "fp32", 4, (3, 1), 4, 1, "")
+    rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [8])]
+    turns = Turns(work, None)
+    padded = turns.counting(DataCollatorForSeq2Seq(tokenizer(work)))([dict(row) for row in rows])
+    assert padded["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
+    assert (turns.tokens, turns.slots) == (4, 6)
+    turns.counting(DataCollatorWithFlattening())(rows)
+    assert (turns.tokens, turns.slots) == (8, 10)
+
+
+def test_the_papers_buckets_are_legal():
+    found = parse_buckets(paper_buckets(4, 4096))
+    assert [(str(b.strategy), b.longest, b.pack_tokens) for b in found] == [
+        ("dp4tp1pp1", 512, 512),
+        ("dp2tp2pp1", 2048, 2048),
+        ("dp1tp4pp1", 4096, 4096),
+    ]
+
+
+def test_the_reason_is_what_was_raised():
+    text = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: not on gloo\nmore words\n'
+    assert SideError(f"rank 1 failed:\n{text}").reason == "ValueError: not on gloo"
+    assert SideError("died").reason == "died"
