@@ -77,7 +77,7 @@ CASES = {
         "data seed": {"data_seed": 11},
         "drop last": {"dataloader_drop_last": True, "max_steps": -1, "num_train_epochs": 1},
         "sequential": {"train_sampling_strategy": "sequential"},
-        "workers": {"dataloader_num_workers": 2, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
+        "workers": {"dataloader_num_workers": 1, "dataloader_prefetch_factor": 2, "dataloader_persistent_workers": True},
         "nan filter off": {"logging_nan_inf_filter": False},
         "evaluation by epochs": {
             "max_steps": -1, "num_train_epochs": 2, "eval_strategy": "epoch", "per_device_eval_batch_size": ROWS,
