@@ -149,7 +149,9 @@ SAME_BITS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("case", SAME_BITS)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c == "five-strategies-untied" else c for c in SAME_BITS]
+)
 def test_overlap_changes_no_bit(case):
     world_size, *arguments = SAME_BITS[case]
     closed = [number for of_rank in run_ranks(world_size, same_bits, *arguments) for number in of_rank]
