@@ -254,14 +254,11 @@ class HotSPaTrainingArguments(TrainingArguments):
             raise HotspaConfigError(
                 f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"
             )
-        for name in ("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"):
-            if getattr(self, name) not in ON_OFF:
-                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(ON_OFF)}")
+        on_off = dict.fromkeys(("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"), tuple(ON_OFF))
+        for name, choices in {**on_off, "hotspa_offload": OFFLOADS}.items():
+            if getattr(self, name) not in choices:
+                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(choices)}")
         _ = self.hotspa_gradients
-        if self.hotspa_offload not in OFFLOADS:
-            raise HotspaConfigError(
-                f"hotspa_offload is {self.hotspa_offload!r}", fix=f"use one of {', '.join(OFFLOADS)}"
-            )
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"

@@ -28,6 +28,7 @@ from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryOptions
 from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.scan import SequenceTable
@@ -274,15 +275,13 @@ def _plan(
     mini_batch_size: int,
     most_tokens: Mapping[Strategy, int],
 ) -> AutoPlan:
-    dtype, gradients = dtype_name(description.compute_dtype), args.hotspa_gradients
-    sizes = ModelSizes(description.shape, dtype, vector=description.vector, gradients=gradients)
+    sizes = model_sizes(description, args)
     # a second source keeps two strategies' weights; where it decides itself, the worse case counts
     second = ON_OFF[args.hotspa_second_source]
     copies = 2 if second or (second is None and args.device.type == "cuda") else 1
-    recompute = args.hotspa_recompute_every
     options = MemoryOptions(
         optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
-        recompute=recompute,
+        recompute=args.hotspa_recompute_every,
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=copies,
     )
@@ -290,7 +289,7 @@ def _plan(
         table,
         description.shape,
         strategies,
-        replace(calibration.time_model(sizes), recompute=recompute),
+        calibrated_time(calibration, sizes, args),
         calibration.memory_model(sizes, options),
         calibration.switch_seconds(strategies, sizes),
         mini_batch_size=mini_batch_size,
@@ -301,6 +300,17 @@ def _plan(
         max_phases=args.hotspa_max_buckets,
         most_tokens=most_tokens,
     )
+
+
+def model_sizes(description: ModelDescription, args: HotSPaTrainingArguments) -> ModelSizes:
+    """The sizes of a model in the dtypes of a run."""
+    dtype = dtype_name(description.compute_dtype)
+    return ModelSizes(description.shape, dtype, vector=description.vector, gradients=args.hotspa_gradients)
+
+
+def calibrated_time(calibration: Calibration, sizes: ModelSizes, args: HotSPaTrainingArguments) -> TimeModel:
+    """The time model of a run; a calibration is measured without recomputation."""
+    return replace(calibration.time_model(sizes), recompute=args.hotspa_recompute_every)
 
 
 def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:

@@ -16,17 +16,16 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import predict_phases
-from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.calibration import cached_calibration, calibration_key
 from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.specs import describe_model, dtype_name
+from hf_hotspa.runtime.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import agreed_calibration, agreement_of, collected
+from hf_hotspa.trainer.auto import agreed_calibration, agreement_of, calibrated_time, collected, model_sizes
 
 logger = logging.getLogger(__name__)
 
@@ -89,10 +88,8 @@ def make_predictions(
     """The predictions of a run; None without a calibration."""
     if calibration is None:
         return None
-    description = engine.description
-    dtype, gradients = dtype_name(description.compute_dtype), args.hotspa_gradients
-    sizes = ModelSizes(description.shape, dtype, vector=description.vector, gradients=gradients)
+    sizes = model_sizes(engine.description, args)
     return Predictions(
-        replace(calibration.time_model(sizes), recompute=args.hotspa_recompute_every),
+        calibrated_time(calibration, sizes, args),
         calibration.switch_seconds([bucket.strategy for bucket in engine.buckets], sizes),
     )

@@ -3,8 +3,8 @@
 Whether an element of an activation is dropped is decided by a hash of (seed, mini-batch, dataset row, token in the row)
 and of (module, feature): counter-based random numbers (Salmon et al., 2011, "Parallel Random Numbers: As Easy as 1, 2,
 3"), with the mixing steps of MurmurHash3 and SplitMix64. So every strategy, pack, order of micro-batches, tensor-parallel
-shard, recomputation and resumed run drops the same elements, and a module that is called twice other ones. They are others than torch's own generator would give:
-with the stock modules only the distribution agrees.
+shard, recomputation and resumed run drops the same elements, and a module that is called twice other ones. They are
+others than torch's own generator would give: with the stock modules only the distribution agrees.
 
 `use_keyed_dropout` puts `KeyedDropout` in the place of every `nn.Dropout` of a replica: the model's own between its
 layers, and those of LoRA layers. Dropout of attention scores, which no fused kernel would take a mask for, is refused.
