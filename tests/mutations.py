@@ -224,10 +224,10 @@ MUTATIONS = [
         ALONE,
     ),
     Mutation(
-        "an all-reduce of the loss is missed",
+        "the loss misses what the other shards sum",
         "hf_hotspa/runtime/loss.py",
-        "            dist.all_reduce(both, group=group)\n",
-        "            pass\n",
+        "    dist.all_gather(shards, own, group=group)\n",
+        "    shards = [own] * len(shards)\n",
         CLIP,
     ),
     Mutation(
