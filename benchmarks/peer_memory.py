@@ -15,8 +15,38 @@ from peer_live import run_untimed
 from peer_sides import Side
 from peer_work import Work, heaviest_first
 
-_PARTS = (8, 4, 2, 1)
 _FEWEST = 32
+
+
+class Ladder:
+    """Peaks of micro-batches of one sequence, of `longest` tokens and of halves of it; measured when they are asked for.
+
+    Args:
+        longest: Tokens.
+    """
+
+    def __init__(self, longest: int) -> None:
+        self.lengths = sorted({max(_FEWEST, longest >> step) for step in range(6)})
+        self._found: list[tuple[int, float]] | None = None
+
+    def peaks(self, side: Side, work: Work, run: Callable[[Work], dict[str, Any]]) -> list[tuple[int, float]]:
+        """Lengths and bytes of the fullest rank, shortest first.
+
+        Raises:
+            SideError: a run failed.
+        """
+        if self._found is None:
+            self._found = list(zip(self.lengths, self._measured(side, work, run), strict=True))
+        return self._found
+
+    def _measured(self, side: Side, work: Work, run: Callable[[Work], dict[str, Any]]) -> list[float]:
+        one = replace(work, mini_batch_rows=work.ranks, micro_batch_rows=1, measure="memory")
+        if side.ladder:
+            # the first mini-batch makes the optimizer's state
+            rows = tuple(length for length in (_FEWEST, *self.lengths) for _ in range(work.ranks))
+            return list(run(replace(one, lengths=rows, steps=1 + len(self.lengths)))["peaks"][1:])
+        runs = [run(replace(one, lengths=(length,) * 2 * work.ranks, steps=2)) for length in self.lengths]
+        return [max(each["peaks"]) for each in runs]
 
 
 def longest_held(peaks: Sequence[tuple[int, float]], limit: float) -> int:
@@ -41,7 +71,7 @@ def longest_held(peaks: Sequence[tuple[int, float]], limit: float) -> int:
 
 
 def measure_memory(
-    side: Side, work: Work, limit: float, log: Path, limit_s: float, ladder: bool = True
+    side: Side, work: Work, limit: float, log: Path, limit_s: float, ladder: Ladder | None
 ) -> dict[str, Any]:
     """`peak_bytes` as trained, `fits`; of a side that does not fit also `longest_held` and `peaks` by length.
 
@@ -53,7 +83,7 @@ def measure_memory(
         limit: Bytes of a rank.
         log: Where its ranks write.
         limit_s: For each run.
-        ladder: Whether to look for the longest sequence that fits.
+        ladder: Finds the longest sequence that fits; None to leave it.
 
     Raises:
         SideError: a run failed.
@@ -62,22 +92,8 @@ def measure_memory(
     found = run_untimed(side, replace(work, lengths=heavy, steps=2, measure="memory"), log, limit_s)
     peak = max(found["peaks"])
     result: dict[str, Any] = {"peak_bytes": peak, "fits": peak <= limit}
-    if peak > limit and ladder:
-        result["peaks"] = _peaks(side, work, lambda run: run_untimed(side, run, log, limit_s))
+    if peak > limit and ladder is not None:
+        result["peaks"] = ladder.peaks(side, work, lambda run: run_untimed(side, run, log, limit_s))
         result["longest_held"] = longest_held(result["peaks"], limit)
         result["fits_alone"] = result["longest_held"] >= work.longest
     return result
-
-
-def _peaks(side: Side, work: Work, run: Callable[[Work], dict[str, Any]]) -> list[tuple[int, float]]:
-    """Peaks of micro-batches of one sequence, of the longest and of parts of it."""
-    lengths = sorted({max(_FEWEST, work.longest // part) for part in _PARTS})
-    one = replace(work, mini_batch_rows=work.ranks, micro_batch_rows=1, measure="memory")
-    if side.ladder:
-        # the first mini-batch makes the optimizer's state
-        rows = tuple(length for length in (_FEWEST, *lengths) for _ in range(work.ranks))
-        found = run(replace(one, lengths=rows, steps=1 + len(lengths)))["peaks"][1:]
-    else:
-        runs = [run(replace(one, lengths=(length,) * 2 * work.ranks, steps=2)) for length in lengths]
-        found = [max(each["peaks"]) for each in runs]
-    return list(zip(lengths, found, strict=True))

@@ -8,6 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from peer_memory import Ladder
 from peer_sides import SIDES
 from peer_work import Work
 
@@ -49,6 +50,7 @@ class Results:
 
     Attributes:
         calibrated: Model and dtype of calibrations that were made in this run.
+        ladders: Peaks of memory that were measured in this run, by model, dtype and side.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,6 +59,7 @@ class Results:
         self._machine: dict[str, Any] = {}
         self._fresh: set[tuple[str, str]] = set()
         self.calibrated: set[tuple[str, str]] = set()
+        self.ladders: dict[tuple[str, str, str], Ladder] = {}
 
     def begin_run(self, options: argparse.Namespace) -> dict[str, Any]:
         """Notes the machine, and what is asked for; returns the facts of the machine."""

@@ -1,4 +1,4 @@
-"""Tables of `peers.py`, from what its JSON file holds: of a cell, of the README, and of the slowest phases.
+"""The numbers of `peers.py`, from what its JSON file holds: a line for each side, and the table of a cell.
 
 Seconds of a mini-batch are the mean over the mini-batches after the warm-up, each the median over its rounds: what a
 user pays in all. The median over mini-batches stands beside it. A side whose mini-batches are its own is counted by
@@ -8,14 +8,12 @@ tokens.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 LIMITED = " (limit)"
 AUTO = "ours, auto"
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
-BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
-_MIB = 1 << 20
+MIB = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class Line:
 
     Args:
         name: The side.
-        seconds: Of a mini-batch of the cell's mean size; None without a number.
+        seconds: Of a mini-batch, the mean over those that are timed; None without a number.
         median: The median mini-batch.
         tokens_per_s: Trained tokens, no padding.
         waste: The share of places that are padding.
@@ -45,10 +43,10 @@ class Line:
     found: dict[str, Any]
 
 
-def mini_batch_tokens(cell: dict[str, Any]) -> list[int]:
-    """Tokens of every mini-batch."""
+def timed_tokens(cell: dict[str, Any]) -> float:
+    """Tokens of a mini-batch, the mean over those that are timed."""
     lengths, rows = cell["lengths"], cell["mini_batch_rows"]
-    return [sum(lengths[at : at + rows]) for at in range(0, len(lengths), rows)]
+    return statistics.fmean(sum(lengths[at : at + rows]) for at in range(cell["warmup"] * rows, len(lengths), rows))
 
 
 def line_of(cell: dict[str, Any], name: str) -> Line:
@@ -59,21 +57,18 @@ def line_of(cell: dict[str, Any], name: str) -> Line:
     peak = found.get("peak_bytes")
     if "seconds" not in found:
         return Line(name, None, None, None, None, None, peak, found.get("reason", "not run"), found)
-    rounds, warmup, tokens = found["seconds"], cell["warmup"], mini_batch_tokens(cell)
+    rounds, warmup = found["seconds"], cell["warmup"]
     steps = len(rounds[0])
     timed = [statistics.median(row[step] for row in rounds) for step in range(min(warmup, steps - 1), steps)]
-    mean = statistics.fmean(tokens)
-    if found.get("own_batches"):
-        of_step = [found["tokens"] / steps] * steps
-    else:
-        of_step = [float(count) for count in tokens[:steps]]
-    speed = sum(of_step[-len(timed) :]) / sum(timed)
-    scaled = mean / statistics.fmean(of_step) if found.get("own_batches") else 1.0
+    tokens = timed_tokens(cell)
+    # a side that trains other rows is compared by tokens; one that trains the first mini-batches only by mini-batches
+    scale = tokens * steps / found["tokens"] if found.get("own_batches") else 1.0
+    seconds = statistics.fmean(timed) * scale
     return Line(
         name,
-        mean / speed,
-        statistics.median(timed) * scaled,
-        speed,
+        seconds,
+        statistics.median(timed) * scale,
+        tokens / seconds,
         1.0 - found["tokens"] / found["slots"] if found["slots"] else None,
         found["loss"],
         peak,
@@ -103,7 +98,7 @@ def fit_text(line: Line, limited: Line | None) -> str:
             held = limited.found.get("longest_held")
             return f"does not fit (holds {held} tokens)" if held is not None else limited.reason
         if fits(limited) is False:
-            return f"does not fit (takes {limited.found['peak_bytes'] / _MIB:.0f} MiB)"
+            return f"does not fit (takes {limited.found['peak_bytes'] / MIB:.0f} MiB)"
         return f"{limited.seconds:.2f} s"
     if line.seconds is None:
         return ""
@@ -121,6 +116,16 @@ def loss_spread(lines: dict[str, Line]) -> tuple[float, list[str]]:
     exact = [line.loss for line in lines.values() if line.loss is not None and not line.found.get("differs")]
     differing = [name for name, line in lines.items() if line.found.get("differs")]
     return (max(exact) - min(exact) if exact else 0.0), differing
+
+
+def noise_of(cell: dict[str, Any]) -> float | None:
+    """How far apart two rounds of one side are, as a part of them; the median over sides, None with one round."""
+    found = []
+    for each in cell["sides"].values():
+        totals = [sum(row[cell["warmup"] :]) for row in each.get("seconds", [])]
+        if len(totals) > 1:
+            found.append((max(totals) - min(totals)) / statistics.fmean(totals))
+    return statistics.median(found) if found else None
 
 
 def verdict(lines: dict[str, Line]) -> list[str]:
@@ -161,12 +166,12 @@ def cell_tables(data: dict[str, Any], keys: Sequence[str]) -> str:
 
 
 def _cell_table(key: str, cell: dict[str, Any]) -> str:
-    lines, tokens = lines_of(cell), mini_batch_tokens(cell)
-    limit = cell["limit_bytes"] / _MIB
+    lines = lines_of(cell)
+    limit = cell["limit_bytes"] / MIB
     text = [
         f"### {key}",
         "",
-        f"{cell['mini_batch_rows']} rows and {statistics.fmean(tokens):,.0f} tokens a mini-batch, longest "
+        f"{cell['mini_batch_rows']} rows and {timed_tokens(cell):,.0f} tokens a mini-batch, longest "
         f"{max(cell['lengths'])}; memory limit {limit:.0f} MiB a rank",
         "",
         f"| side | s / mini-batch | median | tokens/s | padding | peak MiB | loss | under {limit:.0f} MiB |",
@@ -180,7 +185,7 @@ def _cell_table(key: str, cell: dict[str, Any]) -> str:
             text.append(f"| {_titled(line)} | {line.reason} | | | | | | {last} |")
             continue
         waste = f"{line.waste:.0%}" if line.waste is not None else "?"
-        peak = f"{line.peak_bytes / _MIB:.0f}" if line.peak_bytes is not None else "?"
+        peak = f"{line.peak_bytes / MIB:.0f}" if line.peak_bytes is not None else "?"
         text.append(
             f"| {_titled(line)} | {line.seconds:.3f} | {line.median:.3f} | {line.tokens_per_s:,.0f} | {waste} | {peak} "
             f"| {line.loss:.5f} | {last} |"
@@ -189,6 +194,8 @@ def _cell_table(key: str, cell: dict[str, Any]) -> str:
     allowed = LOSS_TOLERANCE[key.split()[1]]
     text += ["", f"losses of the exact sides agree to {spread:.1e} ({'ok' if spread <= allowed else 'TOO FAR APART'})"]
     text += [f"{name} differs: {lines[name].found['differs']}" for name in differing]
+    noise = noise_of(cell)
+    text += [f"rounds of one side differ by {noise:.1%} in the median"] if noise is not None else []
     return "\n".join([*text, *verdict(lines)])
 
 
@@ -200,151 +207,3 @@ def _titled(line: Line) -> str:
     if not rows or line.found.get("packs") or line.seconds is None:
         return line.name
     return f"{line.name}, {rows} row{'s' if rows > 1 else ''} a micro-batch"
-
-
-# -- profile ----------------------------------------------------------------------------------------------------------
-
-
-_PARTS = ("own", "tp", "pp", "wait", "load", "return")
-"""Of a phase: what a rank computes itself, waits in collectives of tensor parallelism, and for pipeline messages (means
-over ranks); the longest that a rank waits for the busiest replica; moving weights in and gradients out."""
-
-
-def profile_table(data: dict[str, Any], most: int = 3) -> str:
-    """Where the time of our sides goes: all phases of auto, and the slowest phases of all sides.
-
-    Means over the timed mini-batches, those in which the phase did not run included. `rest` is what of a mini-batch of that
-    side is outside of all phases: data, agreement, clipping, optimizer, logging.
-    """
-    text = []
-    for key, cell in data["cells"].items():
-        rows = []
-        for name, found in cell["sides"].items():
-            if any(phases for each in found.get("phases", []) for phases in each):
-                rest, phases = _phase_sums(found, cell["warmup"])
-                rows += [(name, strategy, rest, sums) for strategy, sums in phases.items()]
-        rows.sort(key=lambda row: -sum(row[3][part] for part in ("compute", "load", "return")))
-        chosen = [row for at, row in enumerate(rows) if at < most or row[0].startswith(AUTO)]
-        text += [
-            f"### {key}",
-            "",
-            "| side | phase | tokens | " + " | ".join(f"{part} s" for part in _PARTS) + " | rest s |",
-        ]
-        text += ["|---" * (len(_PARTS) + 4) + "|"]
-        for name, strategy, rest, sums in chosen:
-            parts = " | ".join(f"{sums[part]:.3f}" for part in _PARTS)
-            text.append(f"| {name} | {strategy} | {sums['tokens']:,.0f} | {parts} | {rest:.3f} |")
-        text.append("")
-    return "\n".join(text)
-
-
-def _phase_sums(found: dict[str, Any], warmup: int) -> tuple[float, dict[str, dict[str, float]]]:
-    """Seconds outside of phases, and sums by strategy; means over rounds and timed mini-batches."""
-    sums: dict[str, dict[str, float]] = {}
-    outside, count = 0.0, 0
-    for seconds, of_round in zip(found["seconds"], found["phases"], strict=True):
-        for step in range(warmup, len(seconds)):
-            inside = 0.0
-            for phase in of_round[step]:
-                into = sums.setdefault(phase["strategy"], dict.fromkeys((*_PARTS, "tokens", "compute"), 0.0))
-                for part in into:
-                    into[part] += phase.get(part, 0.0)
-                inside += phase["compute"] + phase["load"] + phase["return"]
-            outside += seconds[step] - inside
-            count += 1
-    means = {strategy: {part: total / count for part, total in of.items()} for strategy, of in sums.items()}
-    return outside / count, means
-
-
-# -- the README -------------------------------------------------------------------------------------------------------
-
-
-def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
-    """Sides against length files: seconds of a mini-batch without a limit, and under it.
-
-    Args:
-        data: What was found.
-        kinds: Model and dtype of the cells that are shown, `0.9M fp32`.
-    """
-    text = [_facts(data["machine"])]
-    for kind in kinds:
-        cells = {
-            key.removeprefix(kind + " "): cell for key, cell in data["cells"].items() if key.startswith(kind + " ")
-        }
-        if not cells:
-            continue
-        lines = {name: lines_of(cell) for name, cell in cells.items()}
-        limits = [f"{name}, {cell['limit_bytes'] / _MIB:.0f} MiB" for name, cell in cells.items()]
-        for title, heads, limited in (("no limit", list(cells), False), ("a limit of memory", limits, True)):
-            text += ["", f"| {kind}, {title} | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
-            text += _readme_rows(lines, limited)
-        reasons = {line.name: line.reason for cell in lines.values() for line in cell.values() if _cannot_run(line)}
-        text += ["", "A number of tokens is the longest sequence that a side can hold under the limit."]
-        text += [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
-    return "\n".join(text)
-
-
-def _facts(machine: dict[str, Any]) -> str:
-    versions = ", ".join(
-        f"{name} {machine[name]}"
-        for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
-        if name in machine
-    )
-    return (
-        f"Seconds per mini-batch, {machine['ranks']} gloo ranks on {machine['cores']} CPU cores ({machine['processor']}), "
-        f"one thread a rank; {versions} (`make bench-peers`):"
-    )
-
-
-def _cannot_run(line: Line) -> bool:
-    return line.seconds is None and "longest_held" not in line.found and not line.name.endswith(LIMITED)
-
-
-def _readme_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
-    names = dict.fromkeys(name for cell in lines.values() for name in cell if not name.endswith(LIMITED))
-    values = {
-        name: [_readme_value(cell.get(name), cell.get(name + LIMITED), limited) for cell in lines.values()]
-        for name in names
-    }
-    best = [min((v[at] for v in values.values() if isinstance(v[at], float)), default=None) for at in range(len(lines))]
-    rows = []
-    for name, of_side in values.items():
-        shown = [
-            value if isinstance(value, str) else f"**{value:.2f}**" if value == best[at] else f"{value:.2f}"
-            for at, value in enumerate(of_side)
-        ]
-        if set(shown) != {"-"}:
-            rows.append(f"| {name} | " + " | ".join(shown) + " |")
-    return rows
-
-
-def _readme_value(line: Line | None, under: Line | None, limited: bool) -> float | str:
-    """Seconds; or tokens that a side holds, `above` for one that takes more than the limit, `-` for no number."""
-    if limited and line is not None and line.name.startswith("ours"):
-        line = under
-    if line is None or _cannot_run(line):
-        return "-"
-    if limited and (line.seconds is None or not fits(line)):
-        held = line.found.get("longest_held")
-        return f"{held} tokens" if held is not None else "above" if fits(line) is False and line.seconds else "?"
-    return line.seconds if line.seconds is not None else "-"
-
-
-def _short(reason: str, most: int = 150) -> str:
-    """The reason without its exception's name, and not much of it: the JSON has it all."""
-    kind, _, rest = reason.partition(": ")
-    text = (rest if rest and kind.replace(".", "").isalnum() else reason).rstrip(".")
-    return text if len(text) <= most else text[: most - 3] + "..."
-
-
-def update_readme(data: dict[str, Any], path: Path, kinds: Sequence[str]) -> None:
-    """Writes the block between the two marks.
-
-    Raises:
-        ValueError: the file does not have both marks.
-    """
-    text = path.read_text()
-    if BEGIN not in text or END not in text:
-        raise ValueError(f"{path} has no {BEGIN} ... {END}")
-    before, after = text.split(BEGIN, 1)[0], text.split(END, 1)[1]
-    path.write_text(f"{before}{BEGIN}\n{readme_block(data, kinds)}\n{END}{after}")

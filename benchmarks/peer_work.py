@@ -3,6 +3,7 @@
 Mini-batch k is rows `[k * size, (k + 1) * size)`, on every side. Token ids are made on the ranks, from a seed.
 """
 
+import math
 import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,21 +15,24 @@ import numpy as np
 from hf_hotspa.cost.histogram import synthetic_lengths
 
 LENGTHS = {
-    "commoncrawl": "log-normal, median 326, sigma 1.33",
-    "github": "log-normal, median 1441, sigma 1.46",
+    "commoncrawl": "log-normal, median 326 and sigma 1.33 where the longest is 32,768",
+    "github": "log-normal, median 1441 and sigma 1.46 where the longest is 32,768",
     "stdlib": "files of Python's standard library, 32 bytes a token",
     "chat": "log-normal, median 180, sigma 0.5, at most an eighth of the longest",
     "all long": "three to four eighths of the longest",
 }
-"""All are cut at the longest sequence that was asked for; `stdlib` is at an eighth of its size, so that its tail stays."""
-_SHORTEST = 16
+"""All are cut at the longest sequence that was asked for. The first two keep the shape that the paper's data have in a
+context of 32K: all lengths are scaled with it. `stdlib` is at an eighth of its size, so that its tail stays."""
+_SHORTEST, _CONTEXT = 16, 32768
 
 
 def draw(name: str, count: int, longest: int, seed: int = 0) -> list[int]:
     """Lengths from a distribution, in random order."""
     rng = np.random.default_rng([seed, list(LENGTHS).index(name)])
     if name in ("commoncrawl", "github"):
-        return synthetic_lengths(name, count, longest, seed)
+        return [
+            max(_SHORTEST, length * longest // _CONTEXT) for length in synthetic_lengths(name, count, _CONTEXT, seed)
+        ]
     if name == "stdlib":
         files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         tokens = [min(max(path.stat().st_size // 32, _SHORTEST), longest) for path in files]
@@ -40,9 +44,10 @@ def draw(name: str, count: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def rows_of_mini_batch(name: str, longest: int, tokens: int, ranks: int) -> int:
-    """Sequences of a mini-batch of about so many tokens, a multiple of the ranks: peers cut it by rank."""
-    mean = float(np.mean(draw(name, 4096, longest)))
-    return max(1, round(tokens / mean / ranks)) * ranks
+    """Sequences of a mini-batch of about so many tokens: peers cut it by rank, and that into micro-batches."""
+    share = tokens / float(np.mean(draw(name, 4096, longest))) / ranks
+    unit = 1 << max(0, int(math.log2(max(share, 1.0))) - 1)
+    return max(1, round(share / unit)) * unit * ranks
 
 
 @dataclass(frozen=True)
@@ -113,8 +118,9 @@ def heaviest_first(lengths: Sequence[int], rows: int) -> tuple[int, ...]:
 
 
 def micro_batch_choices(rows: int, ranks: int) -> list[int]:
-    """The micro-batch sizes that cut a mini-batch of so many rows evenly over ranks: powers of two."""
+    """Micro-batch sizes to try for a mini-batch of so many rows: the smallest, the largest and the middle one of the
+    powers of two that cut it evenly over ranks."""
     share, found = rows // ranks, []
     while share % (1 << len(found)) == 0:
         found.append(1 << len(found))
-    return found
+    return sorted({found[0], found[len(found) // 2], found[-1]})

@@ -8,7 +8,8 @@
 
 All sides train the same mini-batches of one seeded list of rows, from the same weights, with the same optimizer and the
 token mean as their loss. Every side has processes of its own; all of them are alive at once and train one mini-batch each
-when it is their turn, so that a slow minute of the machine hits all alike. What a side cannot do is its row.
+when it is their turn, so that a slow minute of the machine hits all alike. Rounds after the first leave out peers that
+are far behind. What a side cannot do is its row.
 
 Results are kept by cell (model, dtype, length file) in one JSON file; a later run adds to it.
 """
@@ -26,11 +27,13 @@ from typing import Any
 import psutil
 from contest import MODELS
 from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
-from peer_memory import measure_memory
+from peer_memory import Ladder, measure_memory
+from peer_pages import details_block, readme_block, update_block
 from peer_plan import our_works, plan_ours
+from peer_profile import profile_tables
 from peer_results import Results
 from peer_sides import SIDES, Side
-from peer_tables import cell_tables, profile_table, update_readme
+from peer_tables import cell_tables, lines_of
 from peer_work import LENGTHS, Work, draw, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
@@ -38,6 +41,8 @@ LIMITED = " (limit)"
 """Behind the name of a side of ours that planned under the memory limit."""
 _RANK_BYTES = 300 << 20
 """What a rank that waits for its turn may hold, about."""
+_REPEATED = 1.25
+"""Peers that took more than so many times the fastest side in the first round are not timed again."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
 
 
@@ -79,7 +84,8 @@ class CellRun:
         self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
         contestants = self._peers() + self._ours(plan)
         for number in range(options.rounds):
-            turned = random.Random(number).sample(contestants, len(contestants))  # others share a group each time
+            again = [each for each in contestants if not number or self._again(each)]
+            turned = random.Random(number).sample(again, len(again))  # others share a group each time
             for group in _groups(turned, options.together):
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
             self.results.save()
@@ -109,24 +115,19 @@ class CellRun:
     def _peers(self) -> list[Contestant]:
         """The others, each with its micro-batch size."""
         found: list[Contestant] = []
-        sizes: dict[str, int] = {}
-        for side in SIDES:  # a side may take the size of one that does not run itself
-            needed = side in self.sides or any(each.as_tuned == side.name for each in self.sides)
-            if side.ours or not needed:
+        for side in self.sides:
+            if side.ours:
                 continue
-            if side.tuned:
-                try:
-                    sizes[side.name] = self._fastest_size(side)
-                except SideError as error:
-                    self._failed(side.name, error)
-                    continue
-            if side not in self.sides:
+            try:
+                size = self._fastest_size(side) if side.tuned else 1
+            except SideError as error:
+                self._failed(side.name, error)
                 continue
-            size = sizes.get(side.as_tuned or side.name, 1)
             self.results.note(
                 self.key, side.name, micro_batch_rows=size, differs=side.differs, own_batches=side.own_batches or None
             )
-            found.append(Contestant(side.name, side, replace(self.work, micro_batch_rows=size)))
+            steps = min(side.steps or self.work.steps, self.work.steps)
+            found.append(Contestant(side.name, side, replace(self.work, micro_batch_rows=size, steps=steps)))
         return found
 
     def _fastest_size(self, side: Side) -> int:
@@ -166,13 +167,21 @@ class CellRun:
             except SideError as error:
                 self._failed(name, error)
 
+    def _again(self, contestant: Contestant) -> bool:
+        if contestant.side.ours:
+            return not self.results.failed(self.key, contestant.name)
+        lines = lines_of(self.results.data["cells"][self.key])
+        fastest = min((line.seconds for line in lines.values() if line.seconds), default=0.0)
+        seconds = lines[contestant.name].seconds
+        return seconds is not None and seconds <= _REPEATED * fastest
+
     def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
         for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):
             if self.results.failed(self.key, name):
                 continue
             try:
                 found = measure_memory(
-                    side, work, limit, self._log(name + " memory"), self.options.limit_s, not side.ours
+                    side, work, limit, self._log(name + " memory"), self.options.limit_s, self._peaks(side)
                 )
             except SideError as error:
                 self.results.note(self.key, name, memory_reason=error.reason)
@@ -183,6 +192,12 @@ class CellRun:
             self.say(
                 f"memory of {name} ({number + 1} of {len(contestants)}): {found['peak_bytes'] / 2**20:.0f} MiB{held}"
             )
+
+    def _peaks(self, side: Side) -> Ladder | None:
+        """Peaks of a peer by length, of this run: they are the same for every length file."""
+        if side.ours:
+            return None
+        return self.results.ladders.setdefault((self.model, self.dtype, side.name), Ladder(self.options.longest))
 
     def _failed(self, name: str, error: SideError) -> None:
         self.say(f"{name}: {error.reason}")
@@ -252,7 +267,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--table", action="store_true", help="only print the tables of what was measured")
     parser.add_argument("--profile", action="store_true", help="only print the slowest phases of our sides")
     parser.add_argument(
-        "--readme", action="store_true", help="only write the tables of --model and --dtype into README.md"
+        "--pages",
+        action="store_true",
+        help="only write --model and --dtype into README.md, and all cells into docs/side-by-side.md",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args()
@@ -267,11 +284,13 @@ def parse_options() -> argparse.Namespace:
 def main() -> None:
     options = parse_options()
     results = Results(Path(options.json))
-    if options.readme:
+    if options.pages:
         kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
-        update_readme(results.data, Path(__file__).resolve().parents[1] / "README.md", kinds)
+        root = Path(__file__).resolve().parents[1]
+        update_block(root / "README.md", readme_block(results.data, kinds))
+        update_block(root / "docs" / "side-by-side.md", details_block(results.data))
     elif options.profile:
-        print(profile_table(results.data))
+        print(profile_tables(results.data))
     elif options.table:
         print(cell_tables(results.data, list(results.data["cells"])))
     else:

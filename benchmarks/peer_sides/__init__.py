@@ -18,12 +18,12 @@ class Side:
         module: The adapter, a file in this folder.
         options: Keyword arguments of its `run`.
         ours: Whether it is one of ours, which plan their packs and take a memory limit.
-        tuned: Whether its micro-batch size is found by trial; others take it from the side `as_tuned`.
-        as_tuned: The side whose micro-batch size it takes.
+        tuned: Whether its micro-batch size is found by trial; others take single rows, or packs.
         ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch
             share packs, or are padded to the longest of all.
         differs: Why its loss cannot agree with the others', if it cannot.
         own_batches: Whether its mini-batches hold other sequences.
+        steps: The most mini-batches that it trains, for one that takes a minute for each.
     """
 
     name: str
@@ -31,10 +31,10 @@ class Side:
     options: dict[str, Any] = field(default_factory=dict)
     ours: bool = False
     tuned: bool = False
-    as_tuned: str = ""
     ladder: bool = True
     differs: str = ""
     own_batches: bool = False
+    steps: int | None = None
 
     def run(self, work: Any, turns: Any) -> Any:
         """Trains on this rank."""
@@ -55,8 +55,8 @@ SIDES: tuple[Side, ...] = (
         differs="packs over the whole data set: its mini-batches hold other sequences",
         own_batches=True,
     ),
-    Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, as_tuned="Trainer + DDP, flattened"),
-    Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}, as_tuned="Trainer + DDP, flattened"),
+    Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, tuned=True),
+    Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}),
     Side("tp4 of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
     Side("tp4 of transformers, plain loop, packed", "tensor_parallel", {"kind": "loop"}, ladder=False),
     *(
@@ -64,7 +64,7 @@ SIDES: tuple[Side, ...] = (
             f"DeepSpeed ZeRO-{stage}, flattened",
             "deepspeed_zero",
             {"stage": stage},
-            as_tuned="Trainer + DDP, flattened",
+            tuned=True,
         )
         for stage in (1, 2, 3)
     ),
@@ -74,6 +74,7 @@ SIDES: tuple[Side, ...] = (
         {"stage": 3, "ulysses": True},
         ladder=False,
         differs="the mean over a micro-batch: every row weighs the same, however long",
+        steps=2,
     ),
     *(Side(f"ours, {name}", "ours", ours=True) for name in STATIC),
     Side("ours, the paper's way", "ours", ours=True),

@@ -7,19 +7,25 @@ from typing import Any
 import pytest
 
 from benchmarks.peer_live import SideError  # type: ignore[import-not-found]
-from benchmarks.peer_memory import longest_held  # type: ignore[import-not-found]
-from benchmarks.peer_plan import paper_buckets  # type: ignore[import-not-found]
-from benchmarks.peer_results import Results  # type: ignore[import-not-found]
-from benchmarks.peer_tables import (  # type: ignore[import-not-found]
+from benchmarks.peer_memory import Ladder, longest_held  # type: ignore[import-not-found]
+from benchmarks.peer_pages import (  # type: ignore[import-not-found]
     BEGIN,
     END,
+    details_block,
+    readme_block,
+    update_block,
+)
+from benchmarks.peer_plan import paper_buckets  # type: ignore[import-not-found]
+from benchmarks.peer_profile import profile_tables  # type: ignore[import-not-found]
+from benchmarks.peer_results import Results  # type: ignore[import-not-found]
+from benchmarks.peer_sides import SIDES  # type: ignore[import-not-found]
+from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     cell_tables,
     fits,
     line_of,
     lines_of,
     loss_spread,
-    profile_table,
-    update_readme,
+    noise_of,
     verdict,
 )
 from benchmarks.peer_work import (  # type: ignore[import-not-found]
@@ -79,9 +85,9 @@ def cell() -> dict[str, Any]:
 
 def test_seconds_are_what_all_mini_batches_take(cell):
     line = line_of(cell, "padded")
-    # medians over rounds: 3, 4, 2 for 100 + 200 + 200 tokens; a mini-batch has 150 tokens in the mean
+    # medians over rounds: 3, 4, 2 for 100 + 200 + 200 tokens
     assert line.tokens_per_s == pytest.approx(500 / 9)
-    assert line.seconds == pytest.approx(150 * 9 / 500)
+    assert line.seconds == pytest.approx(3)
     assert line.median == 3.0
     assert line.waste == pytest.approx(0.2)
 
@@ -89,8 +95,15 @@ def test_seconds_are_what_all_mini_batches_take(cell):
 def test_a_side_with_mini_batches_of_its_own_is_counted_by_tokens(cell):
     line = line_of(cell, "own batches")  # 400 tokens in two steps, one of them timed
     assert line.tokens_per_s == pytest.approx(100)
-    assert line.seconds == pytest.approx(1.5)
-    assert line.median == pytest.approx(1.5)
+    assert line.seconds == pytest.approx(5 / 3)  # the cell's have 500 / 3 tokens
+    assert line.median == pytest.approx(5 / 3)
+
+
+def test_a_side_that_stops_early_is_counted_by_mini_batches(cell):
+    cell["sides"]["slow"] = side([[9.0, 6.0]])
+    line = line_of(cell, "slow")
+    assert line.seconds == line.median == 6.0
+    assert line.tokens_per_s == pytest.approx(500 / 3 / 6)
 
 
 def test_losses_of_exact_sides_are_compared(cell):
@@ -110,6 +123,12 @@ def test_what_fits(cell):
     assert found["ours, dp4 (limit)"] is False
     cell["sides"]["big"]["fits_alone"] = True
     assert fits(line_of(cell, "big")) is True
+
+
+def test_noise_is_what_rounds_differ_by(cell):
+    assert noise_of(cell) == pytest.approx(2 / 9)  # 8 s and 10 s, one side
+    cell["sides"]["padded"]["seconds"].pop()
+    assert noise_of(cell) is None
 
 
 def test_verdict_compares_with_what_fits_only(cell):
@@ -134,8 +153,8 @@ def test_tables_have_a_row_for_every_side(cell):
     text = cell_tables(data, ["0.9M fp32 chat"])
     assert "| broken | RuntimeError: no such operation on gloo |" in text
     assert "does not fit (holds 120 tokens)" in text
-    assert "| ours, auto: dp4tp1pp1:200 | 1.500 |" in text
-    profile = profile_table(data)
+    assert "| ours, auto: dp4tp1pp1:200 | 1.667 |" in text
+    profile = profile_tables(data)
     assert "| ours, auto | dp4tp1pp1 | 50 | 0.500 | 0.300 | 0.000 | 0.100 | 0.020 | 0.030 | 0.817 |" in profile
 
 
@@ -144,23 +163,57 @@ def test_the_limit_may_change_nothing(cell):
     assert line_of(cell, "ours, dp4 (limit)").seconds == line_of(cell, "ours, dp4").seconds
 
 
-def test_the_readme_gets_its_block(cell, tmp_path: Path):
-    data = {"machine": {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"}, "cells": {"0.9M fp32 chat": cell}}
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
+def test_a_page_gets_its_block(tmp_path: Path):
+    page = tmp_path / "README.md"
+    page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     for _ in range(2):
-        update_readme(data, readme, ["0.9M fp32", "7M fp32"])
-    text = readme.read_text()
-    assert text.startswith(f"before\n{BEGIN}\n")
-    assert text.endswith(f"{END}\nafter\n")
-    assert "stale" not in text
-    assert "broken cannot run here: no such operation on gloo." in text
-    assert "| own batches | ? |" in text  # nobody measured its memory
-    assert "| ours, auto | **1.50** |" in text
-    assert "| big | 120 tokens |" in text
-    readme.write_text("no marks")
+        update_block(page, "| new |\n")
+    assert page.read_text() == f"before\n{BEGIN}\n| new |\n{END}\nafter\n"
+    page.write_text("no marks")
     with pytest.raises(ValueError, match="peers"):
-        update_readme(data, readme, ["0.9M fp32"])
+        update_block(page, "new")
+
+
+@pytest.fixture
+def named(cell) -> dict[str, Any]:
+    """The cell with the names of real sides."""
+    names = {
+        "padded": "Trainer + DDP, padded",
+        "big": "DeepSpeed ZeRO-1, flattened",
+        "own batches": "TRL SFTTrainer, bfd",
+        "broken": "FSDP2 of accelerate, flattened",
+    }
+    sides = {names.get(name, name): found for name, found in cell["sides"].items()}
+    return {
+        "machine": {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"},
+        "cells": {"0.9M fp32 chat": cell | {"sides": sides}},
+    }
+
+
+def test_the_readme_shows_families_and_where_auto_loses(named):
+    text = readme_block(named, ["0.9M fp32", "7M fp32"])
+    assert "| DeepSpeed ZeRO-1, 2 or 3 | **1.00** |" in text
+    assert "| DeepSpeed ZeRO-1, 2 or 3 | 120 tokens |" in text
+    assert "| **ours, `auto`** | 1.67 |" in text
+    assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
+    assert "`auto` is not the fastest of chat, no limit: it takes 1.67 of DeepSpeed ZeRO-1, flattened." in text
+    assert "not the fastest of chat, limit" not in text
+    assert "FSDP2 of accelerate, flattened cannot run here: no such operation on gloo." in text
+    assert "The losses of all exact sides agree to 5e-05." in text
+
+
+def test_a_family_is_as_fast_as_its_fastest_side_that_fits(named):
+    sides = named["cells"]["0.9M fp32 chat"]["sides"]
+    sides["Trainer + DDP, flattened"] = side([[9.0, 1.0, 1.0, 1.0]], fits=False, longest_held=90)
+    text = readme_block(named, ["0.9M fp32"])
+    assert "batch_rebalance` or flattened | **1.00** |" in text
+    assert "batch_rebalance` or flattened | 3.00 |" in text
+
+
+def test_details_have_every_cell_and_the_profile(named):
+    text = details_block(named)
+    assert text.count("### 0.9M fp32 chat") == 1
+    assert "| ours, auto | dp4tp1pp1 | 50 |" in text
 
 
 def test_longest_sequence_between_measured_lengths():
@@ -171,12 +224,29 @@ def test_longest_sequence_between_measured_lengths():
     assert longest_held(peaks, 60.0) == 512
 
 
+def test_a_ladder_is_climbed_once(tmp_path: Path):
+    runs: list[Work] = []
+
+    def run(work: Work) -> dict[str, Any]:
+        runs.append(work)
+        return {"peaks": [float(max(work.lengths[at : at + 4])) for at in range(0, len(work.lengths), 4)]}
+
+    work, ladder = Work("0.9M", "fp32", 4, (1024,) * 8, 4, 2, str(tmp_path)), Ladder(1024)
+    side = next(side for side in SIDES if side.name.startswith("Trainer + DDP, padded"))
+    assert [ladder.peaks(side, work, run) for _ in range(2)] == [[(2**n, 2.0**n) for n in range(5, 11)]] * 2
+    assert len(runs) == 1
+    assert runs[0].steps == 7
+    packing = next(side for side in SIDES if not side.ladder)
+    assert Ladder(1024).peaks(packing, work, run) == ladder.peaks(side, work, run)
+    assert [each.lengths[0] for each in runs[1:]] == [32, 64, 128, 256, 512, 1024]
+
+
 def test_memory_is_measured_with_the_longest_sequence():
     lengths = [1, 2, 9, 3, 4, 5, 9, 4]
     assert heaviest_first(lengths, 2) == (9, 4, 9, 4, 1, 2, 9, 3, 4, 5)
 
 
-@pytest.mark.parametrize(("rows", "sizes"), [(4, [1]), (8, [1, 2]), (24, [1, 2]), (32, [1, 2, 4, 8])])
+@pytest.mark.parametrize(("rows", "sizes"), [(4, [1]), (8, [1, 2]), (24, [1, 2]), (64, [1, 4, 16])])
 def test_micro_batches_cut_a_mini_batch_evenly(rows: int, sizes: list[int]):
     assert micro_batch_choices(rows, 4) == sizes
 
