@@ -9,9 +9,12 @@ add up, because packed sequences do not attend to each other. Four steps, all de
 3. Longest first, each sequence goes to the cheapest pack that has room. Where that does not work out (packs nearly
    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
+5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
+   first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `cost.schedule`).
 
 Promises: no pack exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the packs of a
-replica come in descending cost (the largest first, so that a lack of memory shows at once). O(n log n); no torch.
+replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n); no
+torch.
 """
 
 import heapq
@@ -61,7 +64,8 @@ def pack_sequences(
     fitted = _best_fit(order, lengths, capacity)
     target = _num_packs(len(fitted), len(order), sum(lengths), dp, pp)
     packs = _cheapest_with_room(order, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
-    return _to_replicas(packs, costs, dp)
+    replicas = _to_replicas(packs, costs, dp)
+    return tuple(_filling_soon(replica) for replica in replicas) if pp > 1 else replicas
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
@@ -154,3 +158,8 @@ def _to_replicas(packs: Packs, costs: Sequence[float], dp: int) -> tuple[tuple[t
         replicas[replica].append(tuple(packs[pack]))
         heapq.heapreplace(loads, (load + pack_costs[pack], replica))
     return tuple(tuple(replica) for replica in replicas)
+
+
+def _filling_soon(packs: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
+    """The second cheapest of descending packs first, where there are enough to fill a pipeline with."""
+    return packs if len(packs) < 3 else (packs[-2], *packs[:-2], packs[-1])
