@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_profile import profile_table
-from peer_tables import AUTO, LIMITED, MIB, Line, cell_tables, fits, lines_of, loss_spread, noise_of
+from peer_tables import AUTO, LIMITED, MIB, Line, cell_tables, limited_seconds, lines_of, loss_spread, noise_of
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FAMILIES = (
@@ -53,7 +53,8 @@ def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
         noises = [noise for cell in cells.values() for noise in [noise_of(cell)] if noise is not None]
         noise = f" Two rounds of one side differ by {statistics.median(noises):.0%}." if noises else ""
-        text += ["", *_where_we_lose(lines), f"The losses of all exact sides agree to {spread:.0e}.{noise}"]
+        notes = [*_where_we_lose(lines), f"The losses of all exact sides agree to {spread:.0e}.{noise}"]
+        text += ["", *(f"* {note}" for note in notes)]
     return "\n".join(text)
 
 
@@ -114,20 +115,21 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
         shown = lines.get(name + LIMITED) if limited and name.startswith("ours") else line
         if shown is None:
             continue
-        if shown.seconds is not None and (not limited or fits(shown)):
-            found.append((shown.seconds, f"{shown.seconds:.2f}"))
+        seconds = limited_seconds(shown) if limited else shown.seconds
+        if seconds is not None:
+            found.append((seconds, f"{seconds:.2f}"))
         elif limited and "longest_held" in shown.found:
             held.append(shown.found["longest_held"])
     if found:
         return min(found)
-    return float("inf"), f"{max(held)} tokens" if held else "-"
+    return float("inf"), (f"{max(held)} tokens" if max(held) else "nothing") if held else "-"
 
 
 def _where_we_lose(lines: dict[str, dict[str, Line]]) -> list[str]:
     """The columns in which another side is faster than `auto` by more than 2 %, and what cannot run."""
     text = [
         "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is "
-        "within 2 % of it."
+        "within 2 % of it. All sides, and where their time goes: [side by side](docs/side-by-side.md)."
     ]
     for limited, title in ((False, "no limit"), (True, "limit")):
         for lengths, of_cell in lines.items():

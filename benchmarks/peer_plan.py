@@ -9,7 +9,7 @@ from typing import Any
 from contest import make_model, short_name
 from peer_work import Work
 
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Strategy, parse_buckets
 
 LIMIT_MARGIN = 1.05
 _PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
@@ -27,7 +27,8 @@ def paper_buckets(ranks: int, longest: int) -> str:
 
 
 def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
-    """`limit_bytes`, and for `free` and `limited` the bucket list of each static strategy or why there is none.
+    """`limit_bytes`, and for `free` and `limited` the bucket list of each static strategy or why there is none; and
+    `rank_bytes`, the most that a rank of them holds.
 
     The limit is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
     memory model. Saves the untrained model for sides that load one. The work of one rank.
@@ -71,10 +72,12 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         )  # fmt: skip
         return ",".join(map(str, choice.buckets))
 
-    found: dict[str, Any] = {"limit_bytes": limit, "free": {}, "limited": {}, "too_long": {}}
+    found: dict[str, Any] = {"limit_bytes": limit, "free": {}, "limited": {}, "too_long": {}, "rank_bytes": 0.0}
     for strategy in strategies:
         name, rooms = short_name(strategy), MemoryRooms(memory, limit)
         found["free"][name] = buckets(strategy, None)
+        largest = max(bucket.pack_tokens for bucket in parse_buckets(found["free"][name]))
+        found["rank_bytes"] = max(found["rank_bytes"], memory.bytes_needed(strategy, largest))
         room = rooms.tokens(strategy, rooms.arena(strategy))
         if room >= work.longest:
             found["limited"][name] = buckets(strategy, limit)

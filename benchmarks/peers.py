@@ -34,13 +34,13 @@ from peer_profile import profile_tables
 from peer_results import Results
 from peer_sides import SIDES, Side
 from peer_tables import cell_tables, lines_of
-from peer_work import LENGTHS, Work, draw, micro_batch_choices, rows_of_mini_batch
+from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
 LIMITED = " (limit)"
 """Behind the name of a side of ours that planned under the memory limit."""
-_RANK_BYTES = 300 << 20
-"""What a rank that waits for its turn may hold, about."""
+_LIBRARY_BYTES = 250 << 20
+"""What a rank holds beside its model, its activations and what the system has not got back of them, about."""
 _REPEATED = 1.25
 """Peers that took more than so many times the fastest side in the first round are not timed again."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
@@ -86,7 +86,7 @@ class CellRun:
         for number in range(options.rounds):
             again = [each for each in contestants if not number or self._again(each)]
             turned = random.Random(number).sample(again, len(again))  # others share a group each time
-            for group in _groups(turned, options.together):
+            for group in _groups(turned, options.together or _held_by_memory(options.ranks, plan["rank_bytes"])):
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
             self.results.save()
         if options.memory:
@@ -131,20 +131,25 @@ class CellRun:
         return found
 
     def _fastest_size(self, side: Side) -> int:
-        """Rows of a micro-batch with which a side is fastest: a short trial of each."""
+        """Rows of a micro-batch with which a side is fastest: a short trial of each, the heaviest mini-batch in it."""
         steps = min(self.options.trial_steps, self.work.steps)
+        heavy = heaviest_first(self.work.lengths, self.work.mini_batch_rows)
         sizes = micro_batch_choices(self.work.mini_batch_rows, self.work.ranks)
         if len(sizes) == 1:
             return 1
         seconds = {
             size: seconds_alone(
-                side, replace(self.work, micro_batch_rows=size, steps=steps), self._log(side.name), self.options.limit_s
+                side,
+                replace(self.work, lengths=heavy, micro_batch_rows=size, steps=steps),
+                self._log(side.name),
+                self.options.limit_s,
             )
             for size in sizes
         }
         best = min(sizes, key=lambda size: seconds[size])
         tried = ", ".join(f"{size}: {took:.2f} s" for size, took in seconds.items())
         self.say(f"{side.name}: {best} rows a micro-batch ({tried})")
+        self.results.note(self.key, side.name, tried={str(size): took for size, took in seconds.items()})
         return best
 
     def _take_turns(self, group: Sequence[Contestant], title: str) -> None:
@@ -211,11 +216,13 @@ def _chosen(name: str, wanted: Sequence[str] | None) -> bool:
     return not wanted or any(text.lower() in name.lower() for text in wanted)
 
 
+def _held_by_memory(ranks: int, rank_bytes: float) -> int:
+    """Sides that the memory of this machine holds at a time."""
+    return max(2, int(psutil.virtual_memory().available * 0.8 / ((_LIBRARY_BYTES + rank_bytes) * ranks)))
+
+
 def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Contestant]]:
-    """Sides that are alive together: as many as asked for, or as the memory of the machine holds."""
-    if not together:
-        ranks = contestants[0].work.ranks if contestants else 1
-        together = max(2, int(psutil.virtual_memory().available * 0.8 / (_RANK_BYTES * ranks)))
+    """Sides that are alive together, about as many in each group."""
     parts = -(-len(contestants) // together)
     return [list(contestants[part::parts]) for part in range(parts)]
 

@@ -21,7 +21,9 @@ from benchmarks.peer_results import Results  # type: ignore[import-not-found]
 from benchmarks.peer_sides import SIDES  # type: ignore[import-not-found]
 from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     cell_tables,
+    fit_text,
     fits,
+    limited_seconds,
     line_of,
     lines_of,
     loss_spread,
@@ -129,6 +131,14 @@ def test_noise_is_what_rounds_differ_by(cell):
     assert noise_of(cell) == pytest.approx(2 / 9)  # 8 s and 10 s, one side
     cell["sides"]["padded"]["seconds"].pop()
     assert noise_of(cell) is None
+
+
+def test_single_rows_under_the_limit_take_what_they_took_in_the_trial(cell):
+    cell["sides"]["big"] |= {"fits_alone": True, "micro_batch_rows": 4, "tried": {"1": 0.6, "4": 0.4}}
+    assert limited_seconds(line_of(cell, "big")) == pytest.approx(1.5)
+    assert limited_seconds(line_of(cell, "padded")) == pytest.approx(3.0)
+    assert limited_seconds(line_of(cell, "broken")) is None
+    assert fit_text(line_of(cell, "big"), None) == "fits, 1.50 s, one row a micro-batch only"
 
 
 def test_verdict_compares_with_what_fits_only(cell):
