@@ -176,7 +176,7 @@ def run_untimed(side: Side, work: Work, log: Path, limit_s: float) -> dict[str, 
 
 
 def seconds_alone(side: Side, work: Work, log: Path, limit_s: float) -> float:
-    """Seconds of a side's mini-batches after the first, alone.
+    """Mean seconds of a side's mini-batches after the first, alone.
 
     Raises:
         SideError: it failed.
@@ -185,7 +185,7 @@ def seconds_alone(side: Side, work: Work, log: Path, limit_s: float) -> float:
     alone.ready()
     found = [alone.turn()["seconds"] for _ in range(alone.steps_left)]
     alone.kill()
-    return sum(found[1:])
+    return statistics.fmean(found[1:])
 
 
 def _mean(parts: Iterable[dict[str, float] | None]) -> dict[str, float]:

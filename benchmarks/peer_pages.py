@@ -25,7 +25,7 @@ FAMILIES = (
 )
 """Rows of the README and how the names of their sides begin. A row shows the fastest of its sides in each column."""
 CLOSE = 1.02
-"""A side within 2 % of the fastest counts as fastest: machines are no quieter."""
+"""A side within 2 % of the fastest counts as fastest."""
 
 Cell = tuple[float, str]
 """Seconds of a mini-batch (infinite without) and what is shown."""

@@ -9,7 +9,7 @@ from typing import Any
 from contest import make_model, short_name
 from peer_work import Work
 
-from hf_hotspa.strategy import Strategy, parse_buckets
+from hf_hotspa.strategy import Bucket, Strategy
 
 LIMIT_MARGIN = 1.05
 _PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
@@ -64,23 +64,24 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
     limit = LIMIT_MARGIN * min(memory.bytes_needed(s, work.longest) for s in strategies)
 
-    def buckets(strategy: Strategy, limit_bytes: float | None) -> str:
+    def buckets(strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         choice = search(
             work.lengths, [strategy], time_model, MemoryRooms(memory, limit_bytes), switch,
             mini_batch_size=work.mini_batch_rows, longest=work.longest, quadratic_cost=shape.quadratic_cost,
             margin=MARGIN,
         )  # fmt: skip
-        return ",".join(map(str, choice.buckets))
+        return choice.buckets
 
     found: dict[str, Any] = {"limit_bytes": limit, "free": {}, "limited": {}, "too_long": {}, "rank_bytes": 0.0}
     for strategy in strategies:
         name, rooms = short_name(strategy), MemoryRooms(memory, limit)
-        found["free"][name] = buckets(strategy, None)
-        largest = max(bucket.pack_tokens for bucket in parse_buckets(found["free"][name]))
+        free = buckets(strategy, None)
+        found["free"][name] = ",".join(map(str, free))
+        largest = max(bucket.pack_tokens for bucket in free)
         found["rank_bytes"] = max(found["rank_bytes"], memory.bytes_needed(strategy, largest))
         room = rooms.tokens(strategy, rooms.arena(strategy))
         if room >= work.longest:
-            found["limited"][name] = buckets(strategy, limit)
+            found["limited"][name] = ",".join(map(str, buckets(strategy, limit)))
         else:
             found["too_long"][name] = room
     return found

@@ -84,7 +84,7 @@ class CellRun:
         self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
         contestants = self._peers() + self._ours(plan)
         for number in range(options.rounds):
-            again = [each for each in contestants if not number or self._again(each)]
+            again = self._worth_another_round(contestants) if number else contestants
             turned = random.Random(number).sample(again, len(again))  # others share a group each time
             for group in _groups(turned, options.together or _held_by_memory(options.ranks, plan["rank_bytes"])):
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
@@ -133,10 +133,10 @@ class CellRun:
     def _fastest_size(self, side: Side) -> int:
         """Rows of a micro-batch with which a side is fastest: a short trial of each, the heaviest mini-batch in it."""
         steps = min(self.options.trial_steps, self.work.steps)
-        heavy = heaviest_first(self.work.lengths, self.work.mini_batch_rows)
         sizes = micro_batch_choices(self.work.mini_batch_rows, self.work.ranks)
         if len(sizes) == 1:
             return 1
+        heavy = heaviest_first(self.work.lengths, self.work.mini_batch_rows)
         seconds = {
             size: seconds_alone(
                 side,
@@ -172,13 +172,13 @@ class CellRun:
             except SideError as error:
                 self._failed(name, error)
 
-    def _again(self, contestant: Contestant) -> bool:
-        if contestant.side.ours:
-            return not self.results.failed(self.key, contestant.name)
+    def _worth_another_round(self, contestants: Sequence[Contestant]) -> list[Contestant]:
+        """All of ours that have a number, and the peers that are not far behind."""
         lines = lines_of(self.results.data["cells"][self.key])
-        fastest = min((line.seconds for line in lines.values() if line.seconds), default=0.0)
-        seconds = lines[contestant.name].seconds
-        return seconds is not None and seconds <= _REPEATED * fastest
+        failed = self.results.failed
+        seconds = {n: line.seconds for n, line in lines.items() if line.seconds is not None and not failed(self.key, n)}
+        far = _REPEATED * min(seconds.values(), default=0.0)
+        return [each for each in contestants if each.name in seconds and (each.side.ours or seconds[each.name] <= far)]
 
     def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
         for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):

@@ -1,7 +1,7 @@
 """Packing by cost: which sequences share a micro-batch, and which replica runs it.
 
 The cost of a sequence of l tokens is ``l + quadratic_cost * l * l`` (see `ModelShape.quadratic_cost`); costs of a pack
-add up, because packed sequences do not attend to each other. Four steps, all deterministic, ties by index:
+add up, because packed sequences do not attend to each other. Five steps, all deterministic, ties by index:
 
 1. Best-fit decreasing on tokens: a feasible packing with few packs.
 2. The number of packs is raised so that replicas can be balanced: to a multiple of dp, and for a pipeline to dp * pp

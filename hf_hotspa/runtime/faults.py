@@ -107,7 +107,7 @@ def out_of_memory(
     act = runner.act
     if act == "compute" and isinstance(hotspa_cause(failure), TransferError):
         act = runner.overlapped_act  # in the thread of switches, beside the computation
-    # a last stage knows how far it came; packs come in descending cost, so the first ones are the largest
+    # a last stage knows how far it came: packs that it had not begun are not to blame
     begun = len(runner.replica.losses) + 1 if runner.replica.is_last else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]
     largest = max(packs, key=lambda pack: pack.num_tokens, default=None)
