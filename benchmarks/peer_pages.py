@@ -9,7 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from peer_profile import profile_table
-from peer_tables import AUTO, LIMITED, MIB, Line, cell_tables, limited_seconds, lines_of, loss_spread, noise_of
+from peer_tables import (
+    AUTO,
+    LIMITED,
+    MIB,
+    STATIC,
+    Line,
+    cell_tables,
+    column,
+    fastest,
+    lines_of,
+    loss_spread,
+    noise_of,
+)
 
 BEGIN, END = "<!-- peers -->", "<!-- /peers -->"
 FAMILIES = (
@@ -19,13 +31,18 @@ FAMILIES = (
     ("DeepSpeed ZeRO-1, 2 or 3", ("DeepSpeed ZeRO",)),
     ("DeepSpeed Ulysses", ("DeepSpeed Ulysses",)),
     ("tensor parallelism of transformers", ("tp4 of transformers",)),
-    ("ours, one static strategy, packed: the best", tuple(f"ours, {axis}" for axis in ("dp", "tp", "pp"))),
+    ("ours, one static strategy, packed: the best", STATIC),
     ("ours, the paper's way: fixed buckets", ("ours, the paper's way",)),
     ("**ours, `auto`**", (AUTO,)),
 )
 """Rows of the README and how the names of their sides begin. A row shows the fastest of its sides in each column."""
 CLOSE = 1.02
 """A side within 2 % of the fastest counts as fastest."""
+
+_LEGEND = (
+    "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is within "
+    "2 % of it. All sides, and where their time goes: [side by side](docs/side-by-side.md)."
+)
 
 Cell = tuple[float, str]
 """Seconds of a mini-batch (infinite without) and what is shown."""
@@ -39,6 +56,7 @@ def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
         kinds: Model and dtype of the cells that are shown, `0.9M fp32`.
     """
     text = [_facts(data["machine"])]
+    notes, reasons = [_LEGEND], {}
     for kind in kinds:
         cells = {
             key.removeprefix(kind + " "): cell for key, cell in data["cells"].items() if key.startswith(kind + " ")
@@ -52,10 +70,11 @@ def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
             text += _family_rows(lines, limited)
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
         noises = [noise for cell in cells.values() for noise in [noise_of(cell)] if noise is not None]
-        noise = f" Two rounds of one side differ by {statistics.median(noises):.0%}." if noises else ""
-        notes = [*_where_we_lose(lines), f"The losses of all exact sides agree to {spread:.0e}.{noise}"]
-        text += ["", *(f"* {note}" for note in notes)]
-    return "\n".join(text)
+        noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
+        notes += [*_where_we_lose(kind, lines), f"{kind}: the losses of all exact sides agree to {spread:.0e}{noise}."]
+        reasons |= _cannot_run(lines)
+    notes += [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
+    return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
 def details_block(data: dict[str, Any]) -> str:
@@ -107,45 +126,38 @@ def _family_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
 
 def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cell:
     """The fastest of a family in one cell; under a limit of those that fit, or the longest sequence that one holds."""
-    found: list[Cell] = []
-    held: list[int] = []
-    for name, line in lines.items():
-        if not name.startswith(starts) or name.endswith(LIMITED):
-            continue
-        shown = lines.get(name + LIMITED) if limited and name.startswith("ours") else line
-        if shown is None:
-            continue
-        seconds = limited_seconds(shown) if limited else shown.seconds
-        if seconds is not None:
-            found.append((seconds, f"{seconds:.2f}"))
-        elif limited and "longest_held" in shown.found:
-            held.append(shown.found["longest_held"])
-    if found:
-        return min(found)
+    mine = {name: seconds for name, seconds in column(lines, limited).items() if name.startswith(starts)}
+    if mine:
+        seconds = mine[fastest(mine)]
+        return seconds, f"{seconds:.2f}"
+    held = [
+        line.found["longest_held"]
+        for name, line in lines.items()
+        if limited and name.startswith(starts) and "longest_held" in line.found
+    ]
     return float("inf"), (f"{max(held)} tokens" if max(held) else "nothing") if held else "-"
 
 
-def _where_we_lose(lines: dict[str, dict[str, Line]]) -> list[str]:
-    """The columns in which another side is faster than `auto` by more than 2 %, and what cannot run."""
-    text = [
-        "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is "
-        "within 2 % of it. All sides, and where their time goes: [side by side](docs/side-by-side.md)."
-    ]
-    for limited, title in ((False, "no limit"), (True, "limit")):
+def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
+    """The columns in which another side is faster than `auto` by more than 2 %."""
+    lost = []
+    for limited, title in ((False, ""), (True, " under the limit")):
         for lengths, of_cell in lines.items():
-            names = [name for name in of_cell if not name.endswith(LIMITED)]
-            seconds = {name: _best(of_cell, (name,), limited)[0] for name in names}
-            best = min(seconds, key=lambda name: seconds[name])
+            seconds = column(of_cell, limited)
+            best = fastest(seconds)
             if AUTO in seconds and seconds[AUTO] > CLOSE * seconds[best]:
-                slower = f"it takes {seconds[AUTO] / seconds[best]:.2f} of {best}"
-                text.append(f"`auto` is not the fastest of {lengths}, {title}: {slower}.")
-    reasons = {
+                lost.append(f"{lengths}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
+    return [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
+
+
+def _cannot_run(lines: dict[str, dict[str, Line]]) -> dict[str, str]:
+    """Sides that have a reason instead of a number, not for want of memory."""
+    return {
         line.name: line.reason
         for of_cell in lines.values()
         for line in of_cell.values()
         if line.seconds is None and "longest_held" not in line.found and not line.name.endswith(LIMITED)
     }
-    return text + [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
 
 
 def _short(reason: str, most: int = 150) -> str:

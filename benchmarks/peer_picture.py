@@ -1,9 +1,10 @@
-"""The picture of `peers.py`: trained tokens per second of every side, one panel a cell."""
+"""The picture of `peers.py`: trained tokens per second of every side, one panel a cell; a row for each model and dtype."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_tables import LIMITED, lines_of
+from peer_tables import AUTO, LIMITED, Line, lines_of
 
 
 def save_picture(data: dict[str, Any], path: Path) -> None:
@@ -19,25 +20,35 @@ def save_picture(data: dict[str, Any], path: Path) -> None:
 
     cells = {key: lines_of(cell) for key, cell in data["cells"].items()}
     names = list(dict.fromkeys(name for lines in cells.values() for name in lines if not name.endswith(LIMITED)))[::-1]
+    kinds = list(dict.fromkeys(key.split(" ", 2)[0] + " " + key.split(" ", 2)[1] for key in cells))
+    files = list(dict.fromkeys(key.split(" ", 2)[2] for key in cells))
     figure, panels = plt.subplots(
-        1, len(cells), figsize=(3.0 + 2.6 * len(cells), 0.8 + 0.28 * len(names)), sharey=True, squeeze=False
+        len(kinds),
+        len(files),
+        figsize=(3.0 + 2.6 * len(files), len(kinds) * (0.8 + 0.28 * len(names))),
+        sharey=True,
+        squeeze=False,
     )
-    for panel, (key, lines) in zip(panels[0], cells.items(), strict=True):
-        for at, name in enumerate(names):
-            line = lines.get(name)
-            speed = line.tokens_per_s if line is not None and line.tokens_per_s else 0.0
-            limited = lines.get(name + LIMITED)
-            color = "tab:orange" if name == "ours, auto" else "tab:blue" if name.startswith("ours") else "tab:gray"
-            panel.barh(at, speed, height=0.8, color=color)
-            if limited is not None and limited.tokens_per_s:
-                panel.plot([limited.tokens_per_s] * 2, [at - 0.4, at + 0.4], color="black", linewidth=2)
-            if not speed:
-                panel.text(0, at, " no number", va="center", fontsize=6)
-        panel.set_title(key, fontsize=9)
-        panel.set_xlabel("tokens/s (black: under the limit)", fontsize=8)
-        panel.tick_params(labelsize=7)
+    for row, kind in enumerate(kinds):
+        for column, file in enumerate(files):
+            _draw(panels[row][column], f"{kind} {file}", names, cells.get(f"{kind} {file}", {}))
     panels[0][0].set_yticks(range(len(names)), names)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=150)
     plt.close(figure)
+
+
+def _draw(panel: Any, title: str, names: Sequence[str], lines: dict[str, Line]) -> None:
+    for at, name in enumerate(names):
+        line, limited = lines.get(name), lines.get(name + LIMITED)
+        speed = line.tokens_per_s if line is not None and line.tokens_per_s else 0.0
+        color = "tab:orange" if name == AUTO else "tab:blue" if name.startswith("ours") else "tab:gray"
+        panel.barh(at, speed, height=0.8, color=color)
+        if limited is not None and limited.tokens_per_s:
+            panel.plot([limited.tokens_per_s] * 2, [at - 0.4, at + 0.4], color="black", linewidth=2)
+        if not speed:
+            panel.text(0, at, " no number", va="center", fontsize=6)
+    panel.set_title(title, fontsize=9)
+    panel.set_xlabel("tokens/s (black: under the limit)", fontsize=8)
+    panel.tick_params(labelsize=7)

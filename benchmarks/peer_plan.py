@@ -27,11 +27,16 @@ def paper_buckets(ranks: int, longest: int) -> str:
 
 
 def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
-    """`limit_bytes`, and for `free` and `limited` the bucket list of each static strategy or why there is none; and
-    `rank_bytes`, the most that a rank of them holds.
+    """The plans of our sides; the work of one rank.
 
-    The limit is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
-    memory model. Saves the untrained model for sides that load one. The work of one rank.
+    `limit_bytes` is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
+    memory model; the model that the trainer was given counts too, as CPU processes hold it in the same memory.
+    `plan_bytes` is what of that is left for a planner. `free` and `limited` have the bucket list of each static strategy.
+    `rank_bytes` is the most that a rank of them holds. Of strategies whose packs could be too large for the limit, `room`
+    has the most tokens of a pack that always fits; what they are given under the limit are packs as short as the longest
+    sequence, and what they take then has to be measured.
+
+    Saves the untrained model for sides that load one.
 
     Args:
         rank: This rank.
@@ -62,7 +67,8 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
     memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
     time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
-    limit = LIMIT_MARGIN * min(memory.bytes_needed(s, work.longest) for s in strategies)
+    given = sum(each.numel() * each.element_size() for each in model.parameters())
+    limit = LIMIT_MARGIN * (given + min(memory.bytes_needed(s, work.longest) for s in strategies))
 
     def buckets(strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         choice = search(
@@ -72,18 +78,20 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         )  # fmt: skip
         return choice.buckets
 
-    found: dict[str, Any] = {"limit_bytes": limit, "free": {}, "limited": {}, "too_long": {}, "rank_bytes": 0.0}
+    found: dict[str, Any] = {"limit_bytes": limit, "plan_bytes": limit - given, "rank_bytes": 0.0}
+    found |= {"free": {}, "limited": {}, "room": {}}
     for strategy in strategies:
-        name, rooms = short_name(strategy), MemoryRooms(memory, limit)
+        name, rooms = short_name(strategy), MemoryRooms(memory, limit - given)
         free = buckets(strategy, None)
         found["free"][name] = ",".join(map(str, free))
         largest = max(bucket.pack_tokens for bucket in free)
         found["rank_bytes"] = max(found["rank_bytes"], memory.bytes_needed(strategy, largest))
         room = rooms.tokens(strategy, rooms.arena(strategy))
         if room >= work.longest:
-            found["limited"][name] = ",".join(map(str, buckets(strategy, limit)))
+            found["limited"][name] = ",".join(map(str, buckets(strategy, limit - given)))
         else:
-            found["too_long"][name] = room
+            found["limited"][name] = f"{strategy}:{work.longest}@{work.longest}"
+            found["room"][name] = room
     return found
 
 
@@ -91,7 +99,7 @@ def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[s
     """For each of our sides what it trains, or why it cannot."""
     from dataclasses import replace
 
-    limit = plan["limit_bytes"] if limited else None
+    limit = plan["plan_bytes"] if limited else None
     given: dict[str, Work | str] = {}
     for name in names:
         short = name.removeprefix("ours, ")
@@ -102,9 +110,6 @@ def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[s
             given[name] = replace(work, strategies=strategies, planner="algorithm1", limit_bytes=limit)
         elif short not in plan["free"]:
             given[name] = f"{short} is not legal for this model on {work.ranks} ranks"
-        elif limited and short not in plan["limited"]:
-            room = plan["too_long"][short]
-            given[name] = f"its packs of at most {room} tokens cannot hold a sequence of {work.longest}"
         else:
             given[name] = replace(work, strategies=plan["limited" if limited else "free"][short], limit_bytes=limit)
     return given

@@ -17,9 +17,11 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspe
 
 def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     """What a number of this benchmark depends on."""
+    from hf_hotspa.runtime.calibration import cpu_name
+
     facts: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
-        "processor": _processor(),
+        "processor": cpu_name(),
         "ranks": options.ranks,
         "threads_per_rank": 1,
         "backend": "gloo",
@@ -32,14 +34,6 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             facts[name] = "not installed"
     return facts
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.machine()
-    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 class Results:

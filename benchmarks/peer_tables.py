@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 LIMITED = " (limit)"
+"""Behind the name of a side of ours that planned under the memory limit."""
 AUTO = "ours, auto"
+STATIC = ("ours, dp", "ours, tp", "ours, pp")
+"""How names begin of sides of ours that have one strategy."""
 LOSS_TOLERANCE = {"fp32": 1e-4, "bf16": 1e-2}
 MIB = 1 << 20
 
@@ -106,6 +109,8 @@ def fit_text(line: Line, limited: Line | None) -> str:
     """The last column: seconds under the limit, or why there are none."""
     if limited is not None:
         if limited.seconds is None:
+            if limited.peak_bytes is not None:
+                return f"does not fit (takes {limited.peak_bytes / MIB:.0f} MiB)"
             held = limited.found.get("longest_held")
             return f"does not fit (holds {held} tokens)" if held is not None else limited.reason
         if fits(limited) is False:
@@ -139,36 +144,63 @@ def noise_of(cell: dict[str, Any]) -> float | None:
     return statistics.median(found) if found else None
 
 
+def column(lines: dict[str, Line], limited: bool) -> dict[str, float]:
+    """Seconds by side, of those that have a number: of all without a limit, or of those that were seen to fit under it.
+
+    Sides of ours plan anew under the limit; they keep their names.
+    """
+    found = {}
+    for name in dict.fromkeys(name.removesuffix(LIMITED) for name in lines):
+        shown = lines.get(name + LIMITED if limited and name.startswith("ours") else name)
+        seconds = None if shown is None else limited_seconds(shown) if limited else shown.seconds
+        if seconds is not None:
+            found[name] = seconds
+    return found
+
+
+def fastest(seconds: dict[str, float]) -> str:
+    """The side that is fastest; of none, nothing."""
+    return min(seconds, key=lambda name: seconds[name], default="")
+
+
+def near_the_fastest(lines: dict[str, Line], within: float) -> set[str]:
+    """Sides that take at most `within` times what the fastest takes, of all and of ours under the limit.
+
+    One for which the limit changes nothing counts by the name that ran.
+    """
+    seconds = {name: line.seconds for name, line in lines.items() if line.seconds is not None}
+    limited = {name for name in seconds if name.endswith(LIMITED)}
+    near = set()
+    for names in (set(seconds) - limited, limited):
+        most = within * min((seconds[name] for name in names), default=0.0)
+        near |= {str(lines[name].found.get("same_as", name)) for name in names if seconds[name] <= most}
+    return near
+
+
 def verdict(lines: dict[str, Line]) -> list[str]:
     """How auto compares: to the fastest of all without a limit, to what fits under it."""
     found = []
-    free = {name: line.seconds for name, line in lines.items() if line.seconds and not name.endswith(LIMITED)}
-    auto, limited = free.get(AUTO), lines.get(AUTO + LIMITED)
-    others = {name: seconds for name, seconds in free.items() if name != AUTO}
-    if auto and others:
-        best = min(others, key=lambda name: others[name])
-        found.append(f"no limit: auto takes {auto / others[best]:.3f} of the next best, {best}")
-    if limited and limited.seconds and fits(limited) is False:
+    free = column(lines, limited=False)
+    auto, limited = free.pop(AUTO, None), lines.get(AUTO + LIMITED)
+    if auto and free:
+        best = fastest(free)
+        found.append(f"no limit: auto takes {auto / free[best]:.3f} of the next best, {best}")
+    if limited is None or not limited.seconds:
+        return found
+    if fits(limited) is None:
+        return [*found, "limit: memory not measured"]
+    if not fits(limited):
         found.append("limit: auto itself is above it")
-    if limited and limited.seconds:
-        static = {
-            name: line.seconds
-            for name, line in lines.items()
-            if name.endswith(LIMITED) and name != AUTO + LIMITED and "way" not in name
-            if line.seconds and fits(line) is not False
-        }
-        peers = {
-            name: seconds
-            for name, line in lines.items()
-            for seconds in [limited_seconds(line)]
-            if not name.startswith("ours") and seconds
-        }
-        for title, group in (("static strategy", static), ("peer that fits", peers)):
-            if group:
-                best = min(group, key=lambda name: group[name] or 0.0)
-                found.append(f"limit: auto is {(group[best] or 0.0) / limited.seconds:.2f}x the best {title}, {best}")
-            else:
-                found.append(f"limit: no {title}")
+    fitting = column(lines, limited=True)
+    static = {name: took for name, took in fitting.items() if name.startswith(STATIC)}
+    peers = {name: took for name, took in fitting.items() if not name.startswith("ours")}
+    for title, group in (("static strategy", static), ("peer that fits", peers)):
+        best = fastest(group)
+        found.append(
+            f"limit: auto is {group[best] / limited.seconds:.2f}x the best {title}, {best}"
+            if best
+            else f"limit: no {title}"
+        )
     return found
 
 
@@ -190,8 +222,8 @@ def _cell_table(key: str, cell: dict[str, Any]) -> str:
         "|---|---|---|---|---|---|---|---|",
     ]
     for name, line in lines.items():
-        if name.endswith(LIMITED):
-            continue
+        if name.endswith(LIMITED) and name.removesuffix(LIMITED) in lines:
+            continue  # the last column of the side has it
         last = fit_text(line, lines.get(name + LIMITED))
         if line.seconds is None:
             text.append(f"| {_titled(line)} | {line.reason} | | | | | | {last} |")

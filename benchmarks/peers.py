@@ -8,7 +8,7 @@
 
 All sides train the same mini-batches of one seeded list of rows, from the same weights, with the same optimizer and the
 token mean as their loss. Every side has processes of its own; all of them are alive at once and train one mini-batch each
-when it is their turn, so that a slow minute of the machine hits all alike. Rounds after the first leave out peers that
+when it is their turn, so that a slow minute of the machine hits all alike. Rounds after the first leave out sides that
 are far behind. What a side cannot do is its row.
 
 Results are kept by cell (model, dtype, length file) in one JSON file; a later run adds to it.
@@ -33,16 +33,14 @@ from peer_plan import our_works, plan_ours
 from peer_profile import profile_tables
 from peer_results import Results
 from peer_sides import SIDES, Side
-from peer_tables import cell_tables, lines_of
+from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
 from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
-LIMITED = " (limit)"
-"""Behind the name of a side of ours that planned under the memory limit."""
 _LIBRARY_BYTES = 250 << 20
 """What a rank holds beside its model, its activations and what the system has not got back of them, about."""
-_REPEATED = 1.25
-"""Peers that took more than so many times the fastest side in the first round are not timed again."""
+_REPEATED = 1.15
+"""Sides that took more than so many times the fastest in the rounds so far are not timed again; neither under the limit."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
 
 
@@ -102,15 +100,28 @@ class CellRun:
                 continue
             for name, work in our_works(self.work, plan, limited, names).items():
                 if isinstance(work, str):
-                    self.results.fail(self.key, name + suffix, work, plan["too_long"].get(name.removeprefix("ours, ")))
+                    self.results.fail(self.key, name + suffix, work)
                     continue
                 self.results.note(self.key, name + suffix, strategies=work.strategies)
                 same = [c for c in found if c.side.name == name and c.work.strategies == work.strategies != "auto"]
                 if same:
                     self.results.note(self.key, name + suffix, same_as=same[0].name)
-                else:
-                    found.append(Contestant(name + suffix, sides[name], work))
+                    continue
+                one = Contestant(name + suffix, sides[name], work)
+                room = plan["room"].get(name.removeprefix("ours, ")) if limited else None
+                if room is None or self._fits(one, plan["limit_bytes"], room):
+                    found.append(one)
         return found
+
+    def _fits(self, contestant: Contestant, limit: float, room: int) -> bool:
+        """Whether a side of ours whose packs could be too large holds what is trained here."""
+        self._memory([contestant], limit)
+        found = self.results.data["cells"][self.key]["sides"][contestant.name]
+        if found.get("fits", True):  # also where memory cannot be measured
+            return True
+        reason = f"takes {found['peak_bytes'] / 2**20:.0f} MiB; packs of at most {room} tokens fit always"
+        self.results.note(self.key, contestant.name, reason=reason, longest_held=room)
+        return False
 
     def _peers(self) -> list[Contestant]:
         """The others, each with its micro-batch size."""
@@ -173,16 +184,16 @@ class CellRun:
                 self._failed(name, error)
 
     def _worth_another_round(self, contestants: Sequence[Contestant]) -> list[Contestant]:
-        """All of ours that have a number, and the peers that are not far behind."""
+        """Those that are not far behind the fastest, of all and of ours under the limit."""
         lines = lines_of(self.results.data["cells"][self.key])
-        failed = self.results.failed
-        seconds = {n: line.seconds for n, line in lines.items() if line.seconds is not None and not failed(self.key, n)}
-        far = _REPEATED * min(seconds.values(), default=0.0)
-        return [each for each in contestants if each.name in seconds and (each.side.ours or seconds[each.name] <= far)]
+        running = {name: line for name, line in lines.items() if not self.results.failed(self.key, name)}
+        near = near_the_fastest(running, _REPEATED)
+        return [each for each in contestants if each.name in near]
 
     def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
         for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):
-            if self.results.failed(self.key, name):
+            known = self.results.data["cells"][self.key]["sides"].get(name, {})
+            if "reason" in known or "peak_bytes" in known:
                 continue
             try:
                 found = measure_memory(

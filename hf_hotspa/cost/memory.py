@@ -62,7 +62,7 @@ class MemoryOptions:
             `logit_copies` holds, for last stages.
         logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
             logits with their gradient in the compute dtype.
-        switch_bytes: Staging and relay buffers of switches.
+        switch_bytes: The most that staging and relay buffers of switches may take.
         communicator_bytes: Buffers of communicators.
         reserved_bytes: What the device keeps for itself, see `Hardware.reserved_bytes`.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
@@ -197,7 +197,8 @@ class MemoryModel:
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=layers,
             logits=logit_bytes,
-            switch=options.switch_bytes,
+            # what is sent and what is received: of a small model never as much as the buffers may hold
+            switch=min(options.switch_bytes, 2 * self.world_size * master.weight_bytes),
             communicators=options.communicator_bytes,
             reserved=options.reserved_bytes,
             stage=stage,

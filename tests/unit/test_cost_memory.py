@@ -108,6 +108,8 @@ def test_what_a_rank_holds() -> None:
     measured = MemoryModel(SIZES_7B, 8, MemoryOptions(activation_bytes={2: 1000.0}))
     assert measured.breakdown(Strategy(4, 2, 1), 10).activations == 32 * 10 * 1000
     twice = MemoryModel(SIZES_7B, 8, MemoryOptions(weight_copies=2))
+    roomy = MemoryModel(SIZES_7B, 8, MemoryOptions(switch_bytes=1 << 50))
+    assert roomy.breakdown(Strategy(4, 2, 1), 10).switch == pytest.approx(2 * numel * 4)
     assert twice.breakdown(Strategy(4, 2, 1), 10).weights == 2 * measured.breakdown(Strategy(4, 2, 1), 10).weights
 
 

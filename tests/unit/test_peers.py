@@ -15,7 +15,7 @@ from benchmarks.peer_pages import (  # type: ignore[import-not-found]
     readme_block,
     update_block,
 )
-from benchmarks.peer_plan import paper_buckets  # type: ignore[import-not-found]
+from benchmarks.peer_plan import our_works, paper_buckets  # type: ignore[import-not-found]
 from benchmarks.peer_profile import profile_tables  # type: ignore[import-not-found]
 from benchmarks.peer_results import Results  # type: ignore[import-not-found]
 from benchmarks.peer_sides import SIDES  # type: ignore[import-not-found]
@@ -27,6 +27,7 @@ from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     line_of,
     lines_of,
     loss_spread,
+    near_the_fastest,
     noise_of,
     verdict,
 )
@@ -144,8 +145,34 @@ def test_single_rows_under_the_limit_take_what_they_took_in_the_trial(cell):
 def test_verdict_compares_with_what_fits_only(cell):
     free, static, peer = verdict(lines_of(cell))
     assert "auto takes 1.667 of the next best, big" in free  # 3 s against 5 s for the same tokens
-    assert "2.00x the best static strategy, ours, tp4 (limit)" in static
+    assert "2.00x the best static strategy, ours, tp4" in static
     assert "1.80x the best peer that fits, padded" in peer
+
+
+def test_only_sides_near_the_fastest_are_timed_again(cell):
+    assert near_the_fastest(lines_of(cell), 1.15) == {"big", "ours, auto (limit)"}
+    near = near_the_fastest(lines_of(cell), 2.0)
+    assert near == {"big", "own batches", "ours, dp4", "ours, auto", "ours, tp4 (limit)", "ours, auto (limit)"}
+    cell["sides"]["ours, auto (limit)"] = {"same_as": "ours, auto"}
+    assert near_the_fastest(lines_of(cell), 1.15) == {"big", "ours, auto"}
+
+
+def test_verdict_without_measured_memory(cell):
+    del cell["sides"]["ours, auto (limit)"]["fits"]
+    assert verdict(lines_of(cell))[-1] == "limit: memory not measured"
+
+
+def test_a_run_under_the_limit_alone_has_a_table(cell):
+    cell["sides"] = {name: found for name, found in cell["sides"].items() if name.endswith("(limit)")}
+    text = cell_tables({"cells": {"0.9M fp32 chat": cell}}, ["0.9M fp32 chat"])
+    assert "| ours, auto (limit) | 1.667 |" in text
+    assert "| ours, dp4 (limit) | its packs are short |" in text
+
+
+def test_a_side_that_was_seen_above_the_limit_says_by_how_much(cell):
+    cell["sides"]["ours, dp4 (limit)"] = {"reason": "takes 120 MiB; ...", "longest_held": 120, "peak_bytes": 120 * MIB}
+    lines = lines_of(cell)
+    assert fit_text(lines["ours, dp4"], lines["ours, dp4 (limit)"]) == "does not fit (takes 120 MiB)"
 
 
 def test_above_the_limit_is_above_it_for_us_too(cell):
@@ -206,10 +233,13 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     assert "| DeepSpeed ZeRO-1, 2 or 3 | 120 tokens |" in text
     assert "| **ours, `auto`** | 1.67 |" in text
     assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
-    assert "`auto` is not the fastest of chat, no limit: it takes 1.67 of DeepSpeed ZeRO-1, flattened." in text
-    assert "not the fastest of chat, limit" not in text
+    assert "* 0.9M fp32: `auto` is not the fastest of chat (1.67 of DeepSpeed ZeRO-1, flattened).\n" in text
     assert "FSDP2 of accelerate, flattened cannot run here: no such operation on gloo." in text
-    assert "The losses of all exact sides agree to 5e-05." in text
+    assert "0.9M fp32: the losses of all exact sides agree to 5e-05; rounds of one side differ by 22%." in text
+    sides = named["cells"]["0.9M fp32 chat"]["sides"]
+    sides["ours, auto (limit)"]["seconds"] = [[9.0, 8.0, 8.0, 8.0]]
+    text = readme_block(named, ["0.9M fp32"])
+    assert "(1.67 of DeepSpeed ZeRO-1, flattened); chat under the limit (2.67 of Trainer + DDP, padded)." in text
 
 
 def test_a_family_is_as_fast_as_its_fastest_side_that_fits(named):
@@ -305,6 +335,26 @@ def test_padding_is_counted():
     assert (turns.tokens, turns.slots) == (4, 6)
     turns.counting(DataCollatorWithFlattening())(rows)
     assert (turns.tokens, turns.slots) == (8, 10)
+
+
+def test_what_our_sides_are_given():
+    work = Work("0.9M", "fp32", 4, (64, 8), 2, 1, "")
+    plan = {
+        "plan_bytes": 5.0,
+        "free": {"dp4": "dp4tp1pp1:64@128", "tp4": "dp1tp4pp1:64@256"},
+        "limited": {"dp4": "dp4tp1pp1:64@64", "tp4": "dp1tp4pp1:64@96"},
+    }
+    names = ["ours, dp4", "ours, pp4", "ours, auto"]
+    free, limited = (our_works(work, plan, under, names) for under in (False, True))
+    assert [(free[name].strategies, free[name].limit_bytes) for name in names[::2]] == [
+        ("dp4tp1pp1:64@128", None),
+        ("auto", None),
+    ]
+    assert [(limited[name].strategies, limited[name].limit_bytes) for name in names[::2]] == [
+        ("dp4tp1pp1:64@64", 5.0),
+        ("auto", 5.0),
+    ]
+    assert free["ours, pp4"] == "pp4 is not legal for this model on 4 ranks"
 
 
 def test_the_papers_buckets_are_legal():
