@@ -1,6 +1,6 @@
-"""What `peers.py` writes into the README (one line for each family of sides) and into the documentation (every side).
+"""What `peers.py` writes into the README (families of sides, relative to `auto`) and into the documentation (every side).
 
-Both are blocks between two marks, made of the JSON file alone: no number is typed by hand.
+Both are blocks between two marks, made of the JSON file alone: no number is typed by hand. The file itself is put beside them.
 """
 
 import statistics
@@ -35,51 +35,58 @@ FAMILIES = (
     ("ours, the paper's way: fixed buckets", ("ours, the paper's way",)),
     ("**ours, `auto`**", (AUTO,)),
 )
-"""Rows of the README and how the names of their sides begin. A row shows the fastest of its sides in each column."""
+"""Rows of tables and how the names of their sides begin. A row shows the fastest of its sides for each length file."""
 CLOSE = 1.02
 """A side within 2 % of the fastest counts as fastest."""
 
 _LEGEND = (
+    "How many times as long as `auto` the fastest side of a family takes for the same mini-batches: the geometric mean over "
+    "the length files, and the least and the most. A limit of memory is what the longest sequence needs under model "
+    "parallelism, and a tenth more; the same rule for all. All sides in seconds, and where their time goes: "
+    "[side by side](docs/side-by-side.md)."
+)
+_FAMILY_LEGEND = (
     "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is within "
-    "2 % of it. All sides, and where their time goes: [side by side](docs/side-by-side.md)."
+    "2 % of it."
 )
 
 Cell = tuple[float, str]
 """Seconds of a mini-batch (infinite without) and what is shown."""
+Kind = dict[str, dict[str, Any]]
+"""The cells of a model and dtype, by length file."""
 
 
-def readme_block(data: dict[str, Any], kinds: Sequence[str]) -> str:
-    """A table for each model and dtype: families of sides against length files, without and under a limit of memory.
+def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
+    """One table: families of sides against models and dtypes, without and under a limit of memory, relative to `auto`.
 
     Args:
         data: What was found.
-        kinds: Model and dtype of the cells that are shown, `0.9M fp32`.
+        names: Model and dtype of the cells that are shown, `0.9M fp32`.
     """
-    text = [_facts(data["machine"])]
+    kinds = {name: kind for name, kind in _kinds(data).items() if name in names}
+    text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
+    text += _relative_table(kinds)
     notes, reasons = [_LEGEND], {}
-    for kind in kinds:
-        cells = {
-            key.removeprefix(kind + " "): cell for key, cell in data["cells"].items() if key.startswith(kind + " ")
-        }
-        if not cells:
-            continue
-        lines = {name: lines_of(cell) for name, cell in cells.items()}
-        limits = [f"{name}, {cell['limit_bytes'] / MIB:.0f} MiB" for name, cell in cells.items()]
-        for title, heads, limited in (("no limit", list(cells), False), ("a limit of memory", limits, True)):
-            text += ["", f"| {kind}, {title} | " + " | ".join(heads) + " |", "|---" * (len(cells) + 1) + "|"]
-            text += _family_rows(lines, limited)
+    for name, kind in kinds.items():
+        lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
-        noises = [noise for cell in cells.values() for noise in [noise_of(cell)] if noise is not None]
+        noises = [noise for cell in kind.values() for noise in [noise_of(cell)] if noise is not None]
         noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
-        notes += [*_where_we_lose(kind, lines), f"{kind}: the losses of all exact sides agree to {spread:.0e}{noise}."]
+        notes += [*_where_we_lose(name, lines), f"{name}: the losses of all exact sides agree to {spread:.0e}{noise}."]
         reasons |= _cannot_run(lines)
     notes += [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
 def details_block(data: dict[str, Any]) -> str:
-    """Every side of every cell, and the phases in which our sides spend their time."""
-    text = [_facts(data["machine"])]
+    """Families in seconds, then every side of every cell, and the phases in which our sides spend their time."""
+    text = [f"Seconds per mini-batch, measured on {_facts(list(data['cells'].values()))}.", "", _FAMILY_LEGEND]
+    for name, kind in _kinds(data).items():
+        lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
+        limits = [f"{lengths}, {cell['limit_bytes'] / MIB:.0f} MiB" for lengths, cell in kind.items()]
+        for title, heads, limited in (("no limit", list(kind), False), ("a limit of memory", limits, True)):
+            text += ["", f"| {name}, {title} | " + " | ".join(heads) + " |", "|---" * (len(kind) + 1) + "|"]
+            text += _family_rows(lines, limited)
     for key, cell in data["cells"].items():
         text += ["", cell_tables(data, [key]), "", "Where the time of our sides goes:", "", profile_table(cell)]
     return "\n".join(text)
@@ -98,16 +105,62 @@ def update_block(path: Path, block: str) -> None:
     path.write_text(f"{before}{BEGIN}\n{block.rstrip()}\n{END}{after}")
 
 
-def _facts(machine: dict[str, Any]) -> str:
-    versions = ", ".join(
-        f"{name} {machine[name]}"
-        for name in ("torch", "transformers", "accelerate", "trl", "deepspeed")
-        if name in machine
-    )
+def _facts(cells: Sequence[dict[str, Any]]) -> str:
+    """Machine and versions; cells may come from several machines."""
+    machines = [cell["machine"] for cell in cells]
+    names = ("torch", "transformers", "accelerate", "trl", "deepspeed")
+    versions = ", ".join(f"{name} {_each(machines, name)}" for name in names if any(name in each for each in machines))
     return (
-        f"Seconds per mini-batch, {machine['ranks']} gloo ranks on {machine['cores']} CPU cores ({machine['processor']}), "
-        f"one thread a rank; {versions} (`make bench-peers`):"
+        f"{_each(machines, 'ranks')} gloo ranks, {_each(machines, 'cores')} CPU cores ({_each(machines, 'processor')}), one "
+        f"thread a rank; {versions} (`make bench-peers`)"
     )
+
+
+def _each(machines: Sequence[dict[str, Any]], fact: str) -> str:
+    return " or ".join(dict.fromkeys(str(machine[fact]) for machine in machines if fact in machine))
+
+
+def _kinds(data: dict[str, Any]) -> dict[str, Kind]:
+    """Cells by model and dtype."""
+    kinds: dict[str, Kind] = {}
+    for key, cell in data["cells"].items():
+        model, dtype, lengths = key.split(" ", 2)
+        kinds.setdefault(f"{model} {dtype}", {})[lengths] = cell
+    return kinds
+
+
+def _relative_table(kinds: dict[str, Kind]) -> list[str]:
+    columns = [
+        ([column(lines_of(cell), limited) for cell in kind.values()], limited)
+        for kind in kinds.values()
+        for limited in (False, True)
+    ]
+    heads = [f"{name}, {title}" for name in kinds for title in ("no limit", "limit of memory")]
+    text = ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    for title, starts in FAMILIES:
+        shown = [_relative(of_files, starts, "does not fit" if limited else "-") for of_files, limited in columns]
+        if set(shown[::2]) != {"-"}:  # it was asked for
+            text.append(f"| {title} | " + " | ".join(shown) + " |")
+    return text
+
+
+def _relative(of_files: Sequence[dict[str, float]], starts: tuple[str, ...], without: str) -> str:
+    """How many times as long as auto a family takes in the cells of a kind; of auto the seconds; `without` numbers that."""
+    mine = [
+        (min(seconds), of_file[AUTO])
+        for of_file in of_files
+        for seconds in [[took for name, took in of_file.items() if name.startswith(starts)]]
+        if seconds and AUTO in of_file
+    ]
+    if not mine:
+        return without
+    if starts == (AUTO,):
+        return f"1 ({min(auto for _, auto in mine):.2f} to {max(auto for _, auto in mine):.2f} s)"
+    times = [seconds / auto for seconds, auto in mine]
+    text = f"{statistics.geometric_mean(times):.2f}"
+    if len(times) > 1:
+        text += f" ({min(times):.2f} to {max(times):.2f})"
+    return text + (f", fits {len(mine)} of {len(of_files)}" if len(mine) < len(of_files) else "")
 
 
 def _family_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:

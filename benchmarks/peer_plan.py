@@ -11,7 +11,9 @@ from peer_work import Work
 
 from hf_hotspa.strategy import Bucket, Strategy
 
-LIMIT_MARGIN = 1.05
+LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.05
+"""The limit of a cell is so many times what the static strategy with the least memory takes, and planners plan with so many
+times what they predict of it: beside what they count, a rank holds its rows and what Python and the libraries add."""
 _PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
 """Strategies and where their buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on
 8 GPUs have these three kinds, with edges at an eighth and a half."""
@@ -29,12 +31,12 @@ def paper_buckets(ranks: int, longest: int) -> str:
 def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
     """The plans of our sides; the work of one rank.
 
-    `limit_bytes` is what the longest sequence needs at least under any strategy, and a twentieth more, by the calibrated
-    memory model; the model that the trainer was given counts too, as CPU processes hold it in the same memory.
-    `plan_bytes` is what of that is left for a planner. `free` and `limited` have the bucket list of each static strategy.
-    `rank_bytes` is the most that a rank of them holds. Of strategies whose packs could be too large for the limit, `room`
-    has the most tokens of a pack that always fits; what they are given under the limit are packs as short as the longest
-    sequence, and what they take then has to be measured.
+    `free` and `limited` have the bucket list of each static strategy, `room` the most tokens of a pack that fits under the
+    limit whatever comes with it in a pipeline. Where that is less than the longest sequence, the packs of `limited` are as
+    short as the longest sequence, as those of `short` are: what they take has to be measured. `plan_bytes` is what planners
+    are given under the limit, `need_bytes` what the longest sequence needs at least under any strategy, with the model that
+    the trainer was given (CPU processes hold it in the same memory); both by the calibrated memory model. `rank_bytes` is
+    the most that a rank holds without a limit.
 
     Saves the untrained model for sides that load one.
 
@@ -68,7 +70,8 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
     time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
     given = sum(each.numel() * each.element_size() for each in model.parameters())
-    limit = LIMIT_MARGIN * (given + min(memory.bytes_needed(s, work.longest) for s in strategies))
+    need = min(memory.bytes_needed(s, work.longest) for s in strategies)
+    limit = PLAN_MARGIN * need
 
     def buckets(strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         choice = search(
@@ -78,20 +81,18 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         )  # fmt: skip
         return choice.buckets
 
-    found: dict[str, Any] = {"limit_bytes": limit, "plan_bytes": limit - given, "rank_bytes": 0.0}
-    found |= {"free": {}, "limited": {}, "room": {}}
+    found: dict[str, Any] = {"plan_bytes": limit, "need_bytes": need + given, "rank_bytes": 0.0}
+    found |= {"free": {}, "limited": {}, "short": {}, "room": {}}
     for strategy in strategies:
-        name, rooms = short_name(strategy), MemoryRooms(memory, limit - given)
+        name, rooms = short_name(strategy), MemoryRooms(memory, limit)
         free = buckets(strategy, None)
         found["free"][name] = ",".join(map(str, free))
         largest = max(bucket.pack_tokens for bucket in free)
         found["rank_bytes"] = max(found["rank_bytes"], memory.bytes_needed(strategy, largest))
-        room = rooms.tokens(strategy, rooms.arena(strategy))
-        if room >= work.longest:
-            found["limited"][name] = ",".join(map(str, buckets(strategy, limit - given)))
-        else:
-            found["limited"][name] = f"{strategy}:{work.longest}@{work.longest}"
-            found["room"][name] = room
+        found["room"][name] = rooms.tokens(strategy, rooms.arena(strategy))
+        found["short"][name] = found["limited"][name] = f"{strategy}:{work.longest}@{work.longest}"
+        if found["room"][name] >= work.longest:
+            found["limited"][name] = ",".join(map(str, buckets(strategy, limit)))
     return found
 
 

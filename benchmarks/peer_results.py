@@ -1,4 +1,7 @@
-"""What `peers.py` found, in one JSON file: by cell (model, dtype, length file) and by side. A later run adds to it."""
+"""What `peers.py` found, in one JSON file: by cell (model, dtype, length file) and by side. A later run adds to it.
+
+`published` is what of it goes into the documentation.
+"""
 
 import argparse
 import json
@@ -58,23 +61,26 @@ class Results:
     def begin_run(self, options: argparse.Namespace) -> dict[str, Any]:
         """Notes the machine, and what is asked for; returns the facts of the machine."""
         self._machine = machine_facts(options)
-        self.data["machine"], self.data["options"] = self._machine, vars(options)
+        self.data["options"] = vars(options)
         return self._machine
 
-    def begin_cell(self, key: str, work: Work, limit_bytes: float, options: argparse.Namespace) -> None:
+    def begin_cell(self, key: str, work: Work, options: argparse.Namespace) -> None:
         """Begins a cell anew, or goes on with one of the same mini-batches."""
         facts = {
             "machine": self._machine,
             "lengths": list(work.lengths),
             "mini_batch_rows": work.mini_batch_rows,
             "warmup": options.warmup,
-            "limit_bytes": limit_bytes,
         }
         cell = self.data["cells"].get(key)
         if cell is None or any(cell[name] != facts[name] for name in ("lengths", "mini_batch_rows", "warmup")):
             cell = self.data["cells"][key] = {"sides": {}}
         cell |= facts
         self._fresh = set()
+
+    def set_limit(self, key: str, limit_bytes: float) -> None:
+        """Notes the memory limit of a cell."""
+        self.data["cells"][key]["limit_bytes"] = limit_bytes
 
     def note(self, key: str, side: str, **facts: Any) -> None:
         """Adds facts about a side. What an earlier run found of it goes first."""
@@ -120,4 +126,44 @@ class Results:
                 name: sides[name] for name in sorted(sides, key=lambda n: order.index(n.split(" (limit)")[0]))
             }
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.write_text(json.dumps(self.data, indent=1) + "\n")
+        self.path.write_text(json_text(self.data))
+
+
+def json_text(data: dict[str, Any]) -> str:
+    """The file's text: a line for each side."""
+    top = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in data.items() if key != "cells"]
+    cells = []
+    for key, cell in data["cells"].items():
+        facts = [f"{json.dumps(name)}: {json.dumps(value)}" for name, value in cell.items() if name != "sides"]
+        sides = [f"{json.dumps(name)}: {json.dumps(found)}" for name, found in cell["sides"].items()]
+        cells.append(
+            f"{json.dumps(key)}: {{\n" + ",\n".join([*facts, '"sides": {\n' + ",\n".join(sides) + "\n}"]) + "\n}"
+        )
+    return "{\n" + ",\n".join([*top, '"cells": {\n' + ",\n".join(cells) + "\n}"]) + "\n}\n"
+
+
+def published(data: dict[str, Any]) -> dict[str, Any]:
+    """What is worth keeping beside the tables: without tracebacks and options, and with a few digits.
+
+    A later run can go on from it (`--json`).
+    """
+    cells = {
+        key: cell
+        | {
+            "sides": {
+                name: {fact: value for fact, value in found.items() if fact != "text"}
+                for name, found in cell["sides"].items()
+            }
+        }
+        for key, cell in data["cells"].items()
+    }
+    return dict(_rounded({"cells": cells}))
+
+
+def _rounded(value: Any) -> Any:
+    """The same with eight digits: losses are compared to the seventh behind the point."""
+    if isinstance(value, float):
+        return float(f"{value:.8g}")
+    if isinstance(value, dict):
+        return {key: _rounded(each) for key, each in value.items()}
+    return [_rounded(each) for each in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ Results are kept by cell (model, dtype, length file) in one JSON file; a later r
 """
 
 import argparse
+import math
 import os
 import random
 import tempfile
@@ -29,9 +30,9 @@ from contest import MODELS
 from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peer_memory import Ladder, measure_memory
 from peer_pages import details_block, readme_block, update_block
-from peer_plan import our_works, plan_ours
+from peer_plan import LIMIT_MARGIN, our_works, plan_ours
 from peer_profile import profile_tables
-from peer_results import Results
+from peer_results import Results, json_text, published
 from peer_sides import SIDES, Side
 from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
 from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
@@ -79,7 +80,7 @@ class CellRun:
         force = (self.model, self.dtype) not in self.results.calibrated and not options.keep_calibration
         plan = run_world(options.ranks, plan_ours, self.work, force, preload=PRELOAD)
         self.results.calibrated.add((self.model, self.dtype))
-        self.results.begin_cell(self.key, self.work, plan["limit_bytes"], self.options)
+        self.results.begin_cell(self.key, self.work, self.options)
         contestants = self._peers() + self._ours(plan)
         for number in range(options.rounds):
             again = self._worth_another_round(contestants) if number else contestants
@@ -88,12 +89,15 @@ class CellRun:
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
             self.results.save()
         if options.memory:
-            self._memory(contestants, plan["limit_bytes"])
+            self._memory(contestants, self.results.data["cells"][self.key]["limit_bytes"])
         self.results.save()
 
     def _ours(self, plan: dict[str, Any]) -> list[Contestant]:
         names = [side.name for side in self.sides if side.ours]
         sides = {side.name: side for side in self.sides}
+        peaks = self._peaks_of_short_packs(plan)
+        limit = LIMIT_MARGIN * min(peaks.values(), default=plan["need_bytes"])
+        self.results.set_limit(self.key, limit)
         found: list[Contestant] = []
         for limited, suffix in ((False, ""), (True, LIMITED)):
             if self.options.limit == ("off" if limited else "on"):
@@ -104,24 +108,39 @@ class CellRun:
                     continue
                 self.results.note(self.key, name + suffix, strategies=work.strategies)
                 same = [c for c in found if c.side.name == name and c.work.strategies == work.strategies != "auto"]
+                short = name.removeprefix("ours, ")
+                room, peak = plan["room"].get(short, work.longest), peaks.get(short, 0.0)
                 if same:
                     self.results.note(self.key, name + suffix, same_as=same[0].name)
-                    continue
-                one = Contestant(name + suffix, sides[name], work)
-                room = plan["room"].get(name.removeprefix("ours, ")) if limited else None
-                if room is None or self._fits(one, plan["limit_bytes"], room):
-                    found.append(one)
+                elif limited and room < work.longest and peak > limit:
+                    reason = f"takes {peak / 2**20:.0f} MiB; packs of at most {room} tokens fit always"
+                    self.results.note(self.key, name + suffix, reason=reason, longest_held=room, peak_bytes=peak)
+                else:
+                    found.append(Contestant(name + suffix, sides[name], work))
         return found
 
-    def _fits(self, contestant: Contestant, limit: float, room: int) -> bool:
-        """Whether a side of ours whose packs could be too large holds what is trained here."""
-        self._memory([contestant], limit)
-        found = self.results.data["cells"][self.key]["sides"][contestant.name]
-        if found.get("fits", True):  # also where memory cannot be measured
-            return True
-        reason = f"takes {found['peak_bytes'] / 2**20:.0f} MiB; packs of at most {room} tokens fit always"
-        self.results.note(self.key, contestant.name, reason=reason, longest_held=room)
-        return False
+    def _peaks_of_short_packs(self, plan: dict[str, Any]) -> dict[str, float]:
+        """What static strategies take with packs as short as the longest sequence: the least of it sets the limit."""
+        peaks: dict[str, float] = {}
+        sides = {side.name: side for side in SIDES}
+        for short, strategies in plan["short"].items() if self.options.memory and self.options.limit != "off" else ():
+            side = sides[f"ours, {short}"]
+            try:
+                found = measure_memory(
+                    side,
+                    replace(self.work, strategies=strategies),
+                    math.inf,
+                    self._log(short),
+                    self.options.limit_s,
+                    None,
+                )
+            except SideError as error:
+                self.say(f"memory of {short}: {error.reason}")
+                continue
+            peaks[short] = found["peak_bytes"]
+        shown = ", ".join(f"{short} {peak / 2**20:.0f} MiB" for short, peak in peaks.items())
+        self.say(f"packs as short as the longest sequence: {shown or 'not measured'}")
+        return peaks
 
     def _peers(self) -> list[Contestant]:
         """The others, each with its micro-batch size."""
@@ -148,16 +167,13 @@ class CellRun:
         if len(sizes) == 1:
             return 1
         heavy = heaviest_first(self.work.lengths, self.work.mini_batch_rows)
-        seconds = {
-            size: seconds_alone(
-                side,
-                replace(self.work, lengths=heavy, micro_batch_rows=size, steps=steps),
-                self._log(side.name),
-                self.options.limit_s,
-            )
-            for size in sizes
-        }
-        best = min(sizes, key=lambda size: seconds[size])
+        seconds: dict[int, float] = {}
+        for size in sizes:  # larger ones as long as they are faster
+            work = replace(self.work, lengths=heavy, micro_batch_rows=size, steps=steps)
+            seconds[size] = seconds_alone(side, work, self._log(side.name), self.options.limit_s)
+            if seconds[size] > min(seconds.values()):
+                break
+        best = min(seconds, key=lambda size: seconds[size])
         tried = ", ".join(f"{size}: {took:.2f} s" for size, took in seconds.items())
         self.say(f"{side.name}: {best} rows a micro-batch ({tried})")
         self.results.note(self.key, side.name, tried={str(size): took for size, took in seconds.items()})
@@ -192,8 +208,7 @@ class CellRun:
 
     def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
         for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):
-            known = self.results.data["cells"][self.key]["sides"].get(name, {})
-            if "reason" in known or "peak_bytes" in known:
+            if self.results.failed(self.key, name):
                 continue
             try:
                 found = measure_memory(
@@ -287,7 +302,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--pages",
         action="store_true",
-        help="only write --model and --dtype into README.md, and all cells into docs/side-by-side.md",
+        help="only write --model and --dtype into README.md, and all cells into docs/side-by-side.md and .json",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args()
@@ -307,6 +322,7 @@ def main() -> None:
         root = Path(__file__).resolve().parents[1]
         update_block(root / "README.md", readme_block(results.data, kinds))
         update_block(root / "docs" / "side-by-side.md", details_block(results.data))
+        (root / "docs" / "side-by-side.json").write_text(json_text(published(results.data)))
     elif options.profile:
         print(profile_tables(results.data))
     elif options.table:

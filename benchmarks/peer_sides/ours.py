@@ -1,5 +1,6 @@
 """HotSPaTrainer: one strategy, fixed buckets as in the paper, or auto."""
 
+import math
 from typing import Any
 
 from contest import make_model
@@ -29,7 +30,7 @@ class _Watch(TrainerCallback):
 def run(work: Work, turns: Turns) -> Any:
     """Trains; the weights are gathered into the model."""
     auto = work.strategies == "auto"
-    limit = int(work.limit_bytes / 2**20) if work.limit_bytes else _NO_LIMIT_MIB
+    limit = math.ceil(work.limit_bytes / 2**20) if work.limit_bytes else _NO_LIMIT_MIB
     args = arguments(
         work,
         HotSPaTrainingArguments,

@@ -17,7 +17,7 @@ from benchmarks.peer_pages import (  # type: ignore[import-not-found]
 )
 from benchmarks.peer_plan import our_works, paper_buckets  # type: ignore[import-not-found]
 from benchmarks.peer_profile import profile_tables  # type: ignore[import-not-found]
-from benchmarks.peer_results import Results  # type: ignore[import-not-found]
+from benchmarks.peer_results import Results, json_text, published  # type: ignore[import-not-found]
 from benchmarks.peer_sides import SIDES  # type: ignore[import-not-found]
 from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     cell_tables,
@@ -186,7 +186,7 @@ def test_above_the_limit_is_above_it_for_us_too(cell):
 
 
 def test_tables_have_a_row_for_every_side(cell):
-    data = {"machine": {"ranks": 4, "cores": 2, "processor": "x"}, "cells": {"0.9M fp32 chat": cell}}
+    data = {"cells": {"0.9M fp32 chat": cell}}
     text = cell_tables(data, ["0.9M fp32 chat"])
     assert "| broken | RuntimeError: no such operation on gloo |" in text
     assert "does not fit (holds 120 tokens)" in text
@@ -221,18 +221,16 @@ def named(cell) -> dict[str, Any]:
         "broken": "FSDP2 of accelerate, flattened",
     }
     sides = {names.get(name, name): found for name, found in cell["sides"].items()}
-    return {
-        "machine": {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"},
-        "cells": {"0.9M fp32 chat": cell | {"sides": sides}},
-    }
+    machine = {"ranks": 4, "cores": 2, "processor": "x", "torch": "2"}
+    return {"cells": {"0.9M fp32 chat": cell | {"machine": machine, "sides": sides}}}
 
 
 def test_the_readme_shows_families_and_where_auto_loses(named):
     text = readme_block(named, ["0.9M fp32", "7M fp32"])
-    assert "| DeepSpeed ZeRO-1, 2 or 3 | **1.00** |" in text
-    assert "| DeepSpeed ZeRO-1, 2 or 3 | 120 tokens |" in text
-    assert "| **ours, `auto`** | 1.67 |" in text
-    assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
+    assert "| | 0.9M fp32, no limit | 0.9M fp32, limit of memory |" in text
+    assert "| DeepSpeed ZeRO-1, 2 or 3 | 0.60 | does not fit |" in text
+    assert "| **ours, `auto`** | 1 (1.67 to 1.67 s) | 1 (1.67 to 1.67 s) |" in text
+    assert "Ulysses" not in text
     assert "* 0.9M fp32: `auto` is not the fastest of chat (1.67 of DeepSpeed ZeRO-1, flattened).\n" in text
     assert "FSDP2 of accelerate, flattened cannot run here: no such operation on gloo." in text
     assert "0.9M fp32: the losses of all exact sides agree to 5e-05; rounds of one side differ by 22%." in text
@@ -242,16 +240,50 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     assert "(1.67 of DeepSpeed ZeRO-1, flattened); chat under the limit (2.67 of Trainer + DDP, padded)." in text
 
 
+def test_machines_are_named_where_they_are_not_the_same(named):
+    cell = named["cells"]["0.9M fp32 chat"]
+    named["cells"]["7M fp32 all long"] = cell | {"machine": cell["machine"] | {"processor": "y"}}
+    assert "4 gloo ranks, 2 CPU cores (x or y), one thread a rank; torch 2 (" in details_block(named)
+    assert "2 CPU cores (y), one" in readme_block(named, ["7M fp32"])
+
+
+def test_what_is_published_can_be_gone_on_with(named, tmp_path: Path):
+    named["options"] = {"logs": "somewhere"}
+    named["cells"]["0.9M fp32 chat"]["sides"]["Trainer + DDP, padded"] |= {"text": "Traceback", "loss": 6.0752212347}
+    path = tmp_path / "side-by-side.json"
+    path.write_text(json_text(published(named)))
+    assert path.read_text().count("\n") < 30  # a line for each side
+    data = Results(path).data
+    assert list(data) == ["cells"]
+    for found in named["cells"]["0.9M fp32 chat"]["sides"].values():
+        found.pop("text", None)
+    named["cells"]["0.9M fp32 chat"]["sides"]["Trainer + DDP, padded"]["loss"] = 6.0752212
+    assert data["cells"] == named["cells"]
+
+
 def test_a_family_is_as_fast_as_its_fastest_side_that_fits(named):
     sides = named["cells"]["0.9M fp32 chat"]["sides"]
     sides["Trainer + DDP, flattened"] = side([[9.0, 1.0, 1.0, 1.0]], fits=False, longest_held=90)
-    text = readme_block(named, ["0.9M fp32"])
+    text = details_block(named)
     assert "batch_rebalance` or flattened | **1.00** |" in text
     assert "batch_rebalance` or flattened | 3.00 |" in text
+    assert "batch_rebalance` or flattened | 0.60 | 1.80 |" in readme_block(named, ["0.9M fp32"])
+
+
+def test_families_are_compared_over_all_length_files(named):
+    cell = named["cells"]["0.9M fp32 chat"]
+    sides = cell["sides"] | {"Trainer + DDP, padded": side([[9.0, 4.0, 5.0, 1.0]], fits=False, longest_held=90)}
+    named["cells"]["0.9M fp32 all long"] = cell | {"sides": sides}
+    text = readme_block(named, ["0.9M fp32"])
+    assert "batch_rebalance` or flattened | 1.90 (1.80 to 2.00) | 1.80, fits 1 of 2 |" in text
 
 
 def test_details_have_every_cell_and_the_profile(named):
     text = details_block(named)
+    assert "| DeepSpeed ZeRO-1, 2 or 3 | **1.00** |" in text
+    assert "| DeepSpeed ZeRO-1, 2 or 3 | 120 tokens |" in text
+    assert "| **ours, `auto`** | 1.67 |" in text
+    assert "| **ours, `auto`** | **1.67** |" in text  # under the limit
     assert text.count("### 0.9M fp32 chat") == 1
     assert "| ours, auto | dp4tp1pp1 | 50 |" in text
 
@@ -308,7 +340,8 @@ def test_results_keep_what_is_zero_and_forget_an_earlier_run(tmp_path: Path):
     for _ in range(2):
         results = Results(tmp_path / "peers.json")
         results.begin_run(options)
-        results.begin_cell("0.9M fp32 chat", work, 1e6, options)
+        results.begin_cell("0.9M fp32 chat", work, options)
+        results.set_limit("0.9M fp32 chat", 1e6)
         results.note("0.9M fp32 chat", "ours, auto", longest_held=0, fits=False, differs="", packs=None)
         turn = {"seconds": 1.0, "cpu": 2.0, "phases": []}
         results.add_round("0.9M fp32 chat", "ours, auto", [turn, turn], {"tokens": 160, "slots": 160, "loss": 6.0})
