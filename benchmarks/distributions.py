@@ -50,7 +50,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.cost.automatic import MARGIN, pool_of
+    from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN, pool_of
     from hf_hotspa.cost.chooser import PhaseChooser
     from hf_hotspa.cost.memory import MemoryOptions, MemoryRooms
     from hf_hotspa.cost.search import Choice, search
@@ -95,6 +95,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
             return search(
                 sample, pool, time_model, rooms, switch,
                 mini_batch_size=size, longest=longest, quadratic_cost=shape.quadratic_cost, margin=MARGIN,
+                pack_margin=PACK_MARGIN,
             )  # fmt: skip
 
         choice = searched(strategies)

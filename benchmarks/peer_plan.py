@@ -48,7 +48,7 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     """
     import torch
 
-    from hf_hotspa.cost.automatic import MARGIN
+    from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN
     from hf_hotspa.cost.memory import MemoryOptions, MemoryRooms
     from hf_hotspa.cost.search import search
     from hf_hotspa.cost.sizes import ModelSizes
@@ -77,7 +77,7 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         choice = search(
             work.lengths, [strategy], time_model, MemoryRooms(memory, limit_bytes), switch,
             mini_batch_size=work.mini_batch_rows, longest=work.longest, quadratic_cost=shape.quadratic_cost,
-            margin=MARGIN,
+            margin=MARGIN, pack_margin=PACK_MARGIN,
         )  # fmt: skip
         return choice.buckets
 

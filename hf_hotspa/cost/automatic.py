@@ -22,6 +22,8 @@ from hf_hotspa.strategy import Bucket, Strategy
 
 MARGIN = 0.03
 """How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
+PACK_MARGIN = 0.01
+"""How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
 
@@ -177,6 +179,7 @@ def make_auto_plan(
             quadratic_cost=shape.quadratic_cost,
             max_phases=max_phases,
             margin=margin,
+            pack_margin=PACK_MARGIN,
         )
     except DeviceMemoryError as error:
         raise DeviceMemoryError(

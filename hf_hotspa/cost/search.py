@@ -9,7 +9,7 @@ What is exact and what is not:
   partitions are packed and simulated, and the edges of the winner are moved while that helps: a heuristic.
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
-  switch" is an answer like any other.
+  switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others room. The search
   runs once for each size of arena (sizes within 1 % count as one, the larger holds).
 
@@ -142,6 +142,7 @@ def search(
     quadratic_cost: float = 0.0,
     max_phases: int = 3,
     margin: float = 0.01,
+    pack_margin: float = 0.0,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
@@ -156,6 +157,8 @@ def search(
         quadratic_cost: See `ModelShape.quadratic_cost`.
         max_phases: Most buckets.
         margin: How much better than the best single strategy a pool must be, as a share.
+        pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
+            what was measured, and the time model is not that exact.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
@@ -176,7 +179,8 @@ def search(
     longest = max(longest or 0, *sample)
     if all(rooms.tokens(s, rooms.arena(s)) < longest for s in pool):
         raise rooms.too_long(longest, pool)
-    return _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases).run(margin)
+    found = _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases)
+    return found.run(margin, pack_margin)
 
 
 _Phases = tuple[tuple[Strategy, int, int, int], ...]
@@ -214,7 +218,7 @@ class _Search:
         self.most_tokens = max(longest, *map(sum, self.batches))
         self.exact = True
 
-    def run(self, margin: float) -> Choice:
+    def run(self, margin: float, pack_margin: float) -> Choice:
         static = self._best_static()
         best, best_seconds = static, self._seconds(static)
         static_seconds = best_seconds
@@ -223,7 +227,17 @@ class _Search:
                 best, best_seconds = phases, seconds
         if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
             best = static
-        return self._choice(best, static, static_seconds)
+        best, static = (tuple(self._slim(phase, pack_margin) for phase in phases) for phases in (best, static))
+        return self._choice(best, static)
+
+    def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
+        """The phase with the smallest packs that are hardly slower."""
+        strategy, low, high, tokens = phase
+        most = self.evaluator.phase(*phase).seconds * (1 + pack_margin)
+        for smaller in pack_choices(tokens, high)[::-1] if pack_margin else ():
+            if self.evaluator.phase(strategy, low, high, smaller).seconds <= most:
+                return strategy, low, high, smaller
+        return phase
 
     def _seconds(self, phases: _Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
@@ -334,7 +348,7 @@ class _Search:
                             break
         return best
 
-    def _choice(self, phases: _Phases, static: _Phases, static_seconds: float) -> Choice:
+    def _choice(self, phases: _Phases, static: _Phases) -> Choice:
         rows = []
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)
@@ -356,7 +370,7 @@ class _Search:
             sum(row.compute_s + row.switch_s for row in rows),
             sum(row.switch_s for row in rows),
             Bucket(strategy, high, tokens),
-            static_seconds,
+            self._seconds(static),
             tuple(rows),
             self.exact,
         )

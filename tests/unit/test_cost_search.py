@@ -12,7 +12,7 @@ from hf_hotspa.cost.hardware import load_hardware
 from hf_hotspa.cost.histogram import synthetic_lengths
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, MemoryRooms
 from hf_hotspa.cost.partition import best_partitions
-from hf_hotspa.cost.search import FixedRooms, search
+from hf_hotspa.cost.search import Choice, FixedRooms, search
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate
 from hf_hotspa.cost.time import TimeModel
@@ -143,6 +143,27 @@ def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
     assert choice == search(
         lengths, strategies[::-1], time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
     )
+
+
+@pytest.mark.parametrize("name", ["commoncrawl", "chat"])
+def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
+    strategies, time, _, switch = planner(8)
+    lengths, rooms = synthetic_lengths(name, 512, 16384), FixedRooms(dict.fromkeys(strategies, 1 << 20))
+
+    def found(pack_margin: float) -> Choice:
+        return search(
+            lengths, strategies, time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost,
+            pack_margin=pack_margin,
+        )  # fmt: skip
+
+    fast, slim = found(0.0), found(0.05)
+    assert [bucket.strategy for bucket in slim.buckets] == [bucket.strategy for bucket in fast.buckets]
+    pairs = list(zip(fast.rows, slim.rows, strict=True))
+    assert all(b.bucket.pack_tokens <= a.bucket.pack_tokens for a, b in pairs)
+    assert any(b.bucket.pack_tokens < a.bucket.pack_tokens for a, b in pairs)
+    assert fast.seconds <= slim.seconds <= 1.05 * fast.seconds
+    assert all(bucket.pack_tokens >= bucket.longest for bucket in slim.buckets)
+    assert slim.static.pack_tokens <= fast.static.pack_tokens
 
 
 def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap() -> None:
