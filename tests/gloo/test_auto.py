@@ -15,7 +15,7 @@ from tests.oracle import exact_in_double, random_rows
 pytestmark = pytest.mark.gloo
 
 FAMILY = "llama_gqa_bias"
-LONGEST = {1: 200, 2: 100, 4: 200}
+LONGEST = {1: 200, 2: 100, 4: 240}
 # under 3 MiB a device only tp holds the longest sequences; dp is faster for the others
 LIMITED = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
 
@@ -106,7 +106,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
 def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
     dtype = torch.float64
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)
-    limit = {"hotspa_memory_limit_mb": 4, "hotspa_staging_mb": 1}
+    limit = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
     per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limit, 1.1)
     losses, phases, state, refits, logs = per_rank[0]
     assert len(losses) == len(expected) == STEPS
