@@ -105,8 +105,8 @@ def out_of_memory(
     if cause is None:
         return None
     act = runner.act
-    if act == "compute" and isinstance(hotspa_cause(failure), TransferError):
-        act = runner.overlapped_act  # in the thread of switches, beside the computation
+    if act != "return" and isinstance(hotspa_cause(failure), TransferError):
+        act = runner.overlapped_act  # in the thread of switches, before or beside the computation
     # a last stage knows how far it came: packs that it had not begun are not to blame
     begun = len(runner.replica.losses) + 1 if runner.replica.is_last else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]

@@ -191,8 +191,13 @@ class PhaseRunner:
 
     @property
     def overlapped_act(self) -> str:
-        """What the switch does that runs, or ran last, beside the computation: `load` or `return`."""
-        return "load" if self._load_job is not None and not self._load_job.ended else "return"
+        """What the switch does that runs, or ran last, beside the computation; `act` where there is none.
+
+        A return begins when the load is over, which may be before the computation begins.
+        """
+        if self._load_job is not None and not self._load_job.succeeded:
+            return "load"
+        return "return" if self._return_job is not None else self.act
 
     def return_gradients(self) -> SwitchStats:
         """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""

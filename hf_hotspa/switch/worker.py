@@ -140,9 +140,9 @@ class SwitchJob:
         return self._busy_s
 
     @property
-    def ended(self) -> bool:
-        """Whether the switch is over, whichever way."""
-        return self._ended is not None
+    def succeeded(self) -> bool:
+        """Whether the switch is over, and all that it had to do is done."""
+        return self._ended is not None and self._error is None
 
     def wait(self, segments: Iterable[int]) -> None:
         """Blocks until the target buffers of these segments are complete, for the host and for the caller's stream.

@@ -78,11 +78,11 @@ def test_a_segment_can_be_used_before_the_switch_is_over(make_worker):
     job = submit(worker, "load")
     job.wait([0])
     job.wait([1, 0])
-    assert not job.ended
+    assert not job.succeeded
     threading.Timer(0.05, go.set).start()
     job.wait([1, 2])
     job.wait([7])  # nobody reports it: complete at the end
-    assert job.ended
+    assert job.succeeded
 
 
 def test_a_switch_waits_for_its_gate(make_worker):
@@ -200,13 +200,23 @@ def test_cancel_leaves_what_is_over_alone(make_worker):
     assert job.result().sent_bytes == 5
 
 
+def test_a_switch_that_failed_is_over_but_has_not_succeeded(make_worker):
+    def load(progress):
+        raise OSError("lost")
+
+    job = submit(make_worker(load=load), "load")
+    with pytest.raises(OSError, match="lost"):
+        job.result()
+    assert not job.succeeded
+
+
 def test_close_lets_queued_switches_end():
     worker = SwitchWorker(Scripted(load=lambda progress: time.sleep(0.05)), CPU)
     jobs = [submit(worker, "load") for _ in range(3)]
     thread = worker._thread
     worker.close()
     assert not thread.is_alive()
-    assert all(job.ended for job in jobs)
+    assert all(job.succeeded for job in jobs)
     worker.close()
     with pytest.raises(TransferError, match="closed"):
         submit(worker, "load")
