@@ -18,6 +18,7 @@ from peer_tables import (
     cell_tables,
     column,
     fastest,
+    kinds_of,
     lines_of,
     loss_spread,
     noise_of,
@@ -63,7 +64,7 @@ def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
         data: What was found.
         names: Model and dtype of the cells that are shown, `0.9M fp32`.
     """
-    kinds = {name: kind for name, kind in _kinds(data).items() if name in names}
+    kinds = {name: kind for name, kind in kinds_of(data).items() if name in names}
     text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
     text += _relative_table(kinds)
     notes, reasons = [_LEGEND], {}
@@ -81,7 +82,7 @@ def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
 def details_block(data: dict[str, Any]) -> str:
     """Families in seconds, then every side of every cell, and the phases in which our sides spend their time."""
     text = [f"Seconds per mini-batch, measured on {_facts(list(data['cells'].values()))}.", "", _FAMILY_LEGEND]
-    for name, kind in _kinds(data).items():
+    for name, kind in kinds_of(data).items():
         lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
         limits = [f"{lengths}, {cell['limit_bytes'] / MIB:.0f} MiB" for lengths, cell in kind.items()]
         for title, heads, limited in (("no limit", list(kind), False), ("a limit of memory", limits, True)):
@@ -120,15 +121,6 @@ def _each(machines: Sequence[dict[str, Any]], fact: str) -> str:
     return " or ".join(dict.fromkeys(str(machine[fact]) for machine in machines if fact in machine))
 
 
-def _kinds(data: dict[str, Any]) -> dict[str, Kind]:
-    """Cells by model and dtype."""
-    kinds: dict[str, Kind] = {}
-    for key, cell in data["cells"].items():
-        model, dtype, lengths = key.split(" ", 2)
-        kinds.setdefault(f"{model} {dtype}", {})[lengths] = cell
-    return kinds
-
-
 def _relative_table(kinds: dict[str, Kind]) -> list[str]:
     columns = [
         ([column(lines_of(cell), limited) for cell in kind.values()], limited)
@@ -165,12 +157,12 @@ def _relative(of_files: Sequence[dict[str, float]], starts: tuple[str, ...], wit
 
 def _family_rows(lines: dict[str, dict[str, Line]], limited: bool) -> list[str]:
     columns = {title: [_best(of_cell, starts, limited) for of_cell in lines.values()] for title, starts in FAMILIES}
-    fastest = [min(of[at][0] for of in columns.values()) for at in range(len(lines))]
+    least = [min(of[at][0] for of in columns.values()) for at in range(len(lines))]
     rows = []
     for title, of_family in columns.items():
         shown = [
             f"**{text}**" if seconds <= CLOSE * best and text != "-" else text
-            for (seconds, text), best in zip(of_family, fastest, strict=True)
+            for (seconds, text), best in zip(of_family, least, strict=True)
         ]
         if set(shown) != {"-"}:
             rows.append(f"| {title} | " + " | ".join(shown) + " |")

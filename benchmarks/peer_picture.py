@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_tables import AUTO, LIMITED, Line, lines_of
+from peer_tables import AUTO, LIMITED, Line, kinds_of, lines_of
 
 
 def save_picture(data: dict[str, Any], path: Path) -> None:
@@ -18,10 +18,10 @@ def save_picture(data: dict[str, Any], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    cells = {key: lines_of(cell) for key, cell in data["cells"].items()}
-    names = list(dict.fromkeys(name for lines in cells.values() for name in lines if not name.endswith(LIMITED)))[::-1]
-    kinds = list(dict.fromkeys(key.split(" ", 2)[0] + " " + key.split(" ", 2)[1] for key in cells))
-    files = list(dict.fromkeys(key.split(" ", 2)[2] for key in cells))
+    kinds = {kind: {file: lines_of(cell) for file, cell in of_kind.items()} for kind, of_kind in kinds_of(data).items()}
+    files = list(dict.fromkeys(file for of_kind in kinds.values() for file in of_kind))
+    cells = [lines for of_kind in kinds.values() for lines in of_kind.values()]
+    names = list(dict.fromkeys(name for lines in cells for name in lines if not name.endswith(LIMITED)))[::-1]
     figure, panels = plt.subplots(
         len(kinds),
         len(files),
@@ -29,9 +29,9 @@ def save_picture(data: dict[str, Any], path: Path) -> None:
         sharey=True,
         squeeze=False,
     )
-    for row, kind in enumerate(kinds):
+    for row, (kind, of_kind) in enumerate(kinds.items()):
         for column, file in enumerate(files):
-            _draw(panels[row][column], f"{kind} {file}", names, cells.get(f"{kind} {file}", {}))
+            _draw(panels[row][column], f"{kind} {file}", names, of_kind.get(file, {}))
     panels[0][0].set_yticks(range(len(names)), names)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

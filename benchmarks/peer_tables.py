@@ -46,6 +46,15 @@ class Line:
     found: dict[str, Any]
 
 
+def kinds_of(data: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
+    """Cells by model and dtype, and in these by length file."""
+    kinds: dict[str, dict[str, dict[str, Any]]] = {}
+    for key, cell in data["cells"].items():
+        model, dtype, lengths = key.split(" ", 2)
+        kinds.setdefault(f"{model} {dtype}", {})[lengths] = cell
+    return kinds
+
+
 def timed_tokens(cell: dict[str, Any]) -> float:
     """Tokens of a mini-batch, the mean over those that are timed."""
     lengths, rows = cell["lengths"], cell["mini_batch_rows"]

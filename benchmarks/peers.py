@@ -67,6 +67,7 @@ class CellRun:
         lengths = draw(self.lengths_name, rows * options.steps, options.longest, seed=1)
         self.work = Work(self.model, self.dtype, options.ranks, tuple(lengths), rows, options.steps, folder)
         self.sides = [side for side in SIDES if _chosen(side.name, options.sides)]
+        self.short_peaks: dict[str, float] = {}  # of our static strategies, by bucket list
 
     def say(self, text: str) -> None:
         """One line of progress."""
@@ -95,8 +96,8 @@ class CellRun:
     def _ours(self, plan: dict[str, Any]) -> list[Contestant]:
         names = [side.name for side in self.sides if side.ours]
         sides = {side.name: side for side in self.sides}
-        peaks = self._peaks_of_short_packs(plan)
-        limit = LIMIT_MARGIN * min(peaks.values(), default=plan["need_bytes"])
+        self._measure_short_packs(plan)
+        limit = LIMIT_MARGIN * min(self.short_peaks.values(), default=plan["need_bytes"])
         self.results.set_limit(self.key, limit)
         found: list[Contestant] = []
         for limited, suffix in ((False, ""), (True, LIMITED)):
@@ -109,7 +110,7 @@ class CellRun:
                 self.results.note(self.key, name + suffix, strategies=work.strategies)
                 same = [c for c in found if c.side.name == name and c.work.strategies == work.strategies != "auto"]
                 short = name.removeprefix("ours, ")
-                room, peak = plan["room"].get(short, work.longest), peaks.get(short, 0.0)
+                room, peak = plan["room"].get(short, work.longest), self.short_peaks.get(work.strategies, 0.0)
                 if same:
                     self.results.note(self.key, name + suffix, same_as=same[0].name)
                 elif limited and room < work.longest and peak > limit:
@@ -119,10 +120,9 @@ class CellRun:
                     found.append(Contestant(name + suffix, sides[name], work))
         return found
 
-    def _peaks_of_short_packs(self, plan: dict[str, Any]) -> dict[str, float]:
+    def _measure_short_packs(self, plan: dict[str, Any]) -> None:
         """What static strategies take with packs as short as the longest sequence: the least of it sets the limit."""
-        peaks: dict[str, float] = {}
-        sides = {side.name: side for side in SIDES}
+        sides, shown = {side.name: side for side in SIDES}, []
         for short, strategies in plan["short"].items() if self.options.memory and self.options.limit != "off" else ():
             side = sides[f"ours, {short}"]
             try:
@@ -137,10 +137,9 @@ class CellRun:
             except SideError as error:
                 self.say(f"memory of {short}: {error.reason}")
                 continue
-            peaks[short] = found["peak_bytes"]
-        shown = ", ".join(f"{short} {peak / 2**20:.0f} MiB" for short, peak in peaks.items())
-        self.say(f"packs as short as the longest sequence: {shown or 'not measured'}")
-        return peaks
+            self.short_peaks[strategies] = found["peak_bytes"]
+            shown.append(f"{short} {found['peak_bytes'] / 2**20:.0f} MiB")
+        self.say(f"packs as short as the longest sequence: {', '.join(shown) or 'not measured'}")
 
     def _peers(self) -> list[Contestant]:
         """The others, each with its micro-batch size."""
@@ -209,6 +208,9 @@ class CellRun:
     def _memory(self, contestants: Sequence[Contestant], limit: float) -> None:
         for number, (name, side, work) in enumerate((c.name, c.side, c.work) for c in contestants):
             if self.results.failed(self.key, name):
+                continue
+            if side.ours and (peak := self.short_peaks.get(work.strategies)) is not None:
+                self.results.note(self.key, name, peak_bytes=peak, fits=peak <= limit)
                 continue
             try:
                 found = measure_memory(

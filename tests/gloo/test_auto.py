@@ -106,8 +106,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
 def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
     dtype = torch.float64
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)
-    limit = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
-    per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limit, 1.1)
+    per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), LIMITED, 1.1)
     losses, phases, state, refits, logs = per_rank[0]
     assert len(losses) == len(expected) == STEPS
     for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):

@@ -165,32 +165,32 @@ def test_non_finite_gradients_are_an_error_on_all_ranks():
     assert_all_raise(2, "NonFiniteError", ["mini-batch 1", "weights were not changed"], infinite_weight)
 
 
-def train(rank, world_size, rows, **options):
+def train(rank, world_size, rows, folder, **options):
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     args = HotSPaTrainingArguments(
-        output_dir="unused", use_cpu=True, max_steps=2, report_to="none", hotspa_strategies=BUCKETS, **options
+        output_dir=folder, use_cpu=True, max_steps=2, report_to="none", hotspa_strategies=BUCKETS, **options
     )
     HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=rows).train()
 
 
-def overlong(rank, world_size, policy):
+def overlong(rank, world_size, policy, folder):
     rows = random_rows(12, 100, longest=60)
     rows[7] = {"input_ids": [5] * 65}
-    train(rank, world_size, rows, hotspa_overlong=policy)
+    train(rank, world_size, rows, folder, hotspa_overlong=policy)
 
 
-def test_overlong_sequence_under_the_policy_error():
-    assert_all_raise(2, "OverlongError", ["65 tokens", "64 tokens", "row 7", "split"], overlong, "error")
+def test_overlong_sequence_under_the_policy_error(tmp_path):
+    assert_all_raise(2, "OverlongError", ["65 tokens", "64 tokens", "row 7", "split"], overlong, "error", str(tmp_path))
 
 
-def empty(rank, world_size):
-    train(rank, world_size, [])
+def empty(rank, world_size, folder):
+    train(rank, world_size, [], folder)
 
 
-def test_empty_data_set():
-    assert_all_raise(2, "DataError", ["empty"], empty)
+def test_empty_data_set(tmp_path):
+    assert_all_raise(2, "DataError", ["empty"], empty, str(tmp_path))
 
 
 def fails_inside_a_phase(rank, world_size):
