@@ -11,9 +11,9 @@ from peer_work import Work
 
 from hf_hotspa.strategy import Bucket, Strategy
 
-LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.05
-"""The limit of a cell is so many times what the static strategy with the least memory takes, and planners plan with so many
-times what they predict of it: beside what they count, a rank holds its rows and what Python and the libraries add."""
+LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.08
+"""The limit of a cell is so many times the peak of the static strategy with the least memory, and planners plan for so many
+times it: their part is what they predict of that strategy, the rest (rows, what Python and the libraries add) all have."""
 _PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
 """Strategies and where their buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on
 8 GPUs have these three kinds, with edges at an eighth and a half."""
@@ -29,13 +29,11 @@ def paper_buckets(ranks: int, longest: int) -> str:
 
 
 def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
-    """The plans of our sides; the work of one rank.
+    """The plans of our sides without a limit; the work of one rank.
 
-    `free` and `limited` have the bucket list of each static strategy, `room` the most tokens of a pack that fits under the
-    limit whatever comes with it in a pipeline. Where that is less than the longest sequence, the packs of `limited` are as
-    short as the longest sequence, as those of `short` are: what they take has to be measured. `plan_bytes` is what planners
-    are given under the limit, `need_bytes` what the longest sequence needs at least under any strategy, with the model that
-    the trainer was given (CPU processes hold it in the same memory); both by the calibrated memory model. `rank_bytes` is
+    `free` has the bucket list of each static strategy, `short` that with packs as short as the longest sequence.
+    `need_bytes` is what the longest sequence needs at least under any strategy, by the calibrated memory model, and
+    `given_bytes` what the model takes that the trainer was given (CPU processes hold it in the same memory). `rank_bytes` is
     the most that a rank holds without a limit.
 
     Saves the untrained model for sides that load one.
@@ -46,54 +44,85 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         work: What all sides train.
         force: Whether to calibrate even if the cache has a calibration.
     """
-    import torch
-
-    from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN
-    from hf_hotspa.cost.memory import MemoryOptions, MemoryRooms
-    from hf_hotspa.cost.search import search
-    from hf_hotspa.cost.sizes import ModelSizes
-    from hf_hotspa.runtime.calibration import calibrate
-    from hf_hotspa.runtime.specs import describe_model
-    from hf_hotspa.strategy import legal_strategies
-    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-
-    model = make_model(work.model)
     if rank == 0:
         make_model(work.model).save_pretrained(work.start_folder)
-    dtype = torch.bfloat16 if work.dtype == "bf16" else None
-    description = describe_model(model, dtype)
-    shape = description.shape
-    strategies = legal_strategies(world_size, shape)
-    calibration = calibrate(model.config, strategies=strategies, compute_dtype=description.compute_dtype, force=force)
-    sizes = ModelSizes(shape, calibration.key.dtype, vector=description.vector)
-    staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
-    memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
-    time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
-    given = sum(each.numel() * each.element_size() for each in model.parameters())
-    need = min(memory.bytes_needed(s, work.longest) for s in strategies)
-    limit = PLAN_MARGIN * need
+    planner = _Planner(work, world_size, force)
+    memory, free, rank_bytes = planner.memory, {}, 0.0
+    for strategy in planner.strategies:
+        buckets = planner.buckets(strategy, None)
+        free[short_name(strategy)] = ",".join(map(str, buckets))
+        largest = max(bucket.pack_tokens for bucket in buckets)
+        rank_bytes = max(rank_bytes, memory.bytes_needed(strategy, largest))
+    return {
+        "free": free,
+        "short": {short_name(s): f"{s}:{work.longest}@{work.longest}" for s in planner.strategies},
+        "need_bytes": min(memory.bytes_needed(s, work.longest) for s in planner.strategies),
+        "given_bytes": planner.given_bytes,
+        "rank_bytes": rank_bytes,
+    }
 
-    def buckets(strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
+
+def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> dict[str, Any]:
+    """The static strategies under a limit, with the calibration of `plan_ours`; the work of one rank.
+
+    `room` has the most tokens of a pack that fits whatever comes with it in a pipeline, `limited` the bucket list. Where
+    there is no room for the longest sequence, its packs are as short as that: what they take has to be measured.
+
+    Args:
+        rank: This rank.
+        world_size: The number of ranks.
+        work: What all sides train.
+        limit_bytes: What planners are given.
+    """
+    from hf_hotspa.cost.memory import MemoryRooms
+
+    planner, found = _Planner(work, world_size, force=False), {}
+    rooms = MemoryRooms(planner.memory, limit_bytes)
+    room = {s: rooms.tokens(s, rooms.arena(s)) for s in planner.strategies}
+    for strategy, tokens in room.items():
+        fits = tokens >= work.longest
+        buckets = planner.buckets(strategy, limit_bytes) if fits else (Bucket(strategy, work.longest, work.longest),)
+        found[short_name(strategy)] = ",".join(map(str, buckets))
+    return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
+
+
+class _Planner:
+    """The cost models of a cell, from the machine's calibration, and the search with them."""
+
+    def __init__(self, work: Work, world_size: int, force: bool) -> None:
+        import torch
+
+        from hf_hotspa.cost.memory import MemoryOptions
+        from hf_hotspa.cost.sizes import ModelSizes
+        from hf_hotspa.runtime.calibration import calibrate
+        from hf_hotspa.runtime.specs import describe_model
+        from hf_hotspa.strategy import legal_strategies
+        from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+        model = make_model(work.model)
+        description = describe_model(model, torch.bfloat16 if work.dtype == "bf16" else None)
+        self.work, self.shape = work, description.shape
+        self.given_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
+        self.strategies = legal_strategies(world_size, self.shape)
+        dtype = description.compute_dtype
+        calibration = calibrate(model.config, strategies=self.strategies, compute_dtype=dtype, force=force)
+        sizes = ModelSizes(self.shape, calibration.key.dtype, vector=description.vector)
+        staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
+        self.memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
+        self.time, self.switch = calibration.time_model(sizes), calibration.switch_seconds(self.strategies, sizes)
+
+    def buckets(self, strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
+        """The packs that the search finds best for one strategy."""
+        from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN
+        from hf_hotspa.cost.memory import MemoryRooms
+        from hf_hotspa.cost.search import search
+
         choice = search(
-            work.lengths, [strategy], time_model, MemoryRooms(memory, limit_bytes), switch,
-            mini_batch_size=work.mini_batch_rows, longest=work.longest, quadratic_cost=shape.quadratic_cost,
-            margin=MARGIN, pack_margin=PACK_MARGIN,
+            self.work.lengths, [strategy], self.time, MemoryRooms(self.memory, limit_bytes), self.switch,
+            mini_batch_size=self.work.mini_batch_rows, longest=self.work.longest,
+            quadratic_cost=self.shape.quadratic_cost, margin=MARGIN, pack_margin=PACK_MARGIN,
         )  # fmt: skip
         return choice.buckets
-
-    found: dict[str, Any] = {"plan_bytes": limit, "need_bytes": need + given, "rank_bytes": 0.0}
-    found |= {"free": {}, "limited": {}, "short": {}, "room": {}}
-    for strategy in strategies:
-        name, rooms = short_name(strategy), MemoryRooms(memory, limit)
-        free = buckets(strategy, None)
-        found["free"][name] = ",".join(map(str, free))
-        largest = max(bucket.pack_tokens for bucket in free)
-        found["rank_bytes"] = max(found["rank_bytes"], memory.bytes_needed(strategy, largest))
-        found["room"][name] = rooms.tokens(strategy, rooms.arena(strategy))
-        found["short"][name] = found["limited"][name] = f"{strategy}:{work.longest}@{work.longest}"
-        if found["room"][name] >= work.longest:
-            found["limited"][name] = ",".join(map(str, buckets(strategy, limit)))
-    return found
 
 
 def our_works(work: Work, plan: dict[str, Any], limited: bool, names: Sequence[str]) -> dict[str, Work | str]:

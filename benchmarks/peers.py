@@ -30,7 +30,7 @@ from contest import MODELS
 from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peer_memory import Ladder, measure_memory
 from peer_pages import details_block, readme_block, update_block
-from peer_plan import LIMIT_MARGIN, our_works, plan_ours
+from peer_plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
 from peer_profile import profile_tables
 from peer_results import Results, json_text, published
 from peer_sides import SIDES, Side
@@ -97,8 +97,13 @@ class CellRun:
         names = [side.name for side in self.sides if side.ours]
         sides = {side.name: side for side in self.sides}
         self._measure_short_packs(plan)
-        limit = LIMIT_MARGIN * min(self.short_peaks.values(), default=plan["need_bytes"])
+        least = min(self.short_peaks.values(), default=plan["need_bytes"] + plan["given_bytes"])
+        limit = LIMIT_MARGIN * least
         self.results.set_limit(self.key, limit)
+        # what the memory model leaves out is much the same under every strategy
+        plan["plan_bytes"] = PLAN_MARGIN * least - (least - plan["need_bytes"])
+        if self.options.limit != "off":
+            plan |= run_world(self.options.ranks, plan_limited, self.work, plan["plan_bytes"], preload=PRELOAD)
         found: list[Contestant] = []
         for limited, suffix in ((False, ""), (True, LIMITED)):
             if self.options.limit == ("off" if limited else "on"):

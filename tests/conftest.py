@@ -23,6 +23,9 @@ settings.load_profile("hf_hotspa")
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["MKL_NUM_THREADS"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# A GPU of this machine is for the tests marked `gpu` only, which `make test-gpu` runs.
+if os.environ.get("HOTSPA_TEST_GPU") != "1":
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
 # Tests make their own models and data; none may depend on a network, or on what was measured here before.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_HOTSPA_CACHE"] = _cache = tempfile.mkdtemp(prefix="hotspa-cache-")

@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, overload
 
 T = TypeVar("T")
+Device = Literal["cpu", "cuda"]
 
 # What the server imports once; a rank that imports one of these pays nothing. None of them is ours, so that a broken
 # file of the package fails in the rank that imports it, with a traceback.
@@ -112,6 +113,7 @@ def run_ranks(
     timeout: float = ...,
     init: bool = ...,
     env: Mapping[str, str] | None = ...,
+    device: Device = ...,
     expect_failure: Literal[False] = ...,
 ) -> list[T]: ...
 @overload
@@ -122,6 +124,7 @@ def run_ranks(
     timeout: float = ...,
     init: bool = ...,
     env: Mapping[str, str] | None = ...,
+    device: Device = ...,
     expect_failure: Literal[True],
 ) -> list[Outcome]: ...
 def run_ranks(
@@ -131,6 +134,7 @@ def run_ranks(
     timeout: float = 120.0,
     init: bool = True,
     env: Mapping[str, str] | None = None,
+    device: Device = "cpu",
     expect_failure: bool = False,
 ) -> list[T] | list[Outcome]:
     """Runs `fn(rank, world_size, *args)` on every rank of a fresh world.
@@ -143,9 +147,11 @@ def run_ranks(
         fn: A module-level function.
         args: Further arguments of `fn`, picklable and the same for every rank.
         timeout: Seconds for all ranks to finish, start of the world included; also the timeout of the process group.
-        init: Whether to make the default process group (gloo). Without it `fn` may make its own through `env://`.
+        init: Whether to make the default process group (gloo on CPU). Without it `fn` may make its own through `env://`.
         env: Further environment variables of the ranks. Variables of the test process changed after the first call
             are not seen by ranks: pass them here.
+        device: What the ranks see. `cpu`: no GPU, even where there is one. `cuda`: a GPU each and NCCL where there are
+            enough of them, else the same one and a group that goes through the host (`tests/shared_gpu.py`).
         expect_failure: Return an `Outcome` for every rank, whatever it did, instead of raising. Ranks then run on after
             another rank failed, and there is no closing barrier.
 
@@ -161,9 +167,10 @@ def run_ranks(
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "29500" if init else str(_free_port()),
             "GLOO_SOCKET_IFNAME": _loopback(),
+            **({"CUDA_VISIBLE_DEVICES": ""} if device == "cpu" else {}),
             **(env or {}),
         }
-        plan = _RankPlan(world_size, folder, timeout, init, expect_failure, variables, payload)
+        plan = _RankPlan(world_size, folder, timeout, init, expect_failure, device, variables, payload)
         with _world(plan) as (processes, pipes):
             outcomes = _supervise(plan, processes, pipes)
     return outcomes if expect_failure else [o.value for o in outcomes]
@@ -194,6 +201,7 @@ class _RankPlan:
     timeout: float
     init: bool
     expect_failure: bool
+    device: Device
     variables: dict[str, str]
     payload: bytes
 
@@ -389,12 +397,15 @@ def _call(rank: int, plan: _RankPlan) -> Any:
     import torch.distributed as dist
     from tqdm import tqdm
 
+    from tests.shared_gpu import take_gpu
+
     torch.set_num_threads(1)
     # its default lock is a named semaphore, which a rank that is let go at once would leave behind
     tqdm.set_lock(threading.RLock())
+    backend = "gloo" if plan.device == "cpu" else take_gpu(rank, plan.world_size)
     if plan.init:
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{plan.folder}/rendezvous",
             rank=rank,
             world_size=plan.world_size,

@@ -95,5 +95,5 @@ def reference_step(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tu
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
     """Norm of the difference over the norm of what is expected (absolute where that is nearly zero)."""
-    difference = torch.linalg.vector_norm(found.double() - expected.double())
+    difference = torch.linalg.vector_norm(found.double().to(expected.device) - expected.double())
     return float(difference / torch.linalg.vector_norm(expected.double()).clamp_min(1e-9))

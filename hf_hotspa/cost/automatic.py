@@ -155,7 +155,7 @@ def make_auto_plan(
             of longer rows the longest that model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
         max_phases: Most buckets.
-        margin: See `MARGIN`.
+        margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: The most tokens of a pack of strategies that ran out of memory before.
 
     Raises:
@@ -180,6 +180,7 @@ def make_auto_plan(
             max_phases=max_phases,
             margin=margin,
             pack_margin=PACK_MARGIN,
+            plain_margin=margin,
         )
     except DeviceMemoryError as error:
         raise DeviceMemoryError(

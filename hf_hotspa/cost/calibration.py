@@ -25,10 +25,12 @@ from hf_hotspa.cost.measurements import (
     Link,
     MemorySample,
     ModelFacts,
+    PhaseSample,
     Reader,
     SwitchSample,
 )
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.phase_factors import phase_factors
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.cost.switch_time import estimate, port_seconds
 from hf_hotspa.cost.time import TimeModel
@@ -63,6 +65,7 @@ class Calibration:
         hop_inter: Passing a hidden state between nodes; None with one node.
         fixed_s: Seconds of a phase beside its packs and its switch.
         pipeline_factor: By how much packs cost more in stages.
+        phases: Whole phases under several strategies, which correct what follows from single packs.
         switches: Seconds of switches.
         memory: Memory of packs; empty where it could not be measured.
         measured_at: When, UTC, ISO 8601.
@@ -80,6 +83,7 @@ class Calibration:
     hop_inter: Hop | None = None
     fixed_s: float = 0.0
     pipeline_factor: float = 1.0
+    phases: tuple[PhaseSample, ...] = ()
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     measured_at: str = ""
@@ -121,7 +125,9 @@ class Calibration:
             hops=(self.hop_intra, self.hop_inter or self.hop_intra),
             devices_per_node=key.devices_per_node,
         )
-        return replace(fitted, fixed_s=self.fixed_s, slots=self.slots * nodes, pipeline_factor=self.pipeline_factor)
+        of_packs = replace(fitted, fixed_s=self.fixed_s, slots=self.slots, pipeline_factor=self.pipeline_factor)
+        factors = phase_factors(of_packs, self.phases, self.model)
+        return replace(of_packs, slots=self.slots * nodes, phase_factors=factors)
 
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
@@ -252,6 +258,7 @@ class Calibration:
             "slots": None if math.isinf(self.slots) else self.slots,
             "fixed_s": self.fixed_s,
             "pipeline_factor": self.pipeline_factor,
+            "phases": [asdict(sample) for sample in self.phases],
             "intra": asdict(self.intra),
             "inter": None if self.inter is None else asdict(self.inter),
             "hop_intra": asdict(self.hop_intra),
@@ -277,6 +284,7 @@ class Calibration:
                 slots=math.inf if data["slots"] is None else reader.positive(data, "slots"),
                 fixed_s=reader.number(data, "fixed_s"),
                 pipeline_factor=reader.positive(data, "pipeline_factor"),
+                phases=tuple(map(reader.phase, data.get("phases", ()))),  # older files have none
                 intra=reader.link(data["intra"]),
                 inter=None if data["inter"] is None else reader.link(data["inter"]),
                 hop_intra=reader.hop(data["hop_intra"]),

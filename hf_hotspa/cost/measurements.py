@@ -133,6 +133,23 @@ class SwitchSample:
 
 
 @dataclass(frozen=True)
+class PhaseSample:
+    """One whole phase, as training has them: packs of mixed lengths, all replicas at the same time.
+
+    Args:
+        strategy: The strategy, `dp2tp1pp2`.
+        num_layers: Decoder layers of the model that ran.
+        replicas: The packs of each replica, each the lengths of its sequences.
+        seconds: Until the last rank was done, without the switch.
+    """
+
+    strategy: str
+    num_layers: int
+    replicas: tuple[tuple[tuple[int, ...], ...], ...]
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Link:
     """Messages between neighbours, all ranks sending and receiving at the same time.
 
@@ -198,13 +215,23 @@ class Reader:
             bool(data["with_ends"]),
         )
 
-    def switch(self, data: Mapping[str, Any]) -> SwitchSample:
+    def strategy(self, data: Mapping[str, Any], name: str) -> str:
         try:
-            strategy = str(Strategy.parse(str(data["strategy"])))
+            return str(Strategy.parse(str(data["strategy"])))
         except StrategyError as error:
-            raise HotspaConfigError(f"switches: {error.what}", where=self.where, fix=REMEDY) from None
+            raise HotspaConfigError(f"{name}: {error.what}", where=self.where, fix=REMEDY) from None
+
+    def phase(self, data: Mapping[str, Any]) -> PhaseSample:
+        replicas = tuple(
+            tuple(tuple(self.count({"replicas": length}, "replicas") for length in pack) for pack in packs)
+            for packs in data["replicas"]
+        )
+        seconds = self.positive(data, "seconds")
+        return PhaseSample(self.strategy(data, "phases"), self.count(data, "num_layers"), replicas, seconds)
+
+    def switch(self, data: Mapping[str, Any]) -> SwitchSample:
         return SwitchSample(
-            strategy,
+            self.strategy(data, "switches"),
             self.count(data, "num_parameters"),
             self.number(data, "load_s"),
             self.positive(data, "return_s"),

@@ -143,6 +143,7 @@ def search(
     max_phases: int = 3,
     margin: float = 0.01,
     pack_margin: float = 0.0,
+    plain_margin: float = 0.0,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
@@ -159,6 +160,8 @@ def search(
         margin: How much better than the best single strategy a pool must be, as a share.
         pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
             what was measured, and the time model is not that exact.
+        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
+            share: ranks that wait for one another are harder to foretell.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
@@ -180,7 +183,7 @@ def search(
     if all(rooms.tokens(s, rooms.arena(s)) < longest for s in pool):
         raise rooms.too_long(longest, pool)
     found = _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases)
-    return found.run(margin, pack_margin)
+    return found.run(margin, pack_margin, plain_margin)
 
 
 _Phases = tuple[tuple[Strategy, int, int, int], ...]
@@ -218,8 +221,8 @@ class _Search:
         self.most_tokens = max(longest, *map(sum, self.batches))
         self.exact = True
 
-    def run(self, margin: float, pack_margin: float) -> Choice:
-        static = self._best_static()
+    def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
+        static = self._best_static(plain_margin)
         best, best_seconds = static, self._seconds(static)
         static_seconds = best_seconds
         for phases in self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else ():
@@ -246,23 +249,28 @@ class _Search:
         """Tokens of a pack, no more than a mini-batch can fill."""
         return min(self.rooms.tokens(strategy, arena), self.most_tokens)
 
-    def _best_static(self) -> _Phases:
-        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win."""
+    def _best_static(self, plain_margin: float) -> _Phases:
+        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win.
+
+        The fastest, or of those that are less than the margin behind it one with the fewest ranks to a replica.
+        """
         whole = 0, self.longest
         options = []
         for strategy in self.pool:
             room = self._room(strategy, self.rooms.arena(strategy))
             for tokens in pack_choices(room, self.longest) if room >= self.longest else ():
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
-        best: _Phases = ()
-        best_seconds = float("inf")
+        found: list[tuple[float, Strategy, int]] = []
+        most = float("inf")
         for bound, strategy, tokens in sorted(options):
-            if bound >= best_seconds:
+            if bound >= most:
                 break
             seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
-            if seconds < best_seconds:
-                best, best_seconds = ((strategy, *whole, tokens),), seconds
-        return best
+            found.append((seconds, strategy, tokens))
+            most = min(most, seconds * (1 + plain_margin))
+        near = [each for each in found if each[0] <= most]
+        _, strategy, tokens = min(near, key=lambda each: (each[1].tp * each[1].pp if plain_margin else 0, each[0]))
+        return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[_Phases]:
         """Pools worth simulating, over all sizes of arena."""

@@ -128,9 +128,19 @@ def calibration_text(found: Calibration) -> str:
             "",
             f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
             f"{found.pipeline_factor:.2f} times as much",
+            *_phases(found),
             *_notes(found.notes),
         ]
     )
+
+
+def _phases(found: Calibration) -> list[str]:
+    """One line on whole phases, where they were measured."""
+    seconds: dict[str, list[str]] = {}
+    for sample in found.phases:
+        seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
+    each = ", ".join(f"{strategy} {' and '.join(values)} s" for strategy, values in seconds.items())
+    return [f"whole phases of mixed lengths: {each}"] if each else []
 
 
 def _scaled(*values: float) -> list[str]:

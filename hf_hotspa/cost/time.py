@@ -53,6 +53,8 @@ class TimeModel:
         slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
             rank that has a core to itself. Infinite where every rank has a device of its own.
         pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
+        phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
+            `cost.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         recompute: Every n-th layer is recomputed under strategies that do not say it themselves; 0 for none.
     """
 
@@ -70,6 +72,7 @@ class TimeModel:
     fixed_s: float = 0.0
     slots: float = math.inf
     pipeline_factor: float = 1.0
+    phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     recompute: int = 0
 
     @classmethod
@@ -183,7 +186,7 @@ class TimeModel:
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
         mean = sum(self.layer_costs) / len(self.layer_costs)
-        found = []
+        found, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
         for stage, layers in enumerate(cut_stages(self.layer_costs, self.head_cost, pp)):
             cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
             if rc:  # one more forward pass of every rc-th layer
@@ -192,8 +195,16 @@ class TimeModel:
                 cost += self.embeddings.get(tp, Cost())
             if stage == pp - 1:
                 cost += self.heads.get(tp, Cost())
-            found.append(cost * self.pipeline_factor if pp > 1 else cost)
+            found.append(cost * factor)
         return tuple(found)
+
+    def _phase_factor(self, tp: int, pp: int) -> float:
+        """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""
+        factors = self.phase_factors
+        if pp == 1 or (tp, pp) in factors:
+            return factors.get((tp, pp), 1.0)
+        depths = [depth for degree, depth in factors if degree == tp and depth > 1]
+        return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
         """What passing a hidden state to the next stage costs: neighbours are dp * tp ranks apart."""
@@ -272,6 +283,7 @@ class TimeModel:
             "fixed_s": self.fixed_s,
             "slots": None if math.isinf(self.slots) else self.slots,
             "pipeline_factor": self.pipeline_factor,
+            "phase_factors": {f"tp{tp}pp{pp}": factor for (tp, pp), factor in sorted(self.phase_factors.items())},
             "recompute": self.recompute,
         }
 
@@ -310,6 +322,10 @@ class TimeModel:
                 pipeline_factor=number(
                     data.get("pipeline_factor", 1.0), "pipeline_factor", where, _REMEDY, positive=True
                 ),
+                phase_factors={
+                    (key.tp, key.pp): number(factor, "phase_factors", where, _REMEDY, positive=True)
+                    for key, factor in _by_degrees(data.get("phase_factors", {}), "phase_factors", where).items()
+                },
                 recompute=int(number(data.get("recompute", 0), "recompute", where, _REMEDY)),
             )
         except KeyError as error:
@@ -335,14 +351,18 @@ def _numbers(value: object, count: int, name: str, where: str) -> list[float]:
     return [number(entry, name, where, _REMEDY) for entry in value]
 
 
-def _costs(value: object, name: str, where: str) -> dict[Strategy, Cost]:
+def _by_degrees(value: object, name: str, where: str) -> dict[Strategy, object]:
     if not isinstance(value, dict):
-        raise HotspaConfigError(f"{name} is {value!r} instead of costs by degree", where=where, fix=_REMEDY)
+        raise HotspaConfigError(f"{name} is {value!r} instead of numbers by degree", where=where, fix=_REMEDY)
     found = {}
-    for key, row in value.items():
+    for key, entry in value.items():
         try:
-            degrees = Strategy.parse(str(key))
+            found[Strategy.parse(str(key))] = entry
         except StrategyError as error:
             raise HotspaConfigError(f"{name} holds {key!r}: {error.what}", where=where, fix=_REMEDY) from None
-        found[degrees] = Cost(*_numbers(row, 3, f"{name} of {key}", where))
     return found
+
+
+def _costs(value: object, name: str, where: str) -> dict[Strategy, Cost]:
+    rows = _by_degrees(value, name, where)
+    return {key: Cost(*_numbers(row, 3, f"{name} of {key}", where)) for key, row in rows.items()}

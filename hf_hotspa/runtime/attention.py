@@ -4,7 +4,8 @@ Registered with transformers under the name `ATTENTION`, so that a family's own 
 of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
 built. Three kernels, one meaning:
 
-* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap,
+* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
+  takes,
 * `scaled_dot_product_attention` per sequence everywhere else,
 * a plain softmax per sequence where the family caps its attention scores (Gemma 2) or adds sinks to them (learned
   scores that take part in the softmax and then are dropped), which no fused kernel computes.
@@ -117,13 +118,26 @@ def packed_attention(
         )
     hotspa_pack.num_calls += 1
     plain = softcap is None and s_aux is None
-    if plain and query.is_cuda and query.dtype in (torch.float16, torch.bfloat16):
+    if plain and _kernel_takes(query, value):
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
     per_sequence = [
         _one_sequence(q, k, v, scaling, sliding_window, softcap, s_aux)
         for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
+
+
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the variable-length kernel, FlashAttention-2, computes these heads (its README, "Installation and features")."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1]  # families that compress keys and values have narrower values
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
 
 
 def _varlen(

@@ -32,6 +32,7 @@ from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.options import default_device
 from hf_hotspa.runtime.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
+from hf_hotspa.runtime.probe_phases import time_phases
 from hf_hotspa.runtime.probe_links import measure_hop, measure_link
 from hf_hotspa.runtime.probe_timing import time_packs
 from hf_hotspa.runtime.specs import describe_model, dtype_name
@@ -171,15 +172,16 @@ class _Session:
         self.notes: list[str] = []
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
-        key, shape, degrees = self._set_up(strategies)
+        key, shape, degrees, whole = self._set_up(strategies)
         path = folder / f"{key.digest()}.json"
         found = None if force else self._cached(folder, key)
-        if found is not None and set(degrees) <= set(found.degrees):
-            self.say(f"read {path}")
-            return found
         if found is not None:
-            degrees = sorted({*degrees, *found.degrees})
-        measured = self._same_everywhere(self._measure(key, shape, degrees))
+            had = [Strategy.parse(sample.strategy) for sample in found.phases]
+            if set(degrees) <= set(found.degrees) and (len(whole) < 2 or set(whole) <= set(had)):
+                self.say(f"read {path}")
+                return found
+            degrees, whole = sorted({*degrees, *found.degrees}), sorted({*whole, *had})
+        measured = self._same_everywhere(self._measure(key, shape, degrees, whole))
         if self.rank == 0:
             try:
                 measured.save(path)
@@ -190,9 +192,11 @@ class _Session:
 
     # -- before measuring ---------------------------------------------------------------------------------------------
 
-    def _set_up(self, strategies: Iterable[Strategy] | None) -> tuple[CalibrationKey, ModelShape, list[int]]:
-        """The key, the shape of the model, and the degrees to measure; the same on every rank."""
-        error, key, shape, degrees = None, None, None, [1]
+    def _set_up(
+        self, strategies: Iterable[Strategy] | None
+    ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
+        """The key, the shape of the model, and the degrees and whole strategies to measure; the same on every rank."""
+        error, key, shape, degrees, whole = None, None, None, [1], []
         try:
             if not isinstance(self.config, PreTrainedConfig):
                 raise HotspaConfigError(
@@ -202,9 +206,12 @@ class _Session:
             dtype = self.compute_dtype or config_dtype(self.config)
             self.compute_dtype = dtype
             nowhere = torch.device("meta")
-            shape = describe_model(small_copy(self.config, layer_counts(self.config)[0], dtype, nowhere), dtype).shape
-            if strategies is None:
-                strategies = legal_strategies(self.world_size, shape)
+            few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
+            shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
+            strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
+            plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
+            # the whole model may have more stages than a copy has layers
+            whole = sorted(s for s in plain if s.world_size == self.world_size and s.misfit(copied) is None)
             # tp 1 is always measured: the longest pack is found with it
             degrees = sorted({1, *(s.tp for s in strategies)})
             for tp in degrees:
@@ -214,15 +221,15 @@ class _Session:
                 if why:
                     raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
             key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
-        except HotspaError as found:
-            error = found
-        same = {"calibration's degrees": repr(degrees)}
+        except Exception as failure:  # of any kind: the other ranks must not start without this one
+            error = as_hotspa_error(failure, "calibration")
+        same = {"calibration's degrees": repr(degrees), "calibration's strategies": repr(whole)}
         if key is not None:
             same |= {"model config": key.model, "versions of libraries": repr(key.versions), "dtype": key.dtype}
         self.agreement.check(same, error, "calibration")
         assert key is not None
         assert shape is not None
-        return CalibrationKey(**self._from_first(vars(key))), shape, degrees
+        return CalibrationKey(**self._from_first(vars(key))), shape, degrees, whole
 
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
@@ -246,11 +253,13 @@ class _Session:
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
-    def _measure(self, key: CalibrationKey, shape: ModelShape, degrees: list[int]) -> Calibration:
+    def _measure(
+        self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
+    ) -> Calibration:
         begin = time.perf_counter()
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
-            probes = self._probes(degrees)
+            probes = self._probes(degrees, whole)
             most = self._most_tokens(probes[-1], shape)
             longest = self.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
@@ -258,6 +267,7 @@ class _Session:
         last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
         packs = [pack_lengths(longest, last), pack_lengths(longest)]
         timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
+        phases = time_phases(probes[-1], whole, longest, self.rounds, self.agreement, self.say)
         for probe in probes:
             probe.close()
         return Calibration(
@@ -269,6 +279,7 @@ class _Session:
             slots=key.slots if key.slots < self.world_size else math.inf,
             **links,
             pipeline_factor=timing.pipeline_factor,
+            phases=phases,
             switches=timing.switches,
             memory=tuple(memory),
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -276,7 +287,8 @@ class _Session:
             notes=tuple(self.notes),
         )
 
-    def _probes(self, degrees: list[int]) -> list[Probe]:
+    def _probes(self, degrees: list[int], whole: list[Strategy]) -> list[Probe]:
+        """An engine on each copy; that with more layers knows the whole strategies."""
         assert self.compute_dtype is not None
         models, error = [], None
         try:
@@ -285,7 +297,11 @@ class _Session:
         except Exception as failure:  # of any kind: the other ranks must not start without this one
             error = as_hotspa_error(failure, "calibration")
         self.agreement.check({}, error, "calibration")
-        return [Probe(model, degrees, self.compute_dtype, self.device) for model in models]
+        others = [()] * (len(models) - 1) + [tuple(whole)]
+        return [
+            Probe(model, degrees, self.compute_dtype, self.device, each)
+            for model, each in zip(models, others, strict=True)
+        ]
 
     def _links(self, probe: Probe, shape: ModelShape) -> dict[str, Any]:
         """The fields of a calibration that say how fast links are."""

@@ -29,6 +29,8 @@ _MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
 _TRIAL_BYTES = 64 << 20
 _MALLOC_TRIM, _MALLOC_MMAP = -1, -3  # names of mallopt's parameters in glibc
 _WORTH_COUNTING, _LARGEST_DYNAMIC = 1 << 16, 32 << 20
+Packs = Sequence[tuple[int, ...]]
+"""Packs of a replica, each the lengths of its sequences."""
 _CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
 
 
@@ -190,17 +192,23 @@ class Probe:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
         compute_dtype: The dtype of computation.
         device: Where this rank computes.
+        others: Further strategies, for whole phases.
     """
 
     def __init__(
-        self, model: PreTrainedModel, degrees: Sequence[int], compute_dtype: torch.dtype, device: torch.device
+        self,
+        model: PreTrainedModel,
+        degrees: Sequence[int],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        others: Sequence[Strategy] = (),
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
         self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
         self.num_layers: int = model.config.get_text_config().num_hidden_layers
         # pipelines of two stages, where there can be any
         self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
-        engines = [*self.strategies.values(), *([self.pipeline] if self.pipeline else [])]
+        engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])
         # the lengths of the buckets play no part: packs are handed to the phases directly
         buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
         self.engine = HotSPaEngine(
@@ -248,12 +256,27 @@ class Probe:
         Returns:
             Seconds by the clock, and those that this process's threads spent on a core.
         """
-        packs = [self._pack(lengths)] * times
+        clock, on_core = self._timed(strategy, [lengths] * times, agreement)
+        return clock / times, on_core / times
+
+    def run_phase(self, strategy: Strategy, replicas: Sequence[Packs], agreement: Agreement) -> float:
+        """Forward and backward of a whole phase; seconds on this rank.
+
+        Args:
+            strategy: The active one.
+            replicas: The packs of each replica; each has some.
+            agreement: Starts all ranks together.
+        """
+        return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp], agreement)[0]
+
+    def _timed(self, strategy: Strategy, packs: Packs, agreement: Agreement) -> tuple[float, float]:
+        """Seconds of these packs by the clock, and on a core."""
+        made = [self._pack(lengths) for lengths in packs]
         agreement.barrier()
         begin, on_core = time.perf_counter(), time.process_time()
-        self.engine.phases[strategy].compute(packs, 1.0 / sum(lengths))
+        self.engine.phases[strategy].compute(made, 1.0 / sum(map(sum, packs)))
         self._synchronize()
-        return (time.perf_counter() - begin) / times, (time.process_time() - on_core) / times
+        return time.perf_counter() - begin, time.process_time() - on_core
 
     def peak(self, strategy: Strategy, lengths: tuple[int, ...], agreement: Agreement) -> int:
         """Bytes that forward and backward of a pack take at most on this rank, beyond weights and gradients."""

@@ -100,6 +100,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/checkpoint/commands.py",
         "hf_hotspa/runtime/probe.py",
         "hf_hotspa/runtime/probe_timing.py",
+        "hf_hotspa/runtime/probe_phases.py",
         "hf_hotspa/runtime/calibration.py",
     ),
     6: ("callbacks/*.py",),

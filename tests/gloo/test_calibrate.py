@@ -24,7 +24,7 @@ from hf_hotspa.runtime import calibration as measured
 from hf_hotspa.runtime.calibration import calibrate
 from hf_hotspa.runtime.probe import layer_counts, small_copy
 from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.strategy import legal_strategies
+from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.families import FAMILIES, tiny_config
 from tests.harness import run_ranks
 from tests.oracle import relative_error
@@ -90,6 +90,12 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     assert bool(kept.memory) != bool(kept.notes)
     assert kept.slots == (kept.key.slots if kept.key.slots < 4 else math.inf)
     assert 1.0 <= kept.pipeline_factor <= 1.5
+    # every strategy of four ranks, with a long sequence among short ones and without
+    assert [sample.strategy for sample in kept.phases] == [
+        str(s) for s in sorted(legal_strategies(4, description().shape)) for _ in range(2)
+    ]
+    assert all(len(sample.replicas) == Strategy.parse(sample.strategy).dp for sample in kept.phases)
+    assert {max(n for packs in sample.replicas for pack in packs for n in pack) for sample in kept.phases} == {64, 8}
     assert kept.inter is not None
     assert kept.hop_inter is not None
     model = description()
