@@ -110,7 +110,7 @@ $(PEERS_INSTALLED): benchmarks/requirements.txt $(INSTALLED)
 	@touch $@
 
 .PHONY: bench-peers
-bench-peers: $(PEERS_INSTALLED)  ## Side by side with Trainer + DDP, TRL, FSDP2, DeepSpeed (some hours on 2 cores)
+bench-peers: $(PEERS_INSTALLED)  ## Side by side with Trainer + DDP, TRL, FSDP2, DeepSpeed (an hour on 2 cores)
 	$(LAUNCH_ENV) $(PY) benchmarks/peers.py --png out/peers.png $(BENCH_ARGS)
 
 .PHONY: clean

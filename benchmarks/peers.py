@@ -1,7 +1,7 @@
 """Side by side with what people use today: stock Trainer, TRL, FSDP2, tensor parallelism, DeepSpeed, and ours.
 
     make bench-peers                                          # 0.9M in fp32, five length files, with and without a limit
-    python benchmarks/peers.py --model 7M --lengths github --rounds 3
+    python benchmarks/peers.py --model 7M --lengths github --rounds 1
     python benchmarks/peers.py --sides padded auto --lengths chat --limit off
     python benchmarks/peers.py --table                        # tables and picture of everything that was measured so far
     python benchmarks/peers.py --profile                      # the slowest phases of our sides: who waits for whom
@@ -290,12 +290,12 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--sides", nargs="+", metavar="TEXT", help="only sides whose names contain one of these")
     parser.add_argument("--limit", choices=("both", "on", "off"), default="both", help="ours under a memory limit")
     parser.add_argument("--ranks", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=1, help="how often every mini-batch is timed, from new processes")
+    parser.add_argument("--rounds", type=int, default=3, help="how often mini-batches are timed, from new processes")
     parser.add_argument("--steps", type=int, default=10, help="mini-batches")
     parser.add_argument("--warmup", type=int, default=2, help="mini-batches at the beginning that do not count")
     parser.add_argument("--trial-steps", type=int, default=3, help="mini-batches to try a micro-batch size with")
-    parser.add_argument("--tokens", type=int, default=6144, help="of a mini-batch, about")
-    parser.add_argument("--longest", type=int, default=4096, help="tokens at which lengths are cut")
+    parser.add_argument("--tokens", type=int, default=3072, help="of a mini-batch, about")
+    parser.add_argument("--longest", type=int, default=2048, help="tokens at which lengths are cut")
     parser.add_argument("--together", type=int, default=0, help="sides alive at a time; 0: as memory allows")
     parser.add_argument("--keep-calibration", action="store_true", help="use that of an earlier run, not one of now")
     parser.add_argument("--cache", default=".cache/peers", help="folder of calibrations")
@@ -314,7 +314,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args()
     if options.quick:
-        options.steps, options.warmup, options.trial_steps = 4, 1, 2
+        options.steps, options.warmup, options.trial_steps, options.rounds = 4, 1, 2, 1
         options.tokens, options.longest = 512, 256
     if options.rounds < 1 or not 0 <= options.warmup < options.steps or options.trial_steps < 2:
         parser.error("--rounds must be at least 1, --trial-steps at least 2, and --warmup below --steps")

@@ -32,8 +32,8 @@ from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.options import default_device
 from hf_hotspa.runtime.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
-from hf_hotspa.runtime.probe_phases import time_phases
 from hf_hotspa.runtime.probe_links import measure_hop, measure_link
+from hf_hotspa.runtime.probe_phases import time_phases
 from hf_hotspa.runtime.probe_timing import time_packs
 from hf_hotspa.runtime.specs import describe_model, dtype_name
 from hf_hotspa.strategy import Strategy, legal_strategies

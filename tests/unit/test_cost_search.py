@@ -166,6 +166,29 @@ def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
     assert slim.static.pack_tokens <= fast.static.pack_tokens
 
 
+def test_a_plainer_strategy_is_taken_unless_another_is_clearly_faster() -> None:
+    strategies, time, _, switch = planner(8)
+    # one long sequence in each mini-batch: replicas would wait for the one that has it
+    lengths, rooms = [16384, *[64] * 7], FixedRooms(dict.fromkeys(strategies, 1 << 20))
+
+    def static(plain_margin: float) -> tuple[int, float]:
+        found = search(
+            lengths, strategies, time, rooms, switch, mini_batch_size=8, quadratic_cost=LLAMA_7B.quadratic_cost,
+            max_phases=1, plain_margin=plain_margin,
+        )  # fmt: skip
+        return found.static.strategy.tp * found.static.strategy.pp, found.static_seconds
+
+    _, fastest = static(0.0)
+    ranks = [8]
+    for margin in (0.0, 0.03, 0.3, 3.0, 30.0):
+        found, seconds = static(margin)
+        assert seconds <= fastest * (1 + margin)
+        assert found <= ranks[-1]
+        ranks.append(found)
+    assert ranks[-1] == 1  # whatever it costs
+    assert ranks[1] > 1
+
+
 def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap() -> None:
     strategies, time, rooms, switch = planner(16, llama(40, 5120, 40, 13824))
     lengths = synthetic_lengths("commoncrawl", 512)
