@@ -18,6 +18,7 @@ from peer_tables import (
     cell_tables,
     column,
     fastest,
+    fits,
     kinds_of,
     lines_of,
     loss_spread,
@@ -184,7 +185,7 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
 
 
 def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
-    """The columns in which another side is faster than `auto` by more than 2 %."""
+    """The columns in which another side is faster than `auto` by more than 2 %, and the limits that it is above."""
     lost = []
     for limited, title in ((False, ""), (True, " under the limit")):
         for lengths, of_cell in lines.items():
@@ -192,7 +193,10 @@ def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
             best = fastest(seconds)
             if AUTO in seconds and seconds[AUTO] > CLOSE * seconds[best]:
                 lost.append(f"{lengths}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
-    return [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
+    limited = {lengths: of_cell[AUTO + LIMITED] for lengths, of_cell in lines.items() if AUTO + LIMITED in of_cell}
+    above = [lengths for lengths, line in limited.items() if line.seconds and fits(line) is False]
+    found = [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
+    return found + ([f"{kind}: `auto` takes more than the limit of {', '.join(above)}."] if above else [])
 
 
 def _cannot_run(lines: dict[str, dict[str, Line]]) -> dict[str, str]:

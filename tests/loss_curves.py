@@ -53,10 +53,9 @@ def hotspa_losses(rank: int, world_size: int, folder: str, steps: int, options: 
     args = HotSPaTrainingArguments(
         output_dir=folder,
         hotspa_mini_batch_size=MINI_BATCH,
-        hotspa_strategies=THREE,
         hotspa_report=False,
         save_strategy="no",
-        **{**_RUN, "max_steps": steps, **options},
+        **{**_RUN, "hotspa_strategies": THREE, "max_steps": steps, **options},
     )
     trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
     trainer.train()

@@ -4,6 +4,7 @@ Four ranks, on as many GPUs where there are so many, else on one (`tests/shared_
 """
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -50,8 +51,8 @@ def bf16_errors(rank: int, world_size: int, buckets: str) -> dict[str, Any]:
         calls.append(1)
         return kernel(*args)
 
-    attention._varlen = counted
-    report = engine.forward_backward(make_mini_batch(engine, rows))
+    with patch.object(attention, "_varlen", counted):
+        report = engine.forward_backward(make_mini_batch(engine, rows))
     ours = engine.full_gradients()
     found = {
         "device": engine.device.type,

@@ -238,6 +238,9 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     sides["ours, auto (limit)"]["seconds"] = [[9.0, 8.0, 8.0, 8.0]]
     text = readme_block(named, ["0.9M fp32"])
     assert "(1.67 of DeepSpeed ZeRO-1, flattened); chat under the limit (2.67 of Trainer + DDP, padded)." in text
+    assert "takes more than the limit" not in text
+    sides["ours, auto (limit)"]["fits"] = False
+    assert "* 0.9M fp32: `auto` takes more than the limit of chat.\n" in readme_block(named, ["0.9M fp32"])
 
 
 def test_machines_are_named_where_they_are_not_the_same(named):
