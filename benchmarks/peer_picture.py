@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_tables import AUTO, LIMITED, Line, kinds_of, lines_of
+from peer_tables import AUTO, LIMITED, Line, fits, kinds_of, lines_of
 
 
 def save_picture(data: dict[str, Any], path: Path) -> None:
@@ -45,10 +45,10 @@ def _draw(panel: Any, title: str, names: Sequence[str], lines: dict[str, Line]) 
         speed = line.tokens_per_s if line is not None and line.tokens_per_s else 0.0
         color = "tab:orange" if name == AUTO else "tab:blue" if name.startswith("ours") else "tab:gray"
         panel.barh(at, speed, height=0.8, color=color)
-        if limited is not None and limited.tokens_per_s:
+        if limited is not None and limited.tokens_per_s and fits(limited) is not False:
             panel.plot([limited.tokens_per_s] * 2, [at - 0.4, at + 0.4], color="black", linewidth=2)
         if not speed:
             panel.text(0, at, " no number", va="center", fontsize=6)
     panel.set_title(title, fontsize=9)
-    panel.set_xlabel("tokens/s (black: under the limit)", fontsize=8)
+    panel.set_xlabel("tokens/s (black: fits under the limit)", fontsize=8)
     panel.tick_params(labelsize=7)
