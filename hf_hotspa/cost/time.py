@@ -323,8 +323,10 @@ class TimeModel:
                     data.get("pipeline_factor", 1.0), "pipeline_factor", where, _REMEDY, positive=True
                 ),
                 phase_factors={
-                    (key.tp, key.pp): number(factor, "phase_factors", where, _REMEDY, positive=True)
-                    for key, factor in _by_degrees(data.get("phase_factors", {}), "phase_factors", where).items()
+                    (key.tp, key.pp): number(factor, called, where, _REMEDY, positive=True)
+                    for key, (called, factor) in _by_degrees(
+                        data.get("phase_factors", {}), "phase_factors", where
+                    ).items()
                 },
                 recompute=int(number(data.get("recompute", 0), "recompute", where, _REMEDY)),
             )
@@ -351,13 +353,14 @@ def _numbers(value: object, count: int, name: str, where: str) -> list[float]:
     return [number(entry, name, where, _REMEDY) for entry in value]
 
 
-def _by_degrees(value: object, name: str, where: str) -> dict[Strategy, object]:
+def _by_degrees(value: object, name: str, where: str) -> dict[Strategy, tuple[str, object]]:
+    """What stands for each kind of strategy: its name in messages, and the value."""
     if not isinstance(value, dict):
         raise HotspaConfigError(f"{name} is {value!r} instead of numbers by degree", where=where, fix=_REMEDY)
     found = {}
     for key, entry in value.items():
         try:
-            found[Strategy.parse(str(key))] = entry
+            found[Strategy.parse(str(key))] = f"{name} of {key}", entry
         except StrategyError as error:
             raise HotspaConfigError(f"{name} holds {key!r}: {error.what}", where=where, fix=_REMEDY) from None
     return found
@@ -365,4 +368,4 @@ def _by_degrees(value: object, name: str, where: str) -> dict[Strategy, object]:
 
 def _costs(value: object, name: str, where: str) -> dict[Strategy, Cost]:
     rows = _by_degrees(value, name, where)
-    return {key: Cost(*_numbers(row, 3, f"{name} of {key}", where)) for key, row in rows.items()}
+    return {key: Cost(*_numbers(row, 3, called, where)) for key, (called, row) in rows.items()}
