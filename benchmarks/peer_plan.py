@@ -55,7 +55,7 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         rank_bytes = max(rank_bytes, memory.bytes_needed(strategy, largest))
     return {
         "free": free,
-        "short": {short_name(s): f"{s}:{work.longest}@{work.longest}" for s in planner.strategies},
+        "short": {short_name(s): str(planner.shortest(s)) for s in planner.strategies},
         "need_bytes": min(memory.bytes_needed(s, work.longest) for s in planner.strategies),
         "given_bytes": planner.given_bytes,
         "rank_bytes": rank_bytes,
@@ -81,7 +81,7 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
     room = {s: rooms.tokens(s, rooms.arena(s)) for s in planner.strategies}
     for strategy, tokens in room.items():
         fits = tokens >= work.longest
-        buckets = planner.buckets(strategy, limit_bytes) if fits else (Bucket(strategy, work.longest, work.longest),)
+        buckets = planner.buckets(strategy, limit_bytes) if fits else (planner.shortest(strategy),)
         found[short_name(strategy)] = ",".join(map(str, buckets))
     return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
 
@@ -110,6 +110,10 @@ class _Planner:
         staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
         self.memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
         self.time, self.switch = calibration.time_model(sizes), calibration.switch_seconds(self.strategies, sizes)
+
+    def shortest(self, strategy: Strategy) -> Bucket:
+        """Packs as short as the longest sequence."""
+        return Bucket(strategy, self.work.longest, self.work.longest)
 
     def buckets(self, strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         """The packs that the search finds best for one strategy."""

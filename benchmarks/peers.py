@@ -101,7 +101,7 @@ class CellRun:
         limit = LIMIT_MARGIN * least
         self.results.set_limit(self.key, limit)
         # what the memory model leaves out is much the same under every strategy
-        plan["plan_bytes"] = PLAN_MARGIN * least - (least - plan["need_bytes"])
+        plan["plan_bytes"] = plan["need_bytes"] + (PLAN_MARGIN - 1) * least
         if self.options.limit != "off":
             plan |= run_world(self.options.ranks, plan_limited, self.work, plan["plan_bytes"], preload=PRELOAD)
         found: list[Contestant] = []

@@ -44,22 +44,22 @@ def time_phases(
         return ()
     say(f"whole phases under {len(strategies)} strategies")
     world_size, quadratic = strategies[0].world_size, probe.engine.description.shape.quadratic_cost
-    works = []
+    works: dict[Strategy, list[tuple[tuple[tuple[int, ...], ...], ...]]] = {s: [] for s in strategies}
     for lengths in mixed_lengths(longest, world_size):
-        for s in strategies:
+        for s, mine in works.items():
             replicas = pack_sequences(lengths, capacity=longest, dp=s.dp, pp=s.pp, quadratic_cost=quadratic)
             if all(replicas):
-                packs = [[tuple(lengths[i] for i in pack) for pack in replica] for replica in replicas]
-                works.append((s, tuple(map(tuple, packs))))
+                mine.append(tuple(tuple(tuple(lengths[i] for i in pack) for pack in packs) for packs in replicas))
     found = []
     for _ in range(rounds + 1):
         values = []
-        for strategy in strategies:
+        for strategy, mine in works.items():
             probe.load(strategy, agreement)
-            values += [probe.run_phase(strategy, packs, agreement) for s, packs in works if s == strategy]
+            values += [probe.run_phase(strategy, packs, agreement) for packs in mine]
             probe.give_back(strategy, agreement)
         found.append(values)
     slowest = torch.stack([agreement.gather(values) for values in found[1:]]).amax(1)  # [round, measurement]
     seconds = iter(slowest.amin(0).tolist())
-    ordered = [(s, packs) for strategy in strategies for s, packs in works if s == strategy]
-    return tuple(PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, packs in ordered)
+    return tuple(
+        PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, mine in works.items() for packs in mine
+    )

@@ -65,7 +65,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path, world_size: int):
 
 
 def automatic(rank: int, world_size: int, folder: str) -> tuple[float, list[float], str]:
-    """The memory that was predicted for the device, the losses, and the device's name, of `auto` with a calibration."""
+    """The most memory that was allocated, the losses, and the device's name, of `auto` with a calibration."""
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
