@@ -36,6 +36,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
+from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
@@ -317,8 +318,8 @@ def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[
     """Bytes of a device that the plan may use, the least over all ranks, and where the number is from."""
     if args.hotspa_memory_limit_mb is not None:
         return float(args.hotspa_memory_limit_mb * _MIB), "as given"
-    if args.device.type == "cuda":
-        free, source = float(torch.cuda.mem_get_info(args.device)[0]), "of what is free on the device"
+    if (on_device := device_limit(args.device)) is not None:
+        free, source = float(on_device), "of what is free on the device"
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
         free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"

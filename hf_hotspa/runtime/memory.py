@@ -4,6 +4,7 @@ Counts what layouts and plans decide: the master store, the weights and gradient
 switches. Activations and optimizer state come on top.
 """
 
+import gc
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
@@ -97,7 +98,13 @@ def forecast(
 
 
 def device_limit(device: torch.device) -> int | None:
-    """Bytes that are free on an accelerator now; None on the CPU, where nobody can say what is."""
+    """Bytes that this process can still allocate on an accelerator; None on the CPU, where nobody can say what is.
+
+    What torch keeps of tensors that are gone (of a calibration, say) is given back to the device first, else a plan made
+    after a calibration would have less memory than one that reads it.
+    """
     if device.type != "cuda":
         return None
+    gc.collect()  # a model refers to itself
+    torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]

@@ -90,3 +90,20 @@ def odd_heads(rank: int, world_size: int) -> float:
 
 def test_heads_that_the_kernel_does_not_take():
     assert max(run_ranks(WORLD, odd_heads, device="cuda", timeout=300)) < 0.1
+
+
+def free_memory(rank: int, world_size: int) -> dict[str, int]:
+    """Bytes that a plan may use before a large tensor lived and after, and what the device says after it."""
+    from hf_hotspa.runtime.memory import device_limit
+
+    device = torch.device("cuda", 0)
+    before = device_limit(device)
+    large = torch.empty(2 << 30, dtype=torch.uint8, device=device)
+    del large
+    return {"before": before or 0, "device": torch.cuda.mem_get_info(device)[0], "after": device_limit(device) or 0}
+
+
+def test_memory_that_torch_keeps_is_free():
+    (found,) = run_ranks(1, free_memory, device="cuda", init=False)
+    assert found["device"] < found["before"] - (1 << 30)  # torch keeps it
+    assert abs(found["after"] - found["before"]) < 1 << 28

@@ -1,0 +1,316 @@
+"""One NVIDIA GPU: the stock `Trainer` and ours on the same mini-batches of long-tailed lengths, in one run.
+
+With one GPU there is nothing to switch. What is compared is what packing, the planner and the master store cost or save
+against the stock Trainer: padded rows, and flattened rows with the kernel that ours uses too.
+
+    python benchmarks/one_gpu.py
+    python benchmarks/one_gpu.py --lengths github --longest 16384 --rows 16 --profile
+
+Every side trains the same rows from the same weights; all take turns, and a step ends with a synchronised device.
+"""
+
+import argparse
+import gc
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from peer_work import LENGTHS, draw
+from torch.nn.attention import varlen
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
+
+VOCABULARY = 32000
+STOCK_KERNEL = "torch_varlen"
+
+
+@dataclass
+class Found:
+    """What a side took, mini-batch after mini-batch; of ours also forward and backward, and moving weights and gradients."""
+
+    seconds: list[float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
+    peak_bytes: int = 0
+    slots: int = 0
+    computing: list[float] = field(default_factory=list)
+    switching: list[float] = field(default_factory=list)
+    note: str = ""
+    failed: str = ""
+
+
+class Clock(TrainerCallback):
+    """Times every mini-batch from end to end; profiles the last one if asked to."""
+
+    def __init__(self, found: Found, profile: bool, steps: int) -> None:
+        self.found, self.steps = found, steps
+        self.profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) if profile else None
+        self.began = 0.0
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._begin(0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        torch.cuda.synchronize()
+        self.found.seconds.append(time.perf_counter() - self.began)
+        if self.profiler and state.global_step == self.steps:
+            self.profiler.stop()
+        self._begin(state.global_step)
+
+    def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
+        """Of `HotSPaTrainer`: the phases of the mini-batch."""
+        self.found.computing.append(sum(phase.compute_s for phase in report.phases))
+        self.found.switching.append(sum(phase.load_s + phase.return_s for phase in report.phases))
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        if "loss" in (logs or {}):
+            self.found.losses.append(logs["loss"])
+
+    def _begin(self, done: int) -> None:
+        if self.profiler and done == self.steps - 1:
+            self.profiler.start()
+        torch.cuda.synchronize()
+        self.began = time.perf_counter()
+
+
+def varlen_of_stock(
+    module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any, scaling: float | None = None,
+    cu_seq_lens_q: Any = None, max_length_q: int | None = None, **kwargs: Any,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """FlashAttention-2 of torch for the stock Trainer: what `flash_attention_2` is, where flash-attn is not installed."""
+    heads = (x[0].transpose(0, 1).to(torch.bfloat16) for x in (query, key, value))
+    out = varlen.varlen_attn(
+        *heads, cu_seq_lens_q, cu_seq_lens_q, max_length_q, max_length_q, scale=scaling, window_size=(-1, 0),
+        enable_gqa=True,
+    )  # fmt: skip
+    return out[None], None
+
+
+def make_model(options: argparse.Namespace, attention: str = "sdpa") -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=options.hidden,
+        intermediate_size=options.hidden * 11 // 4,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden // 64,
+        num_key_value_heads=options.hidden // 128,
+        max_position_embeddings=options.longest,
+        attn_implementation=attention,
+    )
+    return LlamaForCausalLM(config)
+
+
+def make_rows(options: argparse.Namespace) -> list[dict[str, list[int]]]:
+    """Random rows in which small token ids are more frequent, so that there is something to learn."""
+    generator = torch.Generator().manual_seed(1)
+    rows = []
+    for length in draw(options.lengths, options.rows * options.steps, options.longest):
+        a, b = (torch.randint(0, VOCABULARY, (length,), generator=generator) for _ in range(2))
+        ids = torch.minimum(a, b).tolist()
+        rows.append({"input_ids": ids, "labels": ids})
+    return rows
+
+
+def padding() -> Any:
+    """A collator that pads the rows of a micro-batch to the longest of them."""
+    from tokenizers import Tokenizer, models
+
+    core = Tokenizer(models.WordLevel({"pad": 0}, unk_token="pad"))
+    return DataCollatorForSeq2Seq(PreTrainedTokenizerFast(tokenizer_object=core, pad_token="pad"))
+
+
+def counted(collator: Callable[[list[Any]], Any], found: Found) -> Callable[[list[Any]], Any]:
+    def collate(rows: list[Any]) -> Any:
+        batch = collator(rows)
+        found.slots += batch["input_ids"].numel()
+        return batch
+
+    return collate
+
+
+def arguments(options: argparse.Namespace, folder: str, kind: type = TrainingArguments, **more: Any) -> Any:
+    given: dict[str, Any] = {
+        "output_dir": folder, "max_steps": options.steps, "train_sampling_strategy": "sequential",
+        "average_tokens_across_devices": True, "optim": "adamw_torch", "learning_rate": 1e-4,
+        "lr_scheduler_type": "constant", "max_grad_norm": 1.0, "bf16": True, "logging_steps": 1, "save_strategy": "no",
+        "report_to": "none", "disable_tqdm": True, "seed": 0,
+    }  # fmt: skip
+    return kind(**(given | more))
+
+
+def stock(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, micro: int, padded: bool) -> None:
+    """Padded rows with `sdpa`, or flattened ones with the kernel for variable lengths."""
+    collator = padding() if padded else DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    trainer = Trainer(
+        model=make_model(options, "sdpa" if padded else STOCK_KERNEL),
+        args=arguments(
+            options, folder, per_device_train_batch_size=micro, gradient_accumulation_steps=options.rows // micro
+        ),
+        train_dataset=rows,
+        data_collator=counted(collator, clock.found),
+        callbacks=[clock],
+    )
+    trainer.train()
+
+
+def ours(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, strategies: str) -> None:
+    measured = {"hotspa_calibration": "measure"} if strategies == "auto" else {}
+    args = arguments(
+        options, folder, HotSPaTrainingArguments, hotspa_mini_batch_size=options.rows, hotspa_strategies=strategies,
+        **measured,
+    )  # fmt: skip
+    trainer = HotSPaTrainer(model=make_model(options), args=args, train_dataset=rows, callbacks=[clock])
+    trainer.train()
+    clock.found.slots += sum(len(row["input_ids"]) for row in rows)
+    clock.found.note = "  ".join(str(bucket) for bucket in trainer.engine.buckets)
+    trainer.close_engine()
+
+
+def sides_of(options: argparse.Namespace) -> dict[str, Callable[..., None]]:
+    packs = options.pack_tokens
+    found: dict[str, Callable[..., None]] = {
+        "ours, auto": lambda *given: ours(*given, "auto"),
+        f"ours, dp1 in packs of {packs}": lambda *given: ours(*given, f"dp1:{options.longest}@{packs}"),
+    }
+    for padded, sizes in ((False, options.flattened_rows), (True, options.padded_rows)):
+        for micro in sizes:
+            name = f"Trainer, {'padded' if padded else 'flattened'}, micro-batches of {micro}"
+            found[name] = lambda *given, micro=micro, padded=padded: stock(*given, micro, padded)
+    return found
+
+
+def train(name: str, run: Callable[..., None], options: argparse.Namespace, rows: Any, profile: bool) -> Found:
+    """One run of one side, from the first weights, on an empty device."""
+    found = Found()
+    clock = Clock(found, profile, options.steps)
+    torch.cuda.reset_peak_memory_stats()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            run(options, folder, rows, clock)
+        except torch.cuda.OutOfMemoryError as error:
+            found.failed = str(error).split(".")[0]
+    if found.failed:
+        return found
+    found.peak_bytes = torch.cuda.max_memory_allocated()
+    if clock.profiler:
+        print(f"\n{name}, its last mini-batch:")
+        print(kernels(clock.profiler, found.seconds[-1]), flush=True)
+    return found
+
+
+def kernels(profiler: Any, seconds: float, most: int = 8) -> str:
+    """How busy the device was, and with which kernels."""
+    events = sorted(profiler.key_averages(), key=lambda event: -event.self_device_time_total)
+    busy = sum(event.self_device_time_total for event in events) / 1e6
+    lines = [f"  {busy:.3f} s of kernels in {seconds:.3f} s"]
+    for event in events[:most]:
+        lines.append(f"  {event.self_device_time_total / 1e3:8.1f} ms {event.count:6d} x {event.key[:80]}")
+    return "\n".join(lines)
+
+
+def table(found: dict[str, list[Found]], options: argparse.Namespace, tokens: int) -> str:
+    """Medians over the mini-batches after the warm-up, over all rounds."""
+    lines = [
+        "| side | s / mini-batch | tokens/s | / ours, auto | padding | peak GiB | last loss |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    medians = {
+        name: statistics.median(s for each in runs for s in each.seconds[options.warmup :])
+        for name, runs in found.items()
+        if not any(each.failed for each in runs)
+    }
+    base = medians.get("ours, auto")
+    for name, runs in found.items():
+        if name not in medians:
+            lines.append(f"| {name} | {runs[-1].failed} | | | | | |")
+            continue
+        seconds = medians[name]
+        waste = 1 - tokens / runs[-1].slots
+        lines.append(
+            f"| {name} | {seconds:.3f} | {tokens / options.steps / seconds:,.0f} | "
+            f"{seconds / base if base else float('nan'):.2f} | {waste:.0%} | "
+            f"{max(each.peak_bytes for each in runs) / 2**30:.1f} | {runs[-1].losses[-1]:.5f} |"
+        )
+    lines.append("")
+    for name in medians:
+        runs = found[name]
+        if runs[-1].computing:
+            whole, compute, switch = (
+                statistics.fmean(value for run in runs for value in getattr(run, part)[options.warmup :])
+                for part in ("seconds", "computing", "switching")
+            )
+            lines.append(
+                f"{name}: mean {whole:.3f} s, of which forward and backward {compute:.3f}, loading and returning {switch:.3f}"
+            )
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", default="commoncrawl", choices=list(LENGTHS))
+    parser.add_argument("--longest", type=int, default=32768, help="tokens at which lengths are cut")
+    parser.add_argument("--rows", type=int, default=64, help="sequences of a mini-batch")
+    parser.add_argument("--steps", type=int, default=8, help="mini-batches of a round")
+    parser.add_argument("--warmup", type=int, default=2, help="mini-batches of a round that do not count")
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=1024, help="width of the Llama; heads of 64")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument(
+        "--flattened-rows", type=int, nargs="*", default=[4, 16], help="of the stock Trainer's micro-batch"
+    )
+    parser.add_argument("--padded-rows", type=int, nargs="*", default=[1], help="likewise, where it pads")
+    parser.add_argument("--pack-tokens", type=int, default=32768, help="packs of ours without auto")
+    parser.add_argument("--profile", action="store_true", help="also profile one mini-batch of each side")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs an NVIDIA GPU, and torch sees none")
+    AttentionInterface.register(STOCK_KERNEL, varlen_of_stock)
+    AttentionMaskInterface.register(STOCK_KERNEL, lambda *args, **kwargs: None)
+    rows = make_rows(options)
+    tokens = sum(len(row["input_ids"]) for row in rows)
+    head = {
+        "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "parameters": sum(p.numel() for p in make_model(options).parameters()), "lengths": options.lengths,
+        "longest": max(len(row["input_ids"]) for row in rows), "tokens_of_a_mini_batch": tokens // options.steps,
+    }  # fmt: skip
+    print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
+    found: dict[str, list[Found]] = {}
+    for number in range(options.rounds):
+        for name, run in sides_of(options).items():
+            began = time.perf_counter()
+            last = number == options.rounds - 1
+            found.setdefault(name, []).append(train(name, run, options, rows, options.profile and last))
+            gc.collect()
+            torch.cuda.empty_cache()
+            print(
+                f"round {number + 1}: {name}: {time.perf_counter() - began:.0f} s {found[name][-1].note or found[name][-1].failed}",
+                flush=True,
+            )
+    print(f"\n{table(found, options, tokens)}")
+    if options.json:
+        data = head | {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
+        options.json.write_text(json.dumps(data, indent=1))
+
+
+if __name__ == "__main__":
+    main()
