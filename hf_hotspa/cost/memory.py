@@ -197,14 +197,21 @@ class MemoryModel:
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
             activations=layers,
             logits=logit_bytes,
-            # what is sent and what is received: of a small model never as much as the buffers may hold
-            switch=min(options.switch_bytes, 2 * self.world_size * master.weight_bytes),
+            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
             communicators=options.communicator_bytes,
             reserved=options.reserved_bytes,
             stage=stage,
             in_flight=in_flight,
             pack_tokens=pack_tokens,
         )
+
+    def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
+        """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
+
+        Both are below what the pool's largest strategy has of weights, or of gradients.
+        """
+        own = self._stage_arena(stage)
+        return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
 
     def _sharers(self, strategy: Strategy) -> int:
         """Over how many ranks the hidden state between layers is divided."""

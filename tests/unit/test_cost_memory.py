@@ -109,7 +109,10 @@ def test_what_a_rank_holds() -> None:
     assert measured.breakdown(Strategy(4, 2, 1), 10).activations == 32 * 10 * 1000
     twice = MemoryModel(SIZES_7B, 8, MemoryOptions(weight_copies=2))
     roomy = MemoryModel(SIZES_7B, 8, MemoryOptions(switch_bytes=1 << 50))
-    assert roomy.breakdown(Strategy(4, 2, 1), 10).switch == pytest.approx(2 * numel * 4)
+    half = roomy.breakdown(Strategy(4, 2, 1), 10)
+    assert half.switch == pytest.approx(2 * half.gradients)  # in fp32, weights in bf16
+    whole = roomy.arena_bytes(Strategy(8, 1, 1))
+    assert roomy.breakdown(Strategy(4, 2, 1), 10, arena_bytes=whole).switch == pytest.approx(2 * numel * 4, rel=0.01)
     assert twice.breakdown(Strategy(4, 2, 1), 10).weights == 2 * measured.breakdown(Strategy(4, 2, 1), 10).weights
 
 

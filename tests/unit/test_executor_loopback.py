@@ -1,5 +1,6 @@
 """The executor over the loopback transport: thousands of random switches, bit for bit."""
 
+import itertools
 import random
 import threading
 from collections.abc import Sequence
@@ -8,13 +9,19 @@ import pytest
 import torch
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.runtime.specs import describe_model, dtype_name
+from hf_hotspa.strategy import legal_strategies
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.pool import PlanPool
 from hf_hotspa.switch.transport import LoopbackHub
+from tests.families import tiny_model
 from tests.switch_cases import (
     Case,
     bits,
@@ -232,6 +239,24 @@ def test_memory_is_bounded_predicted_and_allocated_once() -> None:
             relayed = sum(buffer.numel() for buffer in executor._relay)
             assert predicted - relayed <= 2 * case.staging_bytes
             assert relayed == 0 or len(case.plan.links) > 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_memory_model_counts_enough_for_the_buffers_of_a_pool(dtype: torch.dtype) -> None:
+    description = describe_model(tiny_model("llama_gqa_bias"), dtype)
+    sizes = ModelSizes(description.shape, dtype_name(dtype), vector=description.vector)
+    memory = MemoryModel(sizes, 4, MemoryOptions(switch_bytes=1 << 40))
+    legal = legal_strategies(4, description.shape)
+    for strategies in ([s] for s in legal), itertools.combinations(legal, 2), [legal]:
+        for pool in map(list, strategies):
+            arena = max(map(memory.arena_bytes, pool))
+            counted = min(memory.breakdown(s, 1, arena_bytes=arena).switch for s in pool)
+            segments = len(description.vector.segments)
+            plans = PlanPool(description.vector, pool, Cluster(4, 4), [dtype.itemsize] * segments, [4] * segments)
+            switches = [(plan, [torch.float32 if plan.accumulate else dtype] * segments) for plan in plans.plans()]
+            for rank in range(4):
+                executor = SwitchExecutor(LoopbackHub(4).transport(rank), rank, 1 << 30)
+                assert executor.extra_bytes(switches) <= counted
 
 
 def test_running_allocates_no_more_than_was_prepared() -> None:

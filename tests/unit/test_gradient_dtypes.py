@@ -52,8 +52,9 @@ def test_memory_and_switches_count_the_bytes_of_the_dtype(words: tuple[str, str]
     sizes = ModelSizes(SHAPE, "bfloat16", gradients=gradients)
     (stage,) = sizes.stages(STRATEGY)
     assert stage.gradient_bytes == stage.weight_bytes // 2 * each
-    exact = MemoryModel(replace(sizes, gradients=GradientDtypes()), 4, MemoryOptions())
-    saved = exact.breakdown(STRATEGY, 64).total - MemoryModel(sizes, 4, MemoryOptions()).breakdown(STRATEGY, 64).total
+    without_switches = MemoryOptions(switch_bytes=0)
+    exact = MemoryModel(replace(sizes, gradients=GradientDtypes()), 4, without_switches).breakdown(STRATEGY, 64)
+    saved = exact.total - MemoryModel(sizes, 4, without_switches).breakdown(STRATEGY, 64).total
     assert saved == stage.weight_bytes // 2 * (4 - each)  # the master store is fp32 all the same
     cluster = Cluster(4, 4)
     seconds = estimate([STRATEGY], sizes, cluster, efficiency=1.0)[STRATEGY]
