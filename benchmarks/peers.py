@@ -38,8 +38,9 @@ from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
 from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
-_LIBRARY_BYTES = 250 << 20
-"""What a rank holds beside its model, its activations and what the system has not got back of them, about."""
+_LIBRARY_BYTES = {"fp32": 250 << 20, "bf16": 1200 << 20}
+"""What a rank holds beside its model, its activations and what the system has not got back of them, about: in bf16 also the
+kernels that oneDNN keeps for every shape that it has met."""
 _REPEATED = 1.15
 """Sides that took more than so many times the fastest in the rounds so far are not timed again; neither under the limit."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
@@ -86,7 +87,9 @@ class CellRun:
         for number in range(options.rounds):
             again = self._worth_another_round(contestants) if number else contestants
             turned = random.Random(number).sample(again, len(again))  # others share a group each time
-            for group in _groups(turned, options.together or _held_by_memory(options.ranks, plan["rank_bytes"])):
+            for group in _groups(
+                turned, options.together or _held_by_memory(options.ranks, plan["rank_bytes"], self.dtype)
+            ):
                 self._take_turns(group, f"round {number + 1} of {options.rounds}")
             self.results.save()
         if options.memory:
@@ -249,9 +252,9 @@ def _chosen(name: str, wanted: Sequence[str] | None) -> bool:
     return not wanted or any(text.lower() in name.lower() for text in wanted)
 
 
-def _held_by_memory(ranks: int, rank_bytes: float) -> int:
+def _held_by_memory(ranks: int, rank_bytes: float, dtype: str) -> int:
     """Sides that the memory of this machine holds at a time."""
-    return max(2, int(psutil.virtual_memory().available * 0.8 / ((_LIBRARY_BYTES + rank_bytes) * ranks)))
+    return max(2, int(psutil.virtual_memory().available * 0.8 / ((_LIBRARY_BYTES[dtype] + rank_bytes) * ranks)))
 
 
 def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Contestant]]:
