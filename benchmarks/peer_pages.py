@@ -68,15 +68,20 @@ def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
     kinds = {name: kind for name, kind in kinds_of(data).items() if name in names}
     text = [f"Measured on {_facts([cell for kind in kinds.values() for cell in kind.values()])}:", ""]
     text += _relative_table(kinds)
-    notes, reasons = [_LEGEND], {}
+    notes: list[str] = [_LEGEND]
+    reasons: dict[tuple[str, str], list[str]] = {}  # of each the kinds that it holds for
     for name, kind in kinds.items():
         lines = {lengths: lines_of(cell) for lengths, cell in kind.items()}
         spread = max(loss_spread(of_cell)[0] for of_cell in lines.values())
         noises = [noise for cell in kind.values() for noise in [noise_of(cell)] if noise is not None]
         noise = f"; rounds of one side differ by {statistics.median(noises):.0%}" if noises else ""
         notes += [*_where_we_lose(name, lines), f"{name}: the losses of all exact sides agree to {spread:.0e}{noise}."]
-        reasons |= _cannot_run(lines)
-    notes += [f"{name} cannot run here: {_short(reason)}." for name, reason in reasons.items()]
+        for side, reason in _cannot_run(lines).items():
+            reasons.setdefault((side, _short(reason)), []).append(name)
+    for (side, reason), where in reasons.items():
+        notes.append(
+            f"{side} cannot run here{'' if len(where) == len(kinds) else ' in ' + ' and '.join(where)}: {reason}."
+        )
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 
@@ -128,10 +133,14 @@ def _relative_table(kinds: dict[str, Kind]) -> list[str]:
         for kind in kinds.values()
         for limited in (False, True)
     ]
-    heads = [f"{name}, {title}" for name in kinds for title in ("no limit", "limit of memory")]
+    files = {name: f"{len(kind)} file{'s' * (len(kind) > 1)}" for name, kind in kinds.items()}
+    heads = [f"{name}, {of}, {title}" for name, of in files.items() for title in ("no limit", "limit of memory")]
     text = ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
     for title, starts in FAMILIES:
         shown = [_relative(of_files, starts, "does not fit" if limited else "-") for of_files, limited in columns]
+        for at in range(0, len(shown), 2):
+            if (shown[at], shown[at + 1]) == ("-", "does not fit"):
+                shown[at + 1] = "-"  # it did not run at all
         if set(shown[::2]) != {"-"}:  # it was asked for
             text.append(f"| {title} | " + " | ".join(shown) + " |")
     return text

@@ -31,7 +31,10 @@ def save_picture(data: dict[str, Any], path: Path) -> None:
     )
     for row, (kind, of_kind) in enumerate(kinds.items()):
         for column, file in enumerate(files):
-            _draw(panels[row][column], f"{kind} {file}", names, of_kind.get(file, {}))
+            if file in of_kind:
+                _draw(panels[row][column], f"{kind} {file}", names, of_kind[file])
+            else:
+                panels[row][column].set_visible(False)
     panels[0][0].set_yticks(range(len(names)), names)
     figure.tight_layout()
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -227,7 +227,7 @@ def named(cell) -> dict[str, Any]:
 
 def test_the_readme_shows_families_and_where_auto_loses(named):
     text = readme_block(named, ["0.9M fp32", "7M fp32"])
-    assert "| | 0.9M fp32, no limit | 0.9M fp32, limit of memory |" in text
+    assert "| | 0.9M fp32, 1 file, no limit | 0.9M fp32, 1 file, limit of memory |" in text
     assert "| DeepSpeed ZeRO-1, 2 or 3 | 0.60 | does not fit |" in text
     assert "| **ours, `auto`** | 1 (1.67 to 1.67 s) | 1 (1.67 to 1.67 s) |" in text
     assert "Ulysses" not in text
