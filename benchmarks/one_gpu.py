@@ -22,6 +22,8 @@ from typing import Any
 
 import torch
 import transformers
+from contest import make_rows
+from peer_sides.common import tokenizer
 from peer_work import LENGTHS, draw
 from torch.nn.attention import varlen
 from transformers import (
@@ -31,7 +33,6 @@ from transformers import (
     DataCollatorWithFlattening,
     LlamaConfig,
     LlamaForCausalLM,
-    PreTrainedTokenizerFast,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -119,23 +120,10 @@ def make_model(options: argparse.Namespace, attention: str = "sdpa") -> LlamaFor
     return LlamaForCausalLM(config)
 
 
-def make_rows(options: argparse.Namespace) -> list[dict[str, list[int]]]:
-    """Random rows in which small token ids are more frequent, so that there is something to learn."""
-    generator = torch.Generator().manual_seed(1)
-    rows = []
-    for length in draw(options.lengths, options.rows * options.steps, options.longest):
-        a, b = (torch.randint(0, VOCABULARY, (length,), generator=generator) for _ in range(2))
-        ids = torch.minimum(a, b).tolist()
-        rows.append({"input_ids": ids, "labels": ids})
-    return rows
-
-
-def padding() -> Any:
-    """A collator that pads the rows of a micro-batch to the longest of them."""
-    from tokenizers import Tokenizer, models
-
-    core = Tokenizer(models.WordLevel({"pad": 0}, unk_token="pad"))
-    return DataCollatorForSeq2Seq(PreTrainedTokenizerFast(tokenizer_object=core, pad_token="pad"))
+def rows_with_labels(options: argparse.Namespace) -> list[dict[str, list[int]]]:
+    """The rows of all mini-batches."""
+    lengths = draw(options.lengths, options.rows * options.steps, options.longest)
+    return [row | {"labels": row["input_ids"]} for row in make_rows(lengths, VOCABULARY, seed=1)]
 
 
 def counted(collator: Callable[[list[Any]], Any], found: Found) -> Callable[[list[Any]], Any]:
@@ -159,7 +147,11 @@ def arguments(options: argparse.Namespace, folder: str, kind: type = TrainingArg
 
 def stock(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, micro: int, padded: bool) -> None:
     """Padded rows with `sdpa`, or flattened ones with the kernel for variable lengths."""
-    collator = padding() if padded else DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    collator = (
+        DataCollatorForSeq2Seq(tokenizer(VOCABULARY))
+        if padded
+        else DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    )
     trainer = Trainer(
         model=make_model(options, "sdpa" if padded else STOCK_KERNEL),
         args=arguments(
@@ -286,11 +278,13 @@ def main() -> None:
         raise SystemExit("this benchmark needs an NVIDIA GPU, and torch sees none")
     AttentionInterface.register(STOCK_KERNEL, varlen_of_stock)
     AttentionMaskInterface.register(STOCK_KERNEL, lambda *args, **kwargs: None)
-    rows = make_rows(options)
+    rows = rows_with_labels(options)
     tokens = sum(len(row["input_ids"]) for row in rows)
+    with torch.device("meta"):
+        parameters = make_model(options).num_parameters()
     head = {
         "gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "transformers": transformers.__version__,
-        "parameters": sum(p.numel() for p in make_model(options).parameters()), "lengths": options.lengths,
+        "parameters": parameters, "lengths": options.lengths,
         "longest": max(len(row["input_ids"]) for row in rows), "tokens_of_a_mini_batch": tokens // options.steps,
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)

@@ -129,18 +129,18 @@ def _each(machines: Sequence[dict[str, Any]], fact: str) -> str:
 
 def _relative_table(kinds: dict[str, Kind]) -> list[str]:
     columns = [
-        ([column(lines_of(cell), limited) for cell in kind.values()], limited)
+        tuple([column(lines_of(cell), limited) for cell in kind.values()] for limited in (False, True))
         for kind in kinds.values()
-        for limited in (False, True)
     ]
     files = {name: f"{len(kind)} file{'s' * (len(kind) > 1)}" for name, kind in kinds.items()}
     heads = [f"{name}, {of}, {title}" for name, of in files.items() for title in ("no limit", "limit of memory")]
-    text = ["| | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    text = ["| | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for title, starts in FAMILIES:
-        shown = [_relative(of_files, starts, "does not fit" if limited else "-") for of_files, limited in columns]
-        for at in range(0, len(shown), 2):
-            if (shown[at], shown[at + 1]) == ("-", "does not fit"):
-                shown[at + 1] = "-"  # it did not run at all
+        shown = []
+        for free, limited in columns:
+            without = _relative(free, starts, "-")
+            # what did not run at all is not too large
+            shown += [without, _relative(limited, starts, "-" if without == "-" else "does not fit")]
         if set(shown[::2]) != {"-"}:  # it was asked for
             text.append(f"| {title} | " + " | ".join(shown) + " |")
     return text
@@ -202,8 +202,8 @@ def _where_we_lose(kind: str, lines: dict[str, dict[str, Line]]) -> list[str]:
             best = fastest(seconds)
             if AUTO in seconds and seconds[AUTO] > CLOSE * seconds[best]:
                 lost.append(f"{lengths}{title} ({seconds[AUTO] / seconds[best]:.2f} of {best})")
-    limited = {lengths: of_cell[AUTO + LIMITED] for lengths, of_cell in lines.items() if AUTO + LIMITED in of_cell}
-    above = [lengths for lengths, line in limited.items() if line.seconds and fits(line) is False]
+    of_limit = {lengths: of_cell.get(AUTO + LIMITED) for lengths, of_cell in lines.items()}
+    above = [lengths for lengths, line in of_limit.items() if line and line.seconds and fits(line) is False]
     found = [f"{kind}: `auto` is not the fastest of {'; '.join(lost)}."] if lost else []
     return found + ([f"{kind}: `auto` takes more than the limit of {', '.join(above)}."] if above else [])
 

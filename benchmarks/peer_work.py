@@ -94,16 +94,23 @@ class Work:
         return self.mini_batch_rows // (self.ranks * self.micro_batch_rows)
 
     @property
+    def vocabulary(self) -> int:
+        """Words of the model."""
+        from contest import MODELS
+
+        return MODELS[self.model][3]
+
+    @property
     def start_folder(self) -> Path:
         """The untrained model, as Hugging Face saves it."""
         return Path(self.folder) / "start"
 
     def rows(self) -> Any:
         """The data set: `input_ids` and `labels`, the same on every rank."""
-        from contest import MODELS, make_rows
+        from contest import make_rows
         from datasets import Dataset
 
-        rows = make_rows(self.lengths, MODELS[self.model][3], seed=1)
+        rows = make_rows(self.lengths, self.vocabulary, seed=1)
         ids = [row["input_ids"] for row in rows]
         return Dataset.from_dict({"input_ids": ids, "labels": ids})
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from contest import MODELS, make_model, make_rows
+from contest import make_model, make_rows
 from peer_work import Work
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
@@ -43,11 +43,11 @@ def arguments(work: Work, kind: type = TrainingArguments, **more: Any) -> Any:
     return kind(**(given | more))
 
 
-def tokenizer(work: Work) -> Any:
+def tokenizer(vocabulary: int) -> Any:
     """A tokenizer that is there for its padding token; labels of padding are -100, whatever the token."""
     from tokenizers import Tokenizer, models
 
-    words = {f"w{at}": at for at in range(MODELS[work.model][3])}
+    words = {f"w{at}": at for at in range(vocabulary)}
     core = Tokenizer(models.WordLevel(words, unk_token="w0"))
     return PreTrainedTokenizerFast(tokenizer_object=core, pad_token="w0", eos_token="w1", unk_token="w0")
 
@@ -152,7 +152,7 @@ def evaluated_loss(weights: dict[str, Any], work: Work) -> float:
     """Token mean of the cross entropy of fixed rows under the trained weights, in fp32: the same for every side."""
     model = make_model(work.model)
     model.load_state_dict({name: tensor.detach().float() for name, tensor in weights.items()})
-    ids = torch.tensor([row["input_ids"] for row in make_rows(_EVALUATED, MODELS[work.model][3], seed=10**6)])
+    ids = torch.tensor([row["input_ids"] for row in make_rows(_EVALUATED, work.vocabulary, seed=10**6)])
     with torch.no_grad():
         return float(model.eval()(input_ids=ids, labels=ids, use_cache=False).loss)
 

@@ -22,7 +22,7 @@ class _InOrder(Trainer):
 
 def collator_of(work: Work, kind: str) -> Any:
     """Flattened rows restart their positions and have no mask, which isolates them; labels begin with -100."""
-    return DataCollatorWithFlattening() if kind == "flattened" else DataCollatorForSeq2Seq(tokenizer(work))
+    return DataCollatorWithFlattening() if kind == "flattened" else DataCollatorForSeq2Seq(tokenizer(work.vocabulary))
 
 
 def run(work: Work, turns: Turns, kind: str) -> Any:

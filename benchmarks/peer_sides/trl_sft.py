@@ -34,7 +34,7 @@ def run(work: Work, turns: Turns) -> Any:
         model=make_model(work.model),
         args=args,
         train_dataset=rows,
-        processing_class=tokenizer(work),
+        processing_class=tokenizer(work.vocabulary),
         callbacks=[turns.callback()],
     )
     trainer.data_collator = turns.counting(trainer.data_collator)

@@ -366,7 +366,7 @@ def test_padding_is_counted():
     work = Work("0.9M", "fp32", 4, (3, 1), 4, 1, "")
     rows = [{"input_ids": ids, "labels": ids} for ids in ([5, 6, 7], [8])]
     turns = Turns(work, None)
-    padded = turns.counting(DataCollatorForSeq2Seq(tokenizer(work)))([dict(row) for row in rows])
+    padded = turns.counting(DataCollatorForSeq2Seq(tokenizer(work.vocabulary)))([dict(row) for row in rows])
     assert padded["labels"].tolist() == [[5, 6, 7], [8, -100, -100]]
     assert (turns.tokens, turns.slots) == (4, 6)
     turns.counting(DataCollatorWithFlattening())(rows)
