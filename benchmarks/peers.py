@@ -107,6 +107,7 @@ class CellRun:
         plan["plan_bytes"] = plan["need_bytes"] + (PLAN_MARGIN - 1) * least
         if self.options.limit != "off":
             plan |= run_world(self.options.ranks, plan_limited, self.work, plan["plan_bytes"], preload=PRELOAD)
+        rooms = plan.get("room", {})
         found: list[Contestant] = []
         for limited, suffix in ((False, ""), (True, LIMITED)):
             if self.options.limit == ("off" if limited else "on"):
@@ -118,7 +119,7 @@ class CellRun:
                 self.results.note(self.key, name + suffix, strategies=work.strategies)
                 same = [c for c in found if c.side.name == name and c.work.strategies == work.strategies != "auto"]
                 short = name.removeprefix("ours, ")
-                room, peak = plan["room"].get(short, work.longest), self.short_peaks.get(work.strategies, 0.0)
+                room, peak = rooms.get(short, work.longest), self.short_peaks.get(work.strategies, 0.0)
                 if same:
                     self.results.note(self.key, name + suffix, same_as=same[0].name)
                 elif limited and room < work.longest and peak > limit:

@@ -39,6 +39,7 @@ from benchmarks.peer_work import (  # type: ignore[import-not-found]
     micro_batch_choices,
     rows_of_mini_batch,
 )
+from benchmarks.peers import CellRun  # type: ignore[import-not-found]
 from hf_hotspa.strategy import parse_buckets
 
 MIB = 1 << 20
@@ -406,3 +407,25 @@ def test_the_reason_is_what_was_raised():
     text = 'Traceback (most recent call last):\n  File "x.py", line 1, in f\n    g()\nValueError: not on gloo\nmore words\n'
     assert SideError(f"rank 1 failed:\n{text}").reason == "ValueError: not on gloo"
     assert SideError("died").reason == "died"
+
+
+def test_without_a_limit_no_side_of_ours_is_planned_for_one(tmp_path: Path) -> None:
+    options = Namespace(
+        logs=str(tmp_path),
+        longest=256,
+        tokens=512,
+        ranks=4,
+        steps=2,
+        warmup=1,
+        sides=["ours, "],
+        limit="off",
+        memory=False,
+    )
+    run = CellRun(options, Results(tmp_path / "peers.json"), ("0.9M", "fp32", "chat"), str(tmp_path))
+    run.results.begin_cell(run.key, run.work, options)
+    plan = {"free": {"dp4": "dp4:32@64"}, "short": {"dp4": "dp4:32@32"}, "need_bytes": 100.0, "given_bytes": 10}
+    found = {contestant.name: contestant.work for contestant in run._ours(plan)}
+    assert found["ours, dp4"].strategies == "dp4:32@64"
+    assert found["ours, auto"].strategies == "auto"
+    assert all(work.limit_bytes is None for work in found.values())
+    assert not any("(limit)" in name for name in (*found, *run.results.data["cells"][run.key]["sides"]))
