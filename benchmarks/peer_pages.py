@@ -78,10 +78,10 @@ def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
         notes += [*_where_we_lose(name, lines), f"{name}: the losses of all exact sides agree to {spread:.0e}{noise}."]
         for side, reason in _cannot_run(lines).items():
             reasons.setdefault((side, _short(reason)), []).append(name)
+    together: dict[tuple[str, str], list[str]] = {}  # sides with one reason share a line
     for (side, reason), where in reasons.items():
-        notes.append(
-            f"{side} cannot run here{'' if len(where) == len(kinds) else ' in ' + ' and '.join(where)}: {reason}."
-        )
+        together.setdefault((reason, "" if len(where) == len(kinds) else " in " + " and ".join(where)), []).append(side)
+    notes += [f"{'; '.join(sides)} cannot run here{where}: {reason}." for (reason, where), sides in together.items()]
     return "\n".join([*text, "", *(f"* {note}" for note in notes)])
 
 

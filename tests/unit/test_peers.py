@@ -242,6 +242,10 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     assert "takes more than the limit" not in text
     sides["ours, auto (limit)"]["fits"] = False
     assert "* 0.9M fp32: `auto` takes more than the limit of chat.\n" in readme_block(named, ["0.9M fp32"])
+    broken = sides["FSDP2 of accelerate, flattened"]
+    sides["FSDP2 of transformers, flattened"] = dict(broken)
+    both = "FSDP2 of accelerate, flattened; FSDP2 of transformers, flattened cannot run here: no such operation on gloo."
+    assert both in readme_block(named, ["0.9M fp32"])
 
 
 def test_machines_are_named_where_they_are_not_the_same(named):
