@@ -20,11 +20,14 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspe
 
 def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     """What a number of this benchmark depends on."""
+    import torch
+
     from hf_hotspa.runtime.calibration import cpu_name
 
     facts: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
         "processor": cpu_name(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),  # bf16 without AVX512 is many times slower
         "ranks": options.ranks,
         "threads_per_rank": 1,
         "backend": "gloo",
