@@ -244,7 +244,9 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     assert "* 0.9M fp32: `auto` takes more than the limit of chat.\n" in readme_block(named, ["0.9M fp32"])
     broken = sides["FSDP2 of accelerate, flattened"]
     sides["FSDP2 of transformers, flattened"] = dict(broken)
-    both = "FSDP2 of accelerate, flattened; FSDP2 of transformers, flattened cannot run here: no such operation on gloo."
+    both = (
+        "FSDP2 of accelerate, flattened; FSDP2 of transformers, flattened cannot run here: no such operation on gloo."
+    )
     assert both in readme_block(named, ["0.9M fp32"])
 
 
