@@ -11,9 +11,11 @@ from peer_work import Work
 
 from hf_hotspa.strategy import Bucket, Strategy
 
-LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.08
-"""The limit of a cell is so many times the peak of the static strategy with the least memory, and planners plan for so many
-times it: their part is what they predict of that strategy, the rest (rows, what Python and the libraries add) all have."""
+LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.07
+"""The limit of a cell is so many times the peak of the static strategy that needs the least, and planners plan for so many
+times it: their part is what they predict of that strategy, the rest (rows, what Python and the libraries add) all have.
+Which it is, the memory model says: what a pipeline takes depends on what else a mini-batch holds, and it needs to hold
+the longest sequence in any."""
 _PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
 """Strategies and where their buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on
 8 GPUs have these three kinds, with edges at an eighth and a half."""
@@ -32,9 +34,9 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
     """The plans of our sides without a limit; the work of one rank.
 
     `free` has the bucket list of each static strategy, `short` that with packs as short as the longest sequence.
-    `need_bytes` is what the longest sequence needs at least under any strategy, by the calibrated memory model, and
-    `given_bytes` what the model takes that the trainer was given (CPU processes hold it in the same memory). `rank_bytes` is
-    the most that a rank holds without a limit.
+    `need_bytes` is what the longest sequence needs at least under any strategy, by the calibrated memory model, and `least`
+    that strategy. `given_bytes` is what the model takes that the trainer was given (CPU processes hold it in the same
+    memory), `rank_bytes` the most that a rank holds without a limit.
 
     Saves the untrained model for sides that load one.
 
@@ -53,10 +55,13 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         free[short_name(strategy)] = ",".join(map(str, buckets))
         largest = max(bucket.pack_tokens for bucket in buckets)
         rank_bytes = max(rank_bytes, memory.bytes_needed(strategy, largest))
+    need = {s: memory.bytes_needed(s, work.longest) for s in planner.strategies}
+    least = min(need, key=lambda s: need[s])
     return {
         "free": free,
         "short": {short_name(s): str(planner.shortest(s)) for s in planner.strategies},
-        "need_bytes": min(memory.bytes_needed(s, work.longest) for s in planner.strategies),
+        "least": short_name(least),
+        "need_bytes": need[least],
         "given_bytes": planner.given_bytes,
         "rank_bytes": rank_bytes,
     }
@@ -90,6 +95,7 @@ class _Planner:
     """The cost models of a cell, from the machine's calibration, and the search with them."""
 
     def __init__(self, work: Work, world_size: int, force: bool) -> None:
+        import bf16_products
         import torch
 
         from hf_hotspa.cost.memory import MemoryOptions
@@ -99,6 +105,8 @@ class _Planner:
         from hf_hotspa.strategy import legal_strategies
         from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
+        if work.dtype == "bf16":
+            bf16_products.install()
         model = make_model(work.model)
         description = describe_model(model, torch.bfloat16 if work.dtype == "bf16" else None)
         self.work, self.shape = work, description.shape

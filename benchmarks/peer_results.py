@@ -21,13 +21,15 @@ _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspe
 def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     """What a number of this benchmark depends on."""
     import torch
+    from bf16_products import has_instructions
 
     from hf_hotspa.runtime.calibration import cpu_name
 
     facts: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
         "processor": cpu_name(),
-        "instructions": torch.backends.cpu.get_cpu_capability(),  # bf16 without AVX512 is many times slower
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+        "bf16_products": "of the processor" if has_instructions() else "in fp32, rounded",
         "ranks": options.ranks,
         "threads_per_rank": 1,
         "backend": "gloo",

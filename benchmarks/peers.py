@@ -38,9 +38,9 @@ from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
 from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
-_LIBRARY_BYTES = {"fp32": 250 << 20, "bf16": 1200 << 20}
-"""What a rank holds beside its model, its activations and what the system has not got back of them, about: in bf16 also the
-kernels that oneDNN keeps for every shape that it has met."""
+_LIBRARY_BYTES, _KERNEL_BYTES = 250 << 20, 950 << 20
+"""What a rank holds beside its model, its activations and what the system has not got back of them, about; and the kernels
+that oneDNN keeps for every shape that it has met in bf16."""
 _REPEATED = 1.15
 """Sides that took more than so many times the fastest in the rounds so far are not timed again; neither under the limit."""
 DEFAULT_LENGTHS = tuple(LENGTHS)
@@ -100,7 +100,7 @@ class CellRun:
         names = [side.name for side in self.sides if side.ours]
         sides = {side.name: side for side in self.sides}
         self._measure_short_packs(plan)
-        least = min(self.short_peaks.values(), default=plan["need_bytes"] + plan["given_bytes"])
+        least = self.short_peaks.get(plan["short"][plan["least"]], plan["need_bytes"] + plan["given_bytes"])
         limit = LIMIT_MARGIN * least
         self.results.set_limit(self.key, limit)
         # what the memory model leaves out is much the same under every strategy
@@ -130,7 +130,7 @@ class CellRun:
         return found
 
     def _measure_short_packs(self, plan: dict[str, Any]) -> None:
-        """What static strategies take with packs as short as the longest sequence: the least of it sets the limit."""
+        """What static strategies take with packs as short as the longest sequence: the limit follows from it."""
         sides, shown = {side.name: side for side in SIDES}, []
         for short, strategies in plan["short"].items() if self.options.memory and self.options.limit != "off" else ():
             side = sides[f"ours, {short}"]
@@ -255,7 +255,10 @@ def _chosen(name: str, wanted: Sequence[str] | None) -> bool:
 
 def _held_by_memory(ranks: int, rank_bytes: float, dtype: str) -> int:
     """Sides that the memory of this machine holds at a time."""
-    return max(2, int(psutil.virtual_memory().available * 0.8 / ((_LIBRARY_BYTES[dtype] + rank_bytes) * ranks)))
+    from bf16_products import has_instructions  # brings in torch
+
+    kernels = _KERNEL_BYTES if dtype == "bf16" and has_instructions() else 0
+    return max(2, int(psutil.virtual_memory().available * 0.8 / ((_LIBRARY_BYTES + kernels + rank_bytes) * ranks)))
 
 
 def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Contestant]]:

@@ -415,9 +415,10 @@ def test_the_reason_is_what_was_raised():
     assert SideError("died").reason == "died"
 
 
-def test_without_a_limit_no_side_of_ours_is_planned_for_one(tmp_path: Path) -> None:
+def cell_run(folder: Path) -> CellRun:
+    """A cell without a run, of which our sides are planned without a limit."""
     options = Namespace(
-        logs=str(tmp_path),
+        logs=str(folder),
         longest=256,
         tokens=512,
         ranks=4,
@@ -427,11 +428,32 @@ def test_without_a_limit_no_side_of_ours_is_planned_for_one(tmp_path: Path) -> N
         limit="off",
         memory=False,
     )
-    run = CellRun(options, Results(tmp_path / "peers.json"), ("0.9M", "fp32", "chat"), str(tmp_path))
+    run = CellRun(options, Results(folder / "peers.json"), ("0.9M", "fp32", "chat"), str(folder))
     run.results.begin_cell(run.key, run.work, options)
-    plan = {"free": {"dp4": "dp4:32@64"}, "short": {"dp4": "dp4:32@32"}, "need_bytes": 100.0, "given_bytes": 10}
-    found = {contestant.name: contestant.work for contestant in run._ours(plan)}
+    return run
+
+
+PLAN = {
+    "free": {"dp4": "dp4:32@64", "pp4": "pp4:32@64"},
+    "short": {"dp4": "dp4:32@32", "pp4": "pp4:32@32"},
+    "least": "dp4",
+    "need_bytes": 100.0,
+    "given_bytes": 10,
+}
+
+
+def test_without_a_limit_no_side_of_ours_is_planned_for_one(tmp_path: Path) -> None:
+    run = cell_run(tmp_path)
+    found = {contestant.name: contestant.work for contestant in run._ours(dict(PLAN))}
     assert found["ours, dp4"].strategies == "dp4:32@64"
     assert found["ours, auto"].strategies == "auto"
     assert all(work.limit_bytes is None for work in found.values())
     assert not any("(limit)" in name for name in (*found, *run.results.data["cells"][run.key]["sides"]))
+
+
+def test_limit_and_what_planners_are_given_follow_from_one_strategy(tmp_path: Path) -> None:
+    run, plan = cell_run(tmp_path), dict(PLAN)
+    run.short_peaks = {"dp4:32@32": 400.0, "pp4:32@32": 300.0}  # less by luck: the model says that dp4 needs the least
+    run._ours(plan)
+    assert run.results.data["cells"][run.key]["limit_bytes"] == pytest.approx(440.0)
+    assert 100.0 < plan["plan_bytes"] < 140.0
