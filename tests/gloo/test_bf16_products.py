@@ -50,13 +50,13 @@ def _of_attention(rank: int, world_size: int, length: int, masked: bool) -> floa
     torch.manual_seed(0)
     shapes = (1, 8, length, 32), (1, 4, length, 32), (1, 4, length, 32)  # grouped queries
     query, key, value = (torch.randn(shape).bfloat16() for shape in shapes)
-    mask = None
+    mask: Any = None
     if masked:  # two sequences in a pack
         of = torch.arange(length) >= length // 3
         mask = (of[:, None] == of[None, :]).tril()[None, None]
 
-    def attend(*given: torch.Tensor) -> torch.Tensor:
-        return F.scaled_dot_product_attention(*given, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=not masked, enable_gqa=True)
 
     def by_hand(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         key, value = (each.repeat_interleave(2, 1) for each in (key, value))

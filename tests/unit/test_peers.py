@@ -433,7 +433,7 @@ def cell_run(folder: Path) -> CellRun:
     return run
 
 
-PLAN = {
+PLAN: dict[str, Any] = {
     "free": {"dp4": "dp4:32@64", "pp4": "pp4:32@64"},
     "short": {"dp4": "dp4:32@32", "pp4": "pp4:32@32"},
     "least": "dp4",
