@@ -9,6 +9,7 @@ from typing import Any
 from contest import make_model, short_name
 from peer_work import Work
 
+from hf_hotspa.cost.memory import MemoryRooms
 from hf_hotspa.strategy import Bucket, Strategy
 
 LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.07
@@ -79,16 +80,24 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
         work: What all sides train.
         limit_bytes: What planners are given.
     """
-    from hf_hotspa.cost.memory import MemoryRooms
-
     planner, found = _Planner(work, world_size, force=False), {}
-    rooms = MemoryRooms(planner.memory, limit_bytes)
+    rooms = _FullPipelines(planner.memory, limit_bytes)
     room = {s: rooms.tokens(s, rooms.arena(s)) for s in planner.strategies}
     for strategy, tokens in room.items():
         fits = tokens >= work.longest
         buckets = planner.buckets(strategy, limit_bytes) if fits else (planner.shortest(strategy),)
         found[short_name(strategy)] = ",".join(map(str, buckets))
     return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
+
+
+class _FullPipelines(MemoryRooms):
+    """Pipelines that are full of the longest packs: how a fixed strategy is run elsewhere. Only `auto` takes smaller ones."""
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        return self.model.largest_pack(strategy, self.limit_bytes, arena_bytes=arena)
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        return self.tokens(strategy, arena)
 
 
 class _Planner:
@@ -126,11 +135,10 @@ class _Planner:
     def buckets(self, strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         """The packs that the search finds best for one strategy."""
         from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN
-        from hf_hotspa.cost.memory import MemoryRooms
         from hf_hotspa.cost.search import search
 
         choice = search(
-            self.work.lengths, [strategy], self.time, MemoryRooms(self.memory, limit_bytes), self.switch,
+            self.work.lengths, [strategy], self.time, _FullPipelines(self.memory, limit_bytes), self.switch,
             mini_batch_size=self.work.mini_batch_rows, longest=self.work.longest,
             quadratic_cost=self.shape.quadratic_cost, margin=MARGIN, pack_margin=PACK_MARGIN,
         )  # fmt: skip

@@ -5,7 +5,8 @@ Owns the two grammars that users type:
 * a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
-  ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough.
+  ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
+  pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
 
 Ranks are laid out tp fastest, then dp, then pp: ``rank = (pp_coord * dp + dp_coord) * tp + tp_coord``.
 Plain data, no torch.
@@ -194,7 +195,9 @@ class Bucket:
     Args:
         strategy: The parallel strategy of the bucket.
         longest: The longest sequence of the bucket, in tokens.
-        pack_tokens: The most tokens in one pack (one row of concatenated sequences); at least `longest`.
+        pack_tokens: The most tokens in one pack (one row of concatenated sequences). At least `longest`, but for a
+            pipeline: there a longer sequence has a pack of its own, and the pipeline holds no more tokens at a time than
+            one that is full of packs of this size, or than that sequence (`data.pipeline_order`).
         low: The `longest` of the bucket before it; 0 for the first.
     """
 
@@ -202,6 +205,16 @@ class Bucket:
     longest: int
     pack_tokens: int
     low: int = 0
+
+    @property
+    def room(self) -> int:
+        """Tokens of the longest sequence that a pack holds."""
+        return max(self.longest, self.pack_tokens)
+
+    @property
+    def most_tokens(self) -> int:
+        """The most tokens in flight on a stage of a replica: a full pipeline, or one sequence longer than all of it."""
+        return max(self.strategy.pp * self.pack_tokens, self.longest)
 
     def __str__(self) -> str:
         capacity = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""
@@ -233,7 +246,7 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
                 f"bucket {entry.strip()!r}: its longest sequence {longest} is not above {low}, where the one before ends",
                 fix=example,
             )
-        if pack_tokens < longest:
+        if pack_tokens < (1 if strategy.pp > 1 else longest):
             raise StrategyError(
                 f"bucket {entry.strip()!r}: a pack of {pack_tokens} tokens cannot hold a sequence of {longest}",
                 fix=f"write {strategy}:{longest}@{longest} or more",

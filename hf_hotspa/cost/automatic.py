@@ -105,9 +105,14 @@ class CappedRooms:
         return self.rooms.arena(strategy)
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The most tokens of a pack in a pool with that arena."""
+        """The longest sequence in a pool with that arena."""
         room = self.rooms.tokens(strategy, arena)
         return min(room, self.most.get(strategy, room))
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The most tokens of packs that run with sequences up to `longest`."""
+        found = self.rooms.pack_tokens(strategy, arena, longest)
+        return min(found, self.most.get(strategy, found))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
         """Says what ran out of memory, where the memory model alone would have allowed it."""
@@ -191,7 +196,7 @@ def make_auto_plan(
     return AutoPlan(
         pool,
         choice,
-        tuple(memory.breakdown(b.strategy, b.pack_tokens, arena_bytes=arena) for b in pool),
+        tuple(memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in pool),
         time,
         {bucket.strategy: switch[bucket.strategy] for bucket in pool},
         limit_bytes,
@@ -239,14 +244,17 @@ def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
     """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
     arena = max(rooms.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
-    room = min(rooms.tokens(static.strategy, arena), static.pack_tokens)
-    if rooms.arena(static.strategy) > arena or room < longest:
+    if rooms.arena(static.strategy) > arena or rooms.tokens(static.strategy, arena) < longest:
         return choice.buckets
+    room = min(rooms.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
+    spare = replace(static, pack_tokens=room)
     same = [bucket for bucket in choice.buckets if bucket.strategy == static.strategy]
-    if not same:
-        return tuple(sorted([*choice.buckets, replace(static, pack_tokens=room)], key=_by_length))
-    larger = [replace(b, pack_tokens=max(b.pack_tokens, room)) if b in same else b for b in choice.buckets]
-    return tuple(sorted(larger, key=_by_length))
+    others = [bucket for bucket in choice.buckets if bucket not in same]
+    for bucket in same:
+        # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
+        larger = replace(bucket, pack_tokens=max(bucket.pack_tokens, room))
+        spare = larger if room >= longest else replace(spare, low=bucket.low, pack_tokens=min(bucket.pack_tokens, room))
+    return tuple(sorted([*others, spare], key=_by_length))
 
 
 def _by_length(bucket: Bucket) -> tuple[int, int]:

@@ -34,7 +34,9 @@ def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: Mini
     for phase in plan.phases:
         strategy = phase.bucket.strategy
         packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
-        found.append(PhaseSeconds(strategy, time.phase_seconds(strategy, packs), switch[strategy]))
+        found.append(
+            PhaseSeconds(strategy, time.phase_seconds(strategy, packs, phase.bucket.most_tokens), switch[strategy])
+        )
     return found
 
 

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import MIN_PIPELINE_PACK_TOKENS, pack_sequences
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 
 Array = npt.NDArray[np.float64]
 
@@ -23,10 +23,12 @@ Array = npt.NDArray[np.float64]
 def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     """Pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
 
-    Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better.
+    Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better. Where the longest sequence has
+    a pack of its own (`Bucket`), as long as they are worth a micro-batch of a pipeline.
     """
     found = [capacity]
-    while len(found) < count and found[-1] // 2 >= max(longest, 1):
+    least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
+    while len(found) < count and found[-1] // 2 >= least:
         found.append(found[-1] // 2)
     return found
 
@@ -64,14 +66,17 @@ class LengthTable:
         ends = np.stack([sums[row] for sums, row in zip(prefix, self._at, strict=True)])
         return np.maximum(ends[:, None, :] - ends[:, :, None], 0.0)
 
-    def phase_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float) -> Array:
+    def phase_seconds(
+        self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float, longest: int = 0
+    ) -> Array:
         """Estimated (weighted) mean seconds of the phase of each range, switch included; [low edge, high edge].
 
         Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
         sequence of more than half the capacity), their number follows the rule of `data.packing`, and a pipeline
         takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
         its work on all of them. Infinite where the range is empty by
-        construction or holds a length above the capacity.
+        construction or holds a length above both the capacity and `longest`. That tokens in flight are limited is not in
+        it.
         """
         dp, pp = strategy.dp, strategy.pp
         count, tokens, squares = self.count, self.tokens, self.squares
@@ -101,7 +106,7 @@ class LengthTable:
         seconds = seconds + time.fixed_s + switch_s
         mean: Array = np.tensordot(self._weights, np.where(count > 0, seconds, 0.0), 1)
         low, high = np.indices(mean.shape)
-        mean[(low >= high) | (self.edges[None, :] > capacity)] = np.inf
+        mean[(low >= high) | (self.edges[None, :] > max(capacity, longest))] = np.inf
         return mean
 
 
@@ -150,7 +155,7 @@ class Evaluator:
         self._known: dict[tuple[Strategy, int, int, int], PhaseCost] = {}
 
     def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
-        """The phase that runs the lengths in `(low, high]`."""
+        """The phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
         key = strategy, low, high, pack_tokens
         if key not in self._known:
             self._known[key] = self._phase(*key)
@@ -158,6 +163,7 @@ class Evaluator:
 
     def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
         compute = num_packs = used = 0.0
+        most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
         for batch, weight in self._batches:
             lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
             if not lengths:
@@ -169,11 +175,11 @@ class Evaluator:
                 dp=strategy.dp,
                 pp=strategy.pp,
                 quadratic_cost=self._quadratic_cost,
+                longest=high,
             )
             num_packs += weight * sum(map(len, replicas))
-            compute += weight * self._time.phase_seconds(
-                strategy, [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
-            )
+            of_replicas = [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+            compute += weight * self._time.phase_seconds(strategy, of_replicas, most_tokens)
         return PhaseCost(compute, self._switch[strategy] * used, num_packs)
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
@@ -186,7 +192,8 @@ class Evaluator:
             lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
             if lengths:
                 tokens, squares = sum(lengths), sum(length * length for length in lengths)
-                packs = -(-tokens // pack_tokens)
+                alone = lengths[bisect_right(lengths, pack_tokens) :]
+                packs = len(alone) - (sum(alone) - tokens) // pack_tokens
                 loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
                 busiest = max(loads.values()) / strategy.dp
                 busiest = max(busiest, sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp / slots)

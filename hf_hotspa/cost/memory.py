@@ -4,7 +4,7 @@ A rank holds, from first to last: its share of the master store (fp32 weights an
 weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
 activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
 switches and communicators. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
-al., SC'21, section 2.2).
+al., SC'21, section 2.2), and no more tokens than `Bucket.most_tokens`.
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, fields
 from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 
 UNLIMITED_TOKENS = 1 << 40
 """What `largest_pack` says where nothing limits a pack."""
@@ -98,8 +98,9 @@ class MemoryBreakdown:
         communicators: Buffers of communicators.
         reserved: What the device keeps for itself.
         stage: The stage.
-        in_flight: Micro-batches in flight on it.
-        pack_tokens: Tokens of each pack.
+        in_flight: Micro-batches in flight on it, at most.
+        held_tokens: Tokens in flight on it, at most.
+        pack_tokens: Tokens of the largest pack.
     """
 
     master_weights: float
@@ -115,11 +116,12 @@ class MemoryBreakdown:
     reserved: float
     stage: int
     in_flight: int
+    held_tokens: int
     pack_tokens: int
 
     def parts(self) -> dict[str, float]:
         """Bytes by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)[:-3]}
+        return {f.name: getattr(self, f.name) for f in fields(self)[:-4]}
 
     @property
     def total(self) -> float:
@@ -153,25 +155,33 @@ class MemoryModel:
         return self.options.weight_copies * stage.weight_bytes + stage.gradient_bytes
 
     def breakdown(
-        self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
+        self,
+        strategy: Strategy,
+        pack_tokens: int,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
     ) -> MemoryBreakdown:
         """Bytes on the fullest rank.
 
         Args:
             strategy: The strategy that runs.
             pack_tokens: Tokens of its packs.
+            longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
             num_packs: Packs of a replica; None for enough to fill the pipeline.
             arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
         """
-        stages = [self._breakdown(strategy, stage, pack_tokens, num_packs, arena_bytes) for stage in range(strategy.pp)]
+        bucket = Bucket(strategy, longest, pack_tokens)
+        stages = [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
         return max(stages, key=lambda found: found.total)
 
-    def _breakdown(
-        self, strategy: Strategy, stage: int, pack_tokens: int, num_packs: int | None, arena_bytes: int
-    ) -> MemoryBreakdown:
+    def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
+        strategy, pack_tokens = bucket.strategy, bucket.room
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self.sizes.master(self.world_size)
         in_flight = strategy.pp - stage if num_packs is None else min(strategy.pp - stage, num_packs)
+        held_tokens = min(in_flight * pack_tokens, bucket.most_tokens)
 
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
         last = stage == strategy.pp - 1 and in_flight > 0
@@ -184,10 +194,10 @@ class MemoryModel:
         # of the other tokens, the hidden states and their gradients
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
-        layers = self._layers_bytes(strategy, sizes.num_layers, in_flight, pack_tokens, logit_bytes)
+        layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
         if in_flight and not last:
             # what a stage sends stays until its backward pass
-            layers += in_flight * hidden / self._sharers(strategy) * pack_tokens
+            layers += hidden / self._sharers(strategy) * held_tokens
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -202,6 +212,7 @@ class MemoryModel:
             reserved=options.reserved_bytes,
             stage=stage,
             in_flight=in_flight,
+            held_tokens=held_tokens,
             pack_tokens=pack_tokens,
         )
 
@@ -218,7 +229,7 @@ class MemoryModel:
         return strategy.tp if strategy.sp or self.options.sequence_parallel else 1
 
     def _layers_bytes(
-        self, strategy: Strategy, num_layers: int, in_flight: int, pack_tokens: int, logit_bytes: float
+        self, strategy: Strategy, num_layers: int, held_tokens: int, pack_tokens: int, logit_bytes: float
     ) -> float:
         """What the layers of a stage hold of all packs in flight when most is held, beyond the logits.
 
@@ -227,13 +238,13 @@ class MemoryModel:
         layers 0, n, 2n, ... of a stage that recompute every n-th keep their input; each makes its activations anew,
         with a gradient at either end and one inside of its MLP, which sequence parallelism gathers.
         """
-        if not in_flight:
+        if not held_tokens:
             return 0.0
         sharers, every = self._sharers(strategy), strategy.rc or self.options.recompute
         per_token = self._layer_bytes(strategy)
         if not every:
             backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
-            return (per_token * num_layers * in_flight + backward) * pack_tokens
+            return per_token * num_layers * held_tokens + backward * pack_tokens
         shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
         hidden = shape.hidden_size * element_bytes
         inner = shape.mlp_parameters / (3 * shape.hidden_size) * element_bytes
@@ -244,7 +255,7 @@ class MemoryModel:
         # the last one that recomputes: the layers behind it are through
         before = kept - (num_layers - 1) % every * per_token
         again = before - hidden / sharers + per_token + gradients
-        others = (in_flight - 1) * kept * pack_tokens
+        others = (held_tokens - pack_tokens) * kept
         return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
     def _layer_bytes(self, strategy: Strategy) -> float:
@@ -260,12 +271,22 @@ class MemoryModel:
             return (measured[1] - gathered) / tp + gathered
         return activation_bytes(shape, tp, sequence_parallel=sp, element_bytes=element_bytes)
 
-    def largest_pack(self, strategy: Strategy, limit_bytes: float | None, *, arena_bytes: int = 0) -> int:
+    def largest_pack(
+        self,
+        strategy: Strategy,
+        limit_bytes: float | None,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
+    ) -> int:
         """The most tokens that a pack may have.
 
         Args:
-            strategy: The strategy that runs it, with a full pipeline.
+            strategy: The strategy that runs it.
             limit_bytes: Memory of a device; None for no limit.
+            longest: See `breakdown`.
+            num_packs: See `breakdown`.
             arena_bytes: See `breakdown`.
 
         Returns:
@@ -277,15 +298,17 @@ class MemoryModel:
         for stage in range(strategy.pp):
 
             def total(tokens: int, stage: int = stage) -> float:
-                return self._breakdown(strategy, stage, tokens, None, arena_bytes).total
+                return self._breakdown(Bucket(strategy, longest, tokens), stage, num_packs, arena_bytes).total
 
             # the first that does not fit comes behind it
             found = max(0, bisect_right(range(found + 1), limit_bytes, key=total) - 1)
         return found
 
-    def bytes_needed(self, strategy: Strategy, pack_tokens: int, *, arena_bytes: int = 0) -> float:
-        """The smallest limit under which a pack of so many tokens fits."""
-        return self.breakdown(strategy, pack_tokens, arena_bytes=arena_bytes).total
+    def bytes_needed(
+        self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
+    ) -> float:
+        """The smallest limit under which so many packs (None: a pipeline full) of so many tokens fit."""
+        return self.breakdown(strategy, pack_tokens, num_packs=num_packs, arena_bytes=arena_bytes).total
 
     def check_pool(self, packs: Mapping[Strategy, int], limit_bytes: float | None) -> None:
         """Refuses a pool that does not fit.
@@ -312,7 +335,7 @@ class MemoryModel:
 
 @dataclass(frozen=True)
 class MemoryRooms:
-    """How many tokens a pack of a strategy may have inside a pool, from the memory model.
+    """How many tokens a sequence and a pack of a strategy may have inside a pool, from the memory model.
 
     Args:
         model: The memory model.
@@ -327,8 +350,12 @@ class MemoryRooms:
         return self.model.arena_bytes(strategy)
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The most tokens of a pack, in a pool with that arena; 0 when it cannot run."""
-        return self.model.largest_pack(strategy, self.limit_bytes, arena_bytes=arena)
+        """The longest sequence, with nothing beside it in a pipeline, in a pool with that arena; 0 when it cannot run."""
+        return self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
+        return self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
         """The error that says what it takes to hold a sequence that fits nowhere."""
@@ -337,7 +364,7 @@ class MemoryRooms:
             strategies,
             self.limit_bytes or 0.0,
             lambda strategy: self.tokens(strategy, 0),
-            lambda strategy: self.model.bytes_needed(strategy, longest),
+            lambda strategy: self.model.bytes_needed(strategy, longest, num_packs=1),
         )
 
 

@@ -300,7 +300,8 @@ def _check_calibration(
 
 def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
     """A breakdown as plain data, in bytes."""
-    return {"total": memory.total, **memory.parts(), "stage": memory.stage, "in_flight": memory.in_flight}
+    place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
+    return {"total": memory.total, **memory.parts(), **place}
 
 
 def read_lengths(text: str, mini_batch_size: int, longest: int | None, positions: int | None) -> tuple[list[int], int]:
@@ -357,7 +358,9 @@ def make_plan(
         max_phases=max_phases,
     )
     arena = max(setup.memory.arena_bytes(bucket.strategy) for bucket in choice.buckets)
-    memory = [setup.memory.breakdown(b.strategy, b.pack_tokens, arena_bytes=arena) for b in choice.buckets]
+    memory = [
+        setup.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in choice.buckets
+    ]
     return Plan(setup, tuple(found), lengths, top, mini_batch_size, choice, tuple(memory))
 
 

@@ -1,15 +1,19 @@
 """How long a pipeline takes: an exact event simulation of our 1F1B schedule with unequal micro-batches.
 
-Follows `hf_hotspa/runtime/pipeline.py`: stage i of p runs `min(m, p - 1 - i)` warm-up forwards, then one forward and
-one backward in turn, then the remaining backwards. Sends do not block; a stage waits for what it needs next. The usual
-closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the head.
+Follows `hf_hotspa/runtime/pipeline.py`: each stage runs the operations of `data.pipeline_order`. Sends do not block; a
+stage waits for what it needs next. The usual closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the head.
 """
 
 from collections.abc import Sequence
 
+from hf_hotspa.data.pipeline_order import operations
+
 
 def one_forward_one_backward(
-    forward: Sequence[Sequence[float]], backward: Sequence[Sequence[float]], hops: Sequence[float] | None = None
+    forward: Sequence[Sequence[float]],
+    backward: Sequence[Sequence[float]],
+    hops: Sequence[float] | None = None,
+    reach: Sequence[int] | None = None,
 ) -> float:
     """Seconds until the last stage operation of a replica has ended.
 
@@ -17,6 +21,7 @@ def one_forward_one_backward(
         forward: `forward[stage][micro-batch]` seconds.
         backward: `backward[stage][micro-batch]` seconds.
         hops: Seconds that the hidden state of each micro-batch, or its gradient, travels between two stages.
+        reach: How far forward passes may be ahead, see `pipeline_order.reaches`; None for no limit.
     """
     num_stages, total = len(forward), len(forward[0])
     if num_stages == 1:
@@ -25,7 +30,7 @@ def one_forward_one_backward(
         return 0.0
     if hops is None:
         hops = [0.0] * total
-    warm_up = [min(total, num_stages - 1 - stage) for stage in range(num_stages)]
+    order = [operations(reach or [total] * total, num_stages, stage) for stage in range(num_stages)]
     clock = [0.0] * num_stages
     # when the forward (backward) of a micro-batch ended on each stage; they end in order, so a list grows
     forwards: list[list[float]] = [[] for _ in range(num_stages)]
@@ -36,10 +41,10 @@ def one_forward_one_backward(
         before = left
         for stage in range(num_stages):
             ended, back = forwards[stage], backwards[stage]
-            now, warm = clock[stage], warm_up[stage]
-            while True:
-                i, j = len(ended), len(back)
-                if i < total and i <= warm + j:  # the next operation is a forward
+            now = clock[stage]
+            while len(ended) + len(back) < 2 * total:
+                i, is_backward = order[stage][len(ended) + len(back)]
+                if not is_backward:
                     if stage == 0:
                         ready = now
                     elif i < len(forwards[stage - 1]):
@@ -48,17 +53,15 @@ def one_forward_one_backward(
                         break
                     now = ready + forward[stage][i]
                     ended.append(now)
-                elif j < total:
+                else:
                     if stage == last:
                         ready = now
-                    elif j < len(backwards[stage + 1]):
-                        ready = max(now, backwards[stage + 1][j] + hops[j])
+                    elif i < len(backwards[stage + 1]):
+                        ready = max(now, backwards[stage + 1][i] + hops[i])
                     else:
                         break
-                    now = ready + backward[stage][j]
+                    now = ready + backward[stage][i]
                     back.append(now)
-                else:
-                    break
                 left -= 1
             clock[stage] = now
         assert left < before, "the schedule waits for itself"

@@ -11,7 +11,8 @@ What is exact and what is not:
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others room. The search
-  runs once for each size of arena (sizes within 1 % count as one, the larger holds).
+  runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
+  as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
 
 Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing.
 Where sequences longer than all drawn ones must fit, one mini-batch in a hundred is taken to hold one and nothing else:
@@ -48,7 +49,10 @@ class Rooms(Protocol):
         """Bytes that a pool must keep for the strategy's weights and gradients."""
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The most tokens of a pack in a pool with that arena; 0 when the strategy cannot run there."""
+        """The longest sequence in a pool with that arena; 0 when the strategy cannot run there."""
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
         """The error for a sequence that no strategy holds."""
@@ -56,7 +60,7 @@ class Rooms(Protocol):
 
 @dataclass(frozen=True)
 class FixedRooms:
-    """Given room for each strategy, whatever the pool."""
+    """Given room for each strategy, whatever the pool and the sequences."""
 
     capacities: Mapping[Strategy, int]
 
@@ -65,6 +69,10 @@ class FixedRooms:
         return 0
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The given number."""
+        return self.capacities[strategy]
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The given number."""
         return self.capacities[strategy]
 
@@ -220,6 +228,7 @@ class _Search:
         self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
         self.most_tokens = max(longest, *map(sum, self.batches))
         self.exact = True
+        self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
     def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
         static = self._best_static(plain_margin)
@@ -246,8 +255,17 @@ class _Search:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
 
     def _room(self, strategy: Strategy, arena: int) -> int:
-        """Tokens of a pack, no more than a mini-batch can fill."""
+        """Tokens of a sequence, no more than a mini-batch can fill."""
         return min(self.rooms.tokens(strategy, arena), self.most_tokens)
+
+    def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
+        """Pack sizes worth trying with sequences up to `high`; none where these do not fit."""
+        key = strategy, arena, high
+        if key not in self._known_packs:
+            fits = high <= self._room(strategy, arena)
+            capacity = min(self.rooms.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
+            self._known_packs[key] = pack_choices(max(1, capacity), high) if fits else []
+        return self._known_packs[key]
 
     def _best_static(self, plain_margin: float) -> _Phases:
         """All single strategies and pack sizes, those with the lowest bound first, until no bound can win.
@@ -257,8 +275,7 @@ class _Search:
         whole = 0, self.longest
         options = []
         for strategy in self.pool:
-            room = self._room(strategy, self.rooms.arena(strategy))
-            for tokens in pack_choices(room, self.longest) if room >= self.longest else ():
+            for tokens in self._packs(strategy, self.rooms.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         found: list[tuple[float, Strategy, int]] = []
         most = float("inf")
@@ -284,52 +301,57 @@ class _Search:
             rooms = {s: self._room(s, arena) for s in self.pool if self.rooms.arena(s) <= arena}
             rooms = {s: room for s, room in rooms.items() if room >= min(map(min, self.batches))}
             if len(rooms) > 1 and max(rooms.values()) >= self.longest:
-                found += self._partitions(rooms)
+                found += self._partitions(rooms, arena)
         if self.exact or not found:
             return [phases for _, phases in found]
         shortlist = [phases for _, phases in sorted(found)[:_SHORTLIST]]
         winner = min(shortlist, key=self._seconds)
         return [*shortlist, self._moved(winner)]
 
-    def _partitions(self, rooms: Mapping[Strategy, int]) -> list[tuple[float, _Phases]]:
-        """The best partitions with given rooms, with more than one phase."""
+    def _partitions(self, rooms: Mapping[Strategy, int], arena: int) -> list[tuple[float, _Phases]]:
+        """The best partitions with given rooms in a pool with that arena, with more than one phase."""
         edges = choose_edges(self.batches, list(rooms.values()), self.longest, _MOST_EDGES)
         strategies = list(rooms)
         if len(rooms) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
-            costs = np.stack([self._simulated(edges, strategy, rooms[strategy]) for strategy in strategies])
+            costs = np.stack([self._simulated(edges, strategy, arena) for strategy in strategies])
         else:
             self.exact = False
             table = LengthTable(self.batches, edges, self.weights)
-            costs = np.stack([self._estimated(table, strategy, rooms[strategy]) for strategy in strategies])
+            costs = np.stack([self._estimated(table, strategy, rooms[strategy], arena) for strategy in strategies])
         found = []
         for partition in best_partitions(costs, self.max_phases):
             if len(partition.ranges) > 1:
-                phases = tuple(
-                    self._packed(strategies[s], edges[i], edges[j], rooms[strategies[s]])
-                    for s, i, j in partition.ranges
-                )
+                phases = tuple(self._packed(strategies[s], edges[i], edges[j], arena) for s, i, j in partition.ranges)
                 found.append((partition.seconds, phases))
         return found
 
-    def _estimated(self, table: LengthTable, strategy: Strategy, room: int) -> np.typing.NDArray[np.float64]:
+    def _estimated(
+        self, table: LengthTable, strategy: Strategy, room: int, arena: int
+    ) -> np.typing.NDArray[np.float64]:
         """Seconds of every range with its best pack size, by estimate; [low edge, high edge]."""
+        longest = min(room, self.longest)
+        capacity = min(self.rooms.pack_tokens(strategy, arena, 0), self.most_tokens)
+        sizes = {(tokens, 0) for tokens in pack_choices(capacity, 1)} if capacity else set()
+        if longest > capacity:
+            sizes |= {(tokens, longest) for tokens in self._packs(strategy, arena, longest)}
         switch_s = self.switch[strategy]
         return np.min(
-            [table.phase_seconds(self.time, strategy, tokens, switch_s) for tokens in pack_choices(room, 1)], axis=0
+            [table.phase_seconds(self.time, strategy, p, switch_s, most) for p, most in sorted(sizes)], axis=0
         )
 
-    def _simulated(self, edges: Sequence[int], strategy: Strategy, room: int) -> np.typing.NDArray[np.float64]:
+    def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
         """The same, packed and simulated."""
         costs = np.full((len(edges), len(edges)), np.inf)
         for j, high in enumerate(edges):
-            for i in range(j) if high <= room else ():
-                costs[i, j] = self.evaluator.phase(*self._packed(strategy, edges[i], high, room)).seconds
+            for i in range(j) if self._packs(strategy, arena, high) else ():
+                costs[i, j] = self.evaluator.phase(*self._packed(strategy, edges[i], high, arena)).seconds
         return costs
 
-    def _packed(self, strategy: Strategy, low: int, high: int, room: int) -> tuple[Strategy, int, int, int]:
+    def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
         """The phase with its best pack size."""
-        best, best_seconds = room, float("inf")
-        for tokens in pack_choices(room, high):
+        sizes = self._packs(strategy, arena, high)
+        best, best_seconds = sizes[0], float("inf")
+        for tokens in sizes:
             if self.evaluator.bound(strategy, low, high, tokens) < best_seconds:
                 seconds = self.evaluator.phase(strategy, low, high, tokens).seconds
                 if seconds < best_seconds:
@@ -339,7 +361,7 @@ class _Search:
     def _moved(self, phases: _Phases) -> _Phases:
         """The same strategies with edges moved to neighbouring candidates while that helps."""
         best, best_seconds = phases, self._seconds(phases)
-        edges = choose_edges(self.batches, [phase[3] for phase in phases], self.longest, _MOST_EDGES)
+        edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, _MOST_EDGES)
         improved = True
         while improved:
             improved = False
@@ -347,7 +369,7 @@ class _Search:
                 (first, low, edge, room), (second, _, high, other) = best[index : index + 2]
                 at = int(np.searchsorted(edges, edge))
                 for near in (at - 1, at + 1):
-                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= room:
+                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(room, edge):
                         moved = edges[near]
                         trial = (*best[:index], (first, low, moved, room), (second, moved, high, other))
                         trial = (*trial, *best[index + 2 :])

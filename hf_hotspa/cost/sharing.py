@@ -9,6 +9,8 @@ is used.
 import heapq
 from collections.abc import Sequence
 
+from hf_hotspa.data.pipeline_order import operations
+
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
     """Seconds until the last of several independent loads is done, all started together.
@@ -31,6 +33,7 @@ def shared_pipelines(
     hops: Sequence[Sequence[float]],
     ranks_per_stage: int,
     slots: float,
+    reaches: Sequence[Sequence[int]] | None = None,
 ) -> float:
     """Seconds until the last of several pipelines is done: `schedule.one_forward_one_backward` on shared processors.
 
@@ -44,9 +47,11 @@ def shared_pipelines(
         hops: `hops[replica][micro-batch]` seconds that a hidden state or its gradient travels between two stages.
         ranks_per_stage: Ranks that work on a stage together.
         slots: Ranks that compute at a time.
+        reaches: `reaches[replica]`: how far forward passes may be ahead, see `pipeline_order.reaches`; None for no limit.
     """
+    reaches = reaches or [[len(ahead[0])] * len(ahead[0]) for ahead in forward]
     stages = [
-        _Stage(index, stage, len(ahead), ahead[stage], back[stage], hops[index])
+        _Stage(index, stage, len(ahead), ahead[stage], back[stage], hops[index], reaches[index])
         for index, (ahead, back) in enumerate(zip(forward, backward, strict=True))
         for stage in range(len(ahead))
         if ahead[stage]
@@ -98,28 +103,22 @@ class _Stage:
         forward: Sequence[float],
         backward: Sequence[float],
         hops: Sequence[float],
+        reach: Sequence[int],
     ) -> None:
         self.replica, self.index, self.num_stages = replica, index, num_stages
         self.forward, self.backward, self.hops = forward, backward, hops
         total = len(forward)
         self.hidden: set[int] = set(range(total)) if index == 0 else set()
         self.gradients: set[int] = set(range(total)) if index == num_stages - 1 else set()
-        self.warm_up = min(total, num_stages - 1 - index)
-        self.forwards = self.backwards = 0
+        self._operations = operations(reach, num_stages, index)
+        self._ended = 0
         self.busy = False
-
-    @property
-    def _next(self) -> tuple[int, int]:
-        """`(micro-batch, whether its backward)` of the next operation."""
-        if self.forwards < len(self.forward) and self.forwards <= self.warm_up + self.backwards:
-            return self.forwards, 0
-        return self.backwards, 1
 
     def start(self) -> float | None:
         """Seconds of the operation that starts now; None when there is none, or it has to wait."""
-        if self.backwards == len(self.backward):
+        if self._ended == len(self._operations):
             return None
-        micro_batch, is_backward = self._next
+        micro_batch, is_backward = self._operations[self._ended]
         if micro_batch not in (self.gradients if is_backward else self.hidden):
             return None
         self.busy = True
@@ -127,10 +126,7 @@ class _Stage:
 
     def finish(self) -> tuple[int, int]:
         """Ends the running operation; `(micro-batch, whether its backward)`."""
-        found = self._next
+        micro_batch, is_backward = self._operations[self._ended]
         self.busy = False
-        if found[1]:
-            self.backwards += 1
-        else:
-            self.forwards += 1
-        return found
+        self._ended += 1
+        return micro_batch, int(is_backward)

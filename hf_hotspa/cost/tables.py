@@ -44,6 +44,7 @@ def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str
     rows.append(["total", *(f"{found.total / _GIB:,.2f}" for found in memory)])
     rows.append(["fullest stage", *(f"{found.stage}" for found in memory)])
     rows.append(["packs in flight", *(f"{found.in_flight}" for found in memory)])
+    rows.append(["tokens in flight", *(f"{found.held_tokens:,}" for found in memory)])
     return table(rows)
 
 

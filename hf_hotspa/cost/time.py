@@ -20,6 +20,7 @@ from hf_hotspa.cost.json_file import number, read_json, write_json
 from hf_hotspa.cost.schedule import one_forward_one_backward
 from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.data.pipeline_order import reaches
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.strategy import Strategy
@@ -214,35 +215,44 @@ class TimeModel:
     def replica_seconds(self, strategy: Strategy, packs: Packs) -> float:
         """Seconds of one replica while the others wait: its packs in the given order through its stages."""
         if strategy.tp * strategy.pp > self.slots:
-            return self._shared(strategy, [packs])
-        return self._alone(strategy, packs)
+            return self._shared(strategy, [packs], None)
+        return self._alone(strategy, packs, None)
 
-    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
-        """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores."""
+    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
+        """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
+
+        Args:
+            strategy: The strategy.
+            replicas: The packs of each replica, in order.
+            most_tokens: The most tokens in flight in a pipeline; None for no limit.
+        """
         busy = [packs for packs in replicas if packs]
         if not busy:
             return 0.0
         if strategy.tp * strategy.pp * len(busy) > self.slots:
-            return self.fixed_s + self._shared(strategy, busy)
-        return self.fixed_s + max(self._alone(strategy, packs) for packs in busy)
+            return self.fixed_s + self._shared(strategy, busy, most_tokens)
+        return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
 
-    def _shared(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
+    def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         if strategy.pp == 1:
-            return shared_seconds([self._alone(strategy, packs) for packs in replicas], strategy.tp, self.slots)
-        piped = [self._pipeline(strategy, packs) for packs in replicas]
-        forward, backward, hops = zip(*piped, strict=True)
-        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots)
+            alone = [self._alone(strategy, packs, None) for packs in replicas]
+            return shared_seconds(alone, strategy.tp, self.slots)
+        piped = [self._pipeline(strategy, packs, most_tokens) for packs in replicas]
+        forward, backward, hops, reach = zip(*piped, strict=True)
+        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots, reach)
 
-    def _alone(self, strategy: Strategy, packs: Packs) -> float:
+    def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
         """Seconds of a replica whose ranks have a core each."""
         if strategy.pp > 1:
-            return one_forward_one_backward(*self._pipeline(strategy, packs))
+            return one_forward_one_backward(*self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)
         squares = sum(length * length for pack in packs for length in pack)
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 
-    def _pipeline(self, strategy: Strategy, packs: Packs) -> tuple[list[list[float]], list[list[float]], list[float]]:
-        """Forward and backward seconds `[stage][pack]`, and the seconds of each pack's hop."""
+    def _pipeline(
+        self, strategy: Strategy, packs: Packs, most_tokens: int | None
+    ) -> tuple[list[list[float]], list[list[float]], list[float], list[int]]:
+        """Forward and backward seconds `[stage][pack]`, the seconds of each pack's hop, and `pipeline_order.reaches`."""
         tokens = [sum(pack) for pack in packs]
         squares = [sum(length * length for length in pack) for pack in packs]
         costs = self.stage_costs(strategy)
@@ -250,7 +260,8 @@ class TimeModel:
         share, hop = self.forward_share, self.hop(strategy)
         forward = {c: [share * t for t in found] for c, found in seconds.items()}
         backward = {c: [(1 - share) * t for t in found] for c, found in seconds.items()}
-        return [forward[c] for c in costs], [backward[c] for c in costs], [hop.seconds(s) for s in tokens]
+        hops, reach = [hop.seconds(s) for s in tokens], reaches(tokens, most_tokens)
+        return [forward[c] for c in costs], [backward[c] for c in costs], hops, reach
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 

@@ -161,6 +161,7 @@ def plan_mini_batch(
             dp=bucket.strategy.dp,
             pp=bucket.strategy.pp,
             quadratic_cost=quadratic_cost,
+            longest=bucket.longest,
         )
         phases.append(
             PhasePlan(

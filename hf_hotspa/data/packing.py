@@ -12,7 +12,9 @@ add up, because packed sequences do not attend to each other. Five steps, all de
 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `cost.schedule`).
 
-Promises: no pack exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the packs of a
+In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
+
+Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the packs of a
 replica come in descending cost but for that one (the largest at once, so that a lack of memory shows). O(n log n); no
 torch.
 """
@@ -36,7 +38,13 @@ def sequence_cost(num_tokens: int, quadratic_cost: float) -> float:
 
 
 def pack_sequences(
-    lengths: Sequence[int], *, capacity: int, dp: int = 1, pp: int = 1, quadratic_cost: float = 0.0
+    lengths: Sequence[int],
+    *,
+    capacity: int,
+    dp: int = 1,
+    pp: int = 1,
+    quadratic_cost: float = 0.0,
+    longest: int = 0,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Packs sequences and hands the packs to replicas.
 
@@ -46,25 +54,28 @@ def pack_sequences(
         dp: Number of replicas.
         pp: Pipeline stages of a replica.
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
+        longest: Sequences above the capacity that are no longer than this have packs of their own.
 
     Returns:
         `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
 
     Raises:
-        OverlongError: a sequence is longer than the capacity.
+        OverlongError: a sequence is longer than both the capacity and `longest`.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
-    if order and lengths[order[0]] > capacity:
+    if order and lengths[order[0]] > max(capacity, longest):
         raise OverlongError(
             f"a sequence of {lengths[order[0]]} tokens does not fit into a pack of {capacity}",
             where=f"sequence {order[0]} of the bucket",
             fix=f"raise the pack tokens of the bucket to at least {lengths[order[0]]}",
         )
     costs = [sequence_cost(length, quadratic_cost) for length in lengths]
-    fitted = _best_fit(order, lengths, capacity)
-    target = _num_packs(len(fitted), len(order), sum(lengths), dp, pp)
-    packs = _cheapest_with_room(order, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
-    replicas = _to_replicas(packs, costs, dp)
+    alone = [[i] for i in order if lengths[i] > capacity]
+    rest = order[len(alone) :]
+    fitted = _best_fit(rest, lengths, capacity)
+    target = _num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp) - len(alone)
+    packs = _cheapest_with_room(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
+    replicas = _to_replicas(alone + packs, costs, dp)
     return tuple(_filling_soon(replica) for replica in replicas) if pp > 1 else replicas
 
 

@@ -336,7 +336,7 @@ class HotSPaEngine:
             return_job = runner.submit_return(len(phase.micro_batches))
         load_s = lap()
         micro_batches = [m.to(self.device, non_blocking=True) for m in phase.micro_batches]
-        loss = float(runner.compute(micro_batches, scale))
+        loss = float(runner.compute(micro_batches, scale, phase.bucket.most_tokens))
         compute_s = lap()
         if load_job is not None:
             load = load_job.result()

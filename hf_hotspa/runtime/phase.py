@@ -160,10 +160,16 @@ class PhaseRunner:
         )
         return self._return_job
 
-    def compute(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss."""
+    def compute(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
+        """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
+
+        Args:
+            micro_batches: What this rank's replica runs.
+            scale: 1 / (label tokens of the mini-batch).
+            most_tokens: The most tokens in flight in a pipeline; None for no limit.
+        """
         self.act = "compute"
-        loss = self._runner.run(micro_batches, scale)
+        loss = self._runner.run(micro_batches, scale, most_tokens)
         if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
             self._load_job.result()
             self._switching.arenas.loaded(self._holder)

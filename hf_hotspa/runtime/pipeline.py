@@ -2,8 +2,9 @@
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
 
-* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
-  shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing is negotiated.
+* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2; `data.pipeline_order`) takes
+  micro-batches of different shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing
+  is negotiated. It can limit the tokens in flight, so that a long micro-batch has few beside it.
 * `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape; a schedule object is bound to
   its first shape (another one aborts the process on gloo), so there is one object per shape.
 
@@ -21,13 +22,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.data.pipeline_order import operations, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.runtime.mesh import StrategyMesh
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B. `1f1b`, `gpipe`: torch's, padding the packs of a phase to one shape where needed. `auto`: torch's
 1F1B when all packs have one shape anyway and fill the pipeline, else our own (padding costs more than any schedule
-gains)."""
+gains). Where tokens in flight are limited, and the limit matters, ours runs whatever was chosen: no other knows one."""
 
 _CACHED_SCHEDULES = 8
 
@@ -73,23 +75,24 @@ class PipelineRunner:
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
 
         Args:
             micro_batches: What this replica runs; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
+            most_tokens: The most tokens in flight on a stage; None for no limit.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
         """
         if self._group is None:
             return self._run_alone(micro_batches, scale)
-        kind = self._choose(micro_batches)
+        reach = reaches([m.num_tokens for m in micro_batches], most_tokens)
+        kind = self._choose(micro_batches, reach)
         if kind == "own":
-            return _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages).run(
-                micro_batches, scale
-            )
+            own = _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages)
+            return own.run(micro_batches, scale, reach)
         longest = max(m.num_tokens for m in micro_batches)
         return self._torch.run(kind, [m.padded_to(longest, self._pad_token_id) for m in micro_batches], scale)
 
@@ -104,8 +107,11 @@ class PipelineRunner:
         own = _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages)
         return own.run_forward(micro_batches, scale)
 
-    def _choose(self, micro_batches: Sequence[MicroBatch]) -> str:
-        fills = len(micro_batches) >= self._num_stages
+    def _choose(self, micro_batches: Sequence[MicroBatch], reach: Sequence[int]) -> str:
+        total = len(micro_batches)
+        fills = total >= self._num_stages
+        if any(end < min(total, start + self._num_stages) for start, end in enumerate(reach)):
+            return "own"
         if self._schedule == "auto":
             return "1f1b" if fills and len({m.num_tokens for m in micro_batches}) == 1 else "own"
         if (self._schedule == "1f1b" and not fills) or not micro_batches:
@@ -119,6 +125,10 @@ class PipelineRunner:
             loss.backward()
             total += loss.detach()
         return total
+
+
+_Message = tuple[Tensor, int, int]
+"""Tensor, neighbour, tag; tags keep forward and backward of each micro-batch apart on gloo."""
 
 
 @dataclass
@@ -143,20 +153,16 @@ class _OneForwardOneBackward:
         self._in_flight: dict[int, _InFlight] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        total = len(micro_batches)
-        warm_up = min(total, self._num_stages - 1 - self._index)
-        for i in range(warm_up):
-            hidden = self._exchange(None, self._wanted_hidden(micro_batches, i))
-            self._exchange(self._forward_message(self._forward(micro_batches, i, hidden, scale), i), None)
-        hidden = self._exchange(None, self._wanted_hidden(micro_batches, warm_up)) if warm_up < total else None
-        for i in range(warm_up, total):  # steady state: one forward, one backward
-            out = self._forward(micro_batches, i, hidden, scale)
-            grad = self._exchange(self._forward_message(out, i), self._wanted_gradient(i - warm_up))
-            message = self._backward(i - warm_up, grad)
-            hidden = self._exchange(message, self._wanted_hidden(micro_batches, i + 1) if i + 1 < total else None)
-        for i in range(total - warm_up, total):  # drain
-            self._exchange(self._backward(i, self._exchange(None, self._wanted_gradient(i))), None)
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float, reach: Sequence[int]) -> Tensor:
+        message: _Message | None = None
+        for i, is_backward in operations(reach, self._num_stages, self._index):
+            wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(micro_batches, i)
+            received = self._hand_over(message, wanted)
+            if is_backward:
+                message = self._backward(i, received)
+            else:
+                message = self._forward_message(self._forward(micro_batches, i, received, scale), i)
+        self._exchange(message, None)
         for work, _ in self._pending:
             work.wait()
         return self._loss
@@ -171,21 +177,29 @@ class _OneForwardOneBackward:
             work.wait()
         return self._loss
 
-    # A message is (tensor, neighbour, tag); tags keep forward and backward of each micro-batch apart on gloo.
+    def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
+        """Sends what the last operation made, and receives what the next one needs: together where it is one neighbour.
 
-    def _wanted_hidden(self, micro_batches: Sequence[MicroBatch], i: int) -> tuple[Tensor, int, int] | None:
+        Otherwise the send goes first, by itself.
+        """
+        if message is None or wanted is None or message[1] == wanted[1]:
+            return self._exchange(message, wanted)
+        self._exchange(message, None)
+        return self._exchange(None, wanted)
+
+    def _wanted_hidden(self, micro_batches: Sequence[MicroBatch], i: int) -> _Message | None:
         if self._stage.is_first:
             return None
         shape = self._stage.hidden_shape(micro_batches[i])
         return torch.empty(shape, dtype=self._stage.compute_dtype, device=self._stage.device), self._index - 1, 2 * i
 
-    def _wanted_gradient(self, i: int) -> tuple[Tensor, int, int] | None:
+    def _wanted_gradient(self, i: int) -> _Message | None:
         if self._stage.is_last:
             return None
         out = self._in_flight[i].out
         return torch.empty(out.shape, dtype=out.dtype, device=out.device), self._index + 1, 2 * i + 1
 
-    def _forward_message(self, out: Tensor, i: int) -> tuple[Tensor, int, int] | None:
+    def _forward_message(self, out: Tensor, i: int) -> _Message | None:
         return None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
 
     def _forward(self, micro_batches: Sequence[MicroBatch], i: int, hidden: Tensor | None, scale: float) -> Tensor:
@@ -197,7 +211,7 @@ class _OneForwardOneBackward:
             self._loss += out.detach()
         return out
 
-    def _backward(self, i: int, grad: Tensor | None) -> tuple[Tensor, int, int] | None:
+    def _backward(self, i: int, grad: Tensor | None) -> _Message | None:
         state = self._in_flight.pop(i)
         if state.out.requires_grad:  # a first stage may be frozen altogether
             torch.autograd.backward(state.out, grad)
@@ -206,7 +220,7 @@ class _OneForwardOneBackward:
         assert state.hidden.grad is not None
         return state.hidden.grad.contiguous(), self._index - 1, 2 * i + 1
 
-    def _exchange(self, send: tuple[Tensor, int, int] | None, receive: tuple[Tensor, int, int] | None) -> Tensor | None:
+    def _exchange(self, send: _Message | None, receive: _Message | None) -> Tensor | None:
         """Posts a send and a receive together; returns what was received."""
         operations = [
             dist.P2POp(kind, tensor, group=self._group, tag=tag, group_peer=peer)

@@ -35,6 +35,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/switch/crossings.py",
         "hf_hotspa/cost/*.py",
         "hf_hotspa/data/packing.py",
+        "hf_hotspa/data/pipeline_order.py",
         "hf_hotspa/data/bucketing.py",
         "hf_hotspa/data/mini_batch.py",
         "hf_hotspa/data/scan.py",

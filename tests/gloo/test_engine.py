@@ -72,6 +72,40 @@ def test_pipeline_schedules_are_exact(schedule, lengths, torch_1f1b):
     assert all(bool(runs) == torch_1f1b for _, runs in results)
 
 
+def limited_pipelines(rank, world_size, buckets, schedule):
+    from hf_hotspa.runtime.pipeline import _OneForwardOneBackward
+
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    engine = make_engine(model, buckets, pipeline_schedule=schedule)
+    held, original = [], _OneForwardOneBackward._forward
+
+    def watched(self, micro_batches, i, hidden, scale):
+        out = original(self, micro_batches, i, hidden, scale)
+        held.append([micro_batches[k].num_tokens for k in self._in_flight])
+        return out
+
+    _OneForwardOneBackward._forward = watched
+    errors = []
+    for seed in range(3):
+        rows = random_rows(14, model.config.vocab_size, longest=40, seed=seed)
+        errors.append(worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0])
+    return max(errors), held
+
+
+@pytest.mark.parametrize(
+    ("buckets", "most", "schedule"), [("pp4:40@9", 40, "auto"), ("dp2pp2:40@15", 40, "gpipe"), ("pp4:40@12", 48, "own")]
+)
+def test_a_long_sequence_has_few_beside_it_in_a_pipeline(buckets, most, schedule):
+    """Packs smaller than the longest sequence: exact, with no more tokens in flight than the bucket says."""
+    results = run_ranks(4, limited_pipelines, buckets, schedule)
+    assert max(error for error, _ in results) <= 1e-11
+    held = [tokens for _, of_rank in results for tokens in of_rank]
+    pp = Strategy.parse(buckets.split(":")[0]).pp
+    assert max(map(sum, held)) <= most
+    assert max(map(len, held)) == pp  # short ones fill the pipeline
+    assert any(len(tokens) < pp and sum(tokens) > most - 9 for tokens in held)  # and long ones did not get to
+
+
 def mixed_precision(rank, world_size):
     model = tiny_model("llama_gqa_bias")
     engine = make_engine(model, "dp2:16@64,tp2:60", compute_dtype=torch.bfloat16)

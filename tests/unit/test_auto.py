@@ -52,7 +52,7 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     found = plan(limit_mb=limit)
     assert found.choice.switches
     assert found.choice.seconds < found.choice.static_seconds
-    assert found.pool[0].strategy == DP
+    assert found.pool[0].strategy.dp > found.pool[-1].strategy.dp
     assert found.pool[-1].longest == int(LONG_TAILED.lengths.max())
     assert len({bucket.strategy for bucket in found.pool}) == len(found.pool)
     assert all(memory.total <= limit * 2**20 for memory in found.memory)
@@ -65,10 +65,10 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
 def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
     found = plan(limit_mb=LIMIT)
     static = next(bucket for bucket in found.pool if bucket.strategy == found.choice.static.strategy)
-    assert static.pack_tokens >= found.longest
+    assert static.room >= found.longest
     selector = Selector(found.pool, found.time, found.switch, quadratic_cost=SHAPE.quadratic_cost)
     assert len(selector.select([50] * 200).buckets) == 1
-    assert len(selector.select([50] * 2000 + [2900]).buckets) == 2
+    assert len(selector.select([50] * 200 + [2900]).buckets) == 2
     assert selector.select([2900] * 8).strategies == (static.strategy,)
 
 

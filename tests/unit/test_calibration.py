@@ -30,6 +30,7 @@ from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import port_seconds
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import pack_sequences
+from hf_hotspa.data.pipeline_order import reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, strategies_of
@@ -178,6 +179,7 @@ def stepped(
     hops: list[list[float]],
     ranks: int,
     slots: float,
+    reach: list[list[int]],
     step: float = 1e-4,
 ) -> float:
     """The same pipelines in small steps of time: what processor sharing means, without events."""
@@ -185,11 +187,10 @@ def stepped(
     for replica, ahead in enumerate(forward):
         count, total = len(ahead), len(ahead[0])
         for stage in range(count):
-            warm = min(total, count - 1 - stage)
-            order = [("f", i) for i in range(warm)]
-            for i in range(warm, total):
-                order += [("f", i), ("b", i - warm)]
-            order += [("b", i) for i in range(total - warm, total)]
+            order: list[tuple[str, int]] = []
+            for j in range(total):
+                begun = sum(kind == "f" for kind, _ in order)
+                order += [("f", i) for i in range(begun, min(reach[replica][j], j + count - stage))] + [("b", j)]
             lanes.append([replica, stage, order, None])
     ready = {(r, "f", 0, i): 0.0 for r, ahead in enumerate(forward) for i in range(len(ahead[0]))}
     ready |= {(r, "b", len(ahead) - 1, i): 0.0 for r, ahead in enumerate(forward) for i in range(len(ahead[0]))}
@@ -230,7 +231,11 @@ def test_shared_pipelines_against_small_steps(seed: int) -> None:
     forward, backward = seconds(), seconds()
     hops = [[rng.choice([0.0, 0.03]) for _ in range(total)] for total in totals]
     found = shared_pipelines(forward, backward, hops, ranks, slots)
-    assert found == pytest.approx(stepped(forward, backward, hops, ranks, slots), rel=0.01)
+    plain = [[total] * total for total in totals]
+    assert found == pytest.approx(stepped(forward, backward, hops, ranks, slots, plain), rel=0.01)
+    limits = [reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20)) for total in totals]
+    limited = shared_pipelines(forward, backward, hops, ranks, slots, limits)
+    assert limited == pytest.approx(stepped(forward, backward, hops, ranks, slots, limits), rel=0.01)
     # with cores for all, it is the schedule itself
     alone = max(map(one_forward_one_backward, forward, backward, hops))
     assert shared_pipelines(forward, backward, hops, ranks, 1e9) == pytest.approx(alone)

@@ -140,13 +140,40 @@ def test_capacities_fit_and_grow_with_the_limit(data: st.DataObject) -> None:
     assert model.largest_pack(strategy, None) == UNLIMITED_TOKENS
 
 
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_a_pipeline_holds_long_sequences_with_smaller_packs_beside_them(data: st.DataObject) -> None:
+    strategy = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
+    model = MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=data.draw(st.integers(0, 3))))
+    arena, limit = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))])), 80 * GIB
+    rooms = MemoryRooms(model, limit)
+    longest, full = rooms.tokens(strategy, arena), model.largest_pack(strategy, limit, arena_bytes=arena)
+    if not longest:
+        return
+    assert longest >= full
+    if strategy.pp == 1:
+        assert longest == full
+    lengths = sorted(data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4)))
+    packs = [rooms.pack_tokens(strategy, arena, length) for length in lengths]
+    assert packs == sorted(packs, reverse=True)
+    for length, tokens in zip(lengths, packs, strict=True):
+        # one that fits alone fits whatever is beside it: a pipeline full of packs that are that much smaller
+        assert tokens >= length // strategy.pp
+        if length <= full:
+            assert tokens == full
+        found = model.breakdown(strategy, tokens, longest=length, arena_bytes=arena)
+        assert found.total <= limit + 1
+        assert found.held_tokens <= max(strategy.pp * tokens, length)
+        assert model.breakdown(strategy, tokens + 1, longest=length, arena_bytes=arena).total > limit - 1
+
+
 def test_an_impossible_limit_names_what_would_work() -> None:
     model = MemoryModel(SIZES_7B, 8)
     rooms = MemoryRooms(model, 24 * GIB)
     strategies = legal_strategies(8, LLAMA_7B)
     error = rooms.too_long(100_000, strategies)
     assert isinstance(error, DeviceMemoryError)
-    needs = {s: model.bytes_needed(s, 100_000) for s in strategies}
+    needs = {s: model.bytes_needed(s, 100_000, num_packs=1) for s in strategies}
     cheapest = min(strategies, key=lambda s: needs[s])
     assert str(cheapest) in str(error)
     named = int(str(error.fix).split("a limit of ")[1].split("MiB")[0]) << 20

@@ -145,6 +145,37 @@ def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
     )
 
 
+def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -> None:
+    """Under a limit that a pipeline full of the longest sequences exceeds, pipelines are not lost."""
+    strategies, time, roomy, switch = planner(8)
+    lengths, longest = synthetic_lengths("commoncrawl", 512, 32768), 32768
+    model = roomy.model
+    limit = 1.02 * min(model.bytes_needed(s, longest) for s in strategies)
+    rooms = MemoryRooms(model, limit)
+    full = FixedRooms({s: model.largest_pack(s, limit) for s in strategies})
+
+    def found(pool: list[Strategy], rooms: MemoryRooms | FixedRooms, max_phases: int = 1) -> Choice:
+        return search(
+            lengths, pool, time, rooms, switch, mini_batch_size=256, longest=longest, max_phases=max_phases,
+            quadratic_cost=LLAMA_7B.quadratic_cost,
+        )  # fmt: skip
+
+    smaller = 0
+    for strategy in strategies:
+        if full.capacities[strategy] >= longest:  # what fitted before is not worse
+            assert found([strategy], rooms).seconds <= found([strategy], full).seconds * (1 + 1e-9)
+        elif rooms.tokens(strategy, rooms.arena(strategy)) >= longest:
+            (bucket,) = found([strategy], rooms).buckets
+            assert bucket.pack_tokens < longest == bucket.longest
+            assert strategy.pp > 1
+            arena = model.arena_bytes(strategy)
+            held = model.breakdown(strategy, bucket.pack_tokens, longest=longest, arena_bytes=arena)
+            assert held.total <= limit
+            smaller += 1
+    assert smaller
+    assert found(strategies, rooms, 3).seconds <= found(strategies, rooms).seconds
+
+
 @pytest.mark.parametrize("name", ["commoncrawl", "chat"])
 def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
     strategies, time, _, switch = planner(8)

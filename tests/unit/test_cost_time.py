@@ -21,6 +21,7 @@ from hf_hotspa.cost.schedule import closed_form, one_forward_one_backward
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate, from_pool
 from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.data.pipeline_order import reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.strategy import Strategy, legal_strategies
@@ -34,16 +35,16 @@ DATA = Path(__file__).parents[1] / "data"
 # --------------------------------------------------------------------------------------------------------- schedules
 
 
-def longest_path(forward: list[list[float]], backward: list[list[float]], hops: list[float]) -> float:
+def longest_path(forward: list[list[float]], backward: list[list[float]], hops: list[float], reach: list[int]) -> float:
     """The same schedule as a graph: the end of an operation is the latest end of what it waits for."""
     stages, total = len(forward), len(forward[0])
     orders = []
     for stage in range(stages):
-        warm_up = min(total, stages - 1 - stage)
-        order = [("F", i) for i in range(warm_up)]
-        for i in range(warm_up, total):
-            order += [("F", i), ("B", i - warm_up)]
-        orders.append(order + [("B", i) for i in range(total - warm_up, total)])
+        order: list[tuple[str, int]] = []
+        for j in range(total):  # all forwards that come before this backward
+            begun = sum(kind == "F" for kind, _ in order)
+            order += [("F", i) for i in range(begun, max(begun, min(reach[j], j + stages - stage)))] + [("B", j)]
+        orders.append(order)
 
     @cache
     def end(stage: int, kind: str, i: int) -> float:
@@ -64,7 +65,15 @@ def test_simulation_is_the_longest_path() -> None:
         stages, total = rng.randint(1, 5), rng.randint(0, 7)
         forward, backward = ([[rng.random() for _ in range(total)] for _ in range(stages)] for _ in range(2))
         hops = [rng.random() * 0.3 for _ in range(total)]
-        assert one_forward_one_backward(forward, backward, hops) == pytest.approx(longest_path(forward, backward, hops))
+        plain = one_forward_one_backward(forward, backward, hops)
+        assert plain == pytest.approx(longest_path(forward, backward, hops, [total] * total))
+        reach = reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20))
+        limited = one_forward_one_backward(forward, backward, hops, reach)
+        assert limited == pytest.approx(longest_path(forward, backward, hops, reach))
+        # with one micro-batch in flight they follow one another
+        single = one_forward_one_backward(forward, backward, hops, list(range(1, total + 1)))
+        passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
+        assert single == pytest.approx(passed)
 
 
 def test_equal_micro_batches_follow_the_textbook() -> None:

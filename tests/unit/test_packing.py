@@ -64,6 +64,22 @@ def test_no_replica_carries_more_than_its_share_and_one_pack(case):
     assert max(load) <= sum(load) / dp + largest + 1e-6  # the bound of longest-processing-time-first
 
 
+@given(CASES, st.integers(1, 300))
+@settings(deadline=None, max_examples=200)
+def test_a_sequence_above_the_capacity_has_a_pack_of_its_own(case, capacity):
+    _, lengths, dp, pp, quadratic_cost = case
+    replicas = pack_sequences(
+        lengths, capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost, longest=max(lengths, default=0)
+    )
+    packs = [pack for packs in replicas for pack in packs]
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(pack for pack in packs)
+    for pack in packs:
+        assert len(pack) == 1 or sum(lengths[i] for i in pack) <= capacity
+    if len(lengths) >= dp:
+        assert all(replicas)
+
+
 def test_nothing_to_pack_leaves_every_replica_empty():
     assert pack_sequences([], capacity=10, dp=3) == ((), (), ())
 

@@ -263,6 +263,7 @@ BAD_BUCKETS = [
     ("dp4:1024,tp4:1024", "not above 1024"),
     ("dp4:1024,tp4:512", "not above 1024"),
     ("dp4:1024@512", "a pack of 512 tokens cannot hold a sequence of 1024"),
+    ("pp4:1024@0", "a pack of 0 tokens cannot hold a sequence of 1024"),
     ("dp4:1024,dp4:2048", "used by two buckets"),
     ("dp4:1024,dp4tp1pp1:2048", "used by two buckets"),
     ("dp4:1024,dp2:2048", "different numbers of processes"),

@@ -1,0 +1,134 @@
+"""The order of a pipeline's passes: the plain schedule without a limit, never more tokens than the limit, no deadlock."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from hf_hotspa.data.pipeline_order import operations, reaches
+from hf_hotspa.strategy import Bucket, Strategy
+
+
+def plain_1f1b(total: int, num_stages: int, stage: int) -> list[tuple[int, bool]]:
+    """Warm-up, one forward and one backward in turn, drain: as in the paper."""
+    warm_up = min(total, num_stages - 1 - stage)
+    order = [(i, False) for i in range(warm_up)]
+    for i in range(warm_up, total):
+        order += [(i, False), (i - warm_up, True)]
+    return order + [(i, True) for i in range(total - warm_up, total)]
+
+
+def drawn(seed: int) -> tuple[list[int], int, int]:
+    """Tokens of packs, a limit (often of a few packs, sometimes below the largest), and stages."""
+    rng = random.Random(seed)
+    num_stages = rng.randint(1, 8)
+    tokens = [round(rng.lognormvariate(4, 1.2)) + 1 for _ in range(rng.randint(0, 14))]
+    return tokens, rng.randint(1, max(1, num_stages * 120)), num_stages
+
+
+@pytest.mark.parametrize("num_stages", range(1, 7))
+def test_without_a_limit_it_is_the_plain_schedule(num_stages: int) -> None:
+    for total in range(9):
+        for reach in (reaches([7] * total), reaches([7] * total, 7 * num_stages)):
+            for stage in range(num_stages):
+                assert operations(reach, num_stages, stage) == plain_1f1b(total, num_stages, stage)
+
+
+def test_every_pass_once_in_order_and_within_the_limit() -> None:
+    shorter = 0
+    for seed in range(400):
+        tokens, limit, num_stages = drawn(seed)
+        reach = reaches(tokens, limit)
+        for stage in range(num_stages):
+            order = operations(reach, num_stages, stage)
+            for kind in (False, True):
+                assert [i for i, is_backward in order if is_backward == kind] == list(range(len(tokens)))
+            held: list[int] = []
+            for i, is_backward in order:
+                if is_backward:
+                    assert held.pop(0) == i
+                else:
+                    held.append(i)
+                assert len(held) <= num_stages - stage
+                assert len(held) <= 1 or sum(tokens[i] for i in held) <= limit
+            shorter += order != plain_1f1b(len(tokens), num_stages, stage)
+    assert shorter > 500  # the limit mattered
+
+
+def test_no_pass_waits_that_the_limit_allows() -> None:
+    """A stage goes back as late as its place and the limit allow."""
+    for seed in range(200):
+        tokens, limit, num_stages = drawn(seed)
+        for stage in range(num_stages):
+            held: list[int] = []
+            forwards = 0
+            for i, is_backward in operations(reaches(tokens, limit), num_stages, stage):
+                if is_backward:
+                    if forwards < len(tokens) and len(held) < num_stages - stage:
+                        assert sum(tokens[j] for j in held) + tokens[forwards] > limit
+                    held.remove(i)
+                else:
+                    held.append(i)
+                    forwards += 1
+
+
+Message = tuple[int, int, int, bool]
+"""Sender, receiver, pack, whether it is a gradient."""
+
+
+def exchanges(order: Sequence[tuple[int, bool]], stage: int, num_stages: int, together: bool) -> list[set[Message]]:
+    """What a stage posts, one set after the other, as `runtime.pipeline` does: with `together`, a send and the receive
+    that follows it from the same neighbour are one."""
+    found: list[set[Message]] = []
+    sent: Message | None = None
+    for i, is_backward in order:
+        wanted: Message | None = (stage + 1 if is_backward else stage - 1, stage, i, is_backward)
+        if wanted is not None and not 0 <= wanted[0] < num_stages:
+            wanted = None
+        if sent is not None and wanted is not None and sent[1] == wanted[0] and together:
+            found.append({sent, wanted})
+        else:
+            found += [{message} for message in (sent, wanted) if message is not None]
+        receiver = stage - 1 if is_backward else stage + 1
+        sent = (stage, receiver, i, is_backward) if 0 <= receiver < num_stages else None
+    return found + ([{sent}] if sent is not None else [])
+
+
+def finishes(posts: list[list[set[Message]]]) -> bool:
+    """Whether all stages come to their end where each waits until all messages of a set are through."""
+    at = [0] * len(posts)
+    open_ = [set(lane[0]) if lane else set() for lane in posts]
+    moved = True
+    while moved:
+        moved = False
+        for message in {m for lane in open_ for m in lane}:
+            sender, receiver = message[:2]
+            if message in open_[sender] and message in open_[receiver]:
+                open_[sender].discard(message)
+                open_[receiver].discard(message)
+                moved = True
+        for stage, lane in enumerate(posts):
+            while not open_[stage] and at[stage] < len(lane):
+                at[stage] += 1
+                open_[stage] = set(lane[at[stage]]) if at[stage] < len(lane) else set()
+                moved = True
+    return all(at[stage] == len(lane) for stage, lane in enumerate(posts))
+
+
+def test_no_stage_waits_for_itself_where_sends_block() -> None:
+    stuck = 0
+    for seed in range(600):
+        tokens, limit, num_stages = drawn(seed)
+        reach = reaches(tokens, limit)
+        orders = [operations(reach, num_stages, stage) for stage in range(num_stages)]
+        assert finishes([exchanges(order, s, num_stages, together=True) for s, order in enumerate(orders)]), seed
+        stuck += not finishes([exchanges(order, s, num_stages, together=False) for s, order in enumerate(orders)])
+    assert stuck  # it is the posting of both at once that prevents it
+
+
+def test_a_bucket_knows_what_its_pipeline_may_hold() -> None:
+    assert Bucket(Strategy(1, 1, 4), 2048, 1000).most_tokens == 4000  # a full pipeline of packs
+    assert Bucket(Strategy(1, 1, 4), 8192, 1000).most_tokens == 8192  # one sequence, and nothing beside it
+    assert Bucket(Strategy(4, 1, 1), 100, 300).most_tokens == 300
+    assert Bucket(Strategy(1, 1, 4), 8192, 1000).room == 8192
+    assert Bucket(Strategy(1, 1, 4), 100, 300).room == 300
