@@ -80,6 +80,13 @@ MUTATIONS = [
         UNIT + "test_packing.py",
     ),
     Mutation(
+        "a pipeline ignores how many tokens it may hold",
+        "hf_hotspa/data/pipeline_order.py",
+        "ahead = min(most, backward + num_stages - stage)",
+        "ahead = min(len(reach), backward + num_stages - stage)",
+        UNIT + "test_pipeline_order.py",
+    ),
+    Mutation(
         "every epoch has the same order",
         "hf_hotspa/trainer/dataloader.py",
         "self.row_sampler.set_epoch(epoch)",

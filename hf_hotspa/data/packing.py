@@ -76,7 +76,10 @@ def pack_sequences(
     target = _num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp) - len(alone)
     packs = _cheapest_with_room(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
     replicas = _to_replicas(alone + packs, costs, dp)
-    return tuple(_filling_soon(replica) for replica in replicas) if pp > 1 else replicas
+    if pp == 1:
+        return replicas
+    most_tokens = max(pp * capacity, longest)
+    return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
@@ -171,6 +174,13 @@ def _to_replicas(packs: Packs, costs: Sequence[float], dp: int) -> tuple[tuple[t
     return tuple(tuple(replica) for replica in replicas)
 
 
-def _filling_soon(packs: tuple[tuple[int, ...], ...]) -> tuple[tuple[int, ...], ...]:
-    """The second cheapest of descending packs first, where there are enough to fill a pipeline with."""
-    return packs if len(packs) < 3 else (packs[-2], *packs[:-2], packs[-1])
+def _filling_soon(
+    packs: tuple[tuple[int, ...], ...], lengths: Sequence[int], most_tokens: int
+) -> tuple[tuple[int, ...], ...]:
+    """The second cheapest of descending packs first, where there are enough to fill a pipeline with.
+
+    Not before one that nothing may be in flight with (`data.pipeline_order`): that would wait for the whole of both.
+    """
+    if len(packs) < 3 or sum(lengths[i] for pack in (packs[0], packs[-2]) for i in pack) > most_tokens:
+        return packs
+    return (packs[-2], *packs[:-2], packs[-1])

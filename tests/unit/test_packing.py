@@ -116,6 +116,12 @@ def test_a_pipeline_begins_with_a_cheap_pack():
     assert pack_sequences(lengths[:2], capacity=1000, pp=2) == (((0,), (1,)),)
 
 
+def test_nothing_goes_before_a_sequence_that_fills_a_pipeline_alone():
+    lengths = [4000, 800, 700, 600]
+    assert pack_sequences(lengths, capacity=1000, pp=2, longest=4000) == (((0,), (1,), (2,), (3,)),)
+    assert pack_sequences(lengths, capacity=3000, pp=4, longest=4000) == (((2,), (0,), (1,), (3,)),)
+
+
 @pytest.mark.parametrize("pp", [2, 4])
 def test_a_pipeline_that_begins_with_a_cheap_pack_ends_sooner(pp: int):
     def seconds(costs: list[float]) -> float:
