@@ -40,7 +40,7 @@ def stock_run(rank, world_size, dtype, output_dir, of_world):
 
 def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
     """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
-    from hf_hotspa.cost.coefficients import Cost
+    from hf_hotspa.cost.coefficients import Cost, Hop
     from hf_hotspa.report import PhaseReport
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -58,7 +58,8 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
     losses, phases = [], []
     model = tiny_model(FAMILY, dtype)
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5), 4: Cost(1e-9, 1.6e-6, 3e-5)}
-    calibration = made_calibration(model, world_size, costs)
+    # pipelines hold the longest sequences, too: slow links between stages leave tp
+    calibration = made_calibration(model, world_size, costs, hop=Hop(1e-2, 1e-5))
 
     def calibrate(config, **kwargs):
         assert "hotspa_calibration" not in extra
