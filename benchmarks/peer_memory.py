@@ -2,8 +2,8 @@
 
 A rank's memory is the most that it has alive during two mini-batches, the heaviest of the data set twice, above what it
 had before the side made its model; the fullest rank counts. Freed tensors go back to the system at once, and pages of
-program files are left out. A side fits when that is at most the limit. Of a side that does not, the longest sequence
-that it holds alone in a micro-batch is found from the peaks at a few lengths.
+program files are left out. A side fits when that is at most the limit, with its micro-batches or with single rows. Of a
+side that does not, the longest sequence that it holds alone in a mini-batch is found from the peaks at a few lengths.
 """
 
 from collections.abc import Callable, Sequence
@@ -73,9 +73,10 @@ def longest_held(peaks: Sequence[tuple[int, float]], limit: float) -> int:
 def measure_memory(
     side: Side, work: Work, limit: float, log: Path, limit_s: float, ladder: Ladder | None
 ) -> dict[str, Any]:
-    """`peak_bytes` as trained, `fits`; of a side that does not fit also `longest_held` and `peaks` by length.
+    """`peak_bytes` as trained, `fits`; of a side that does not fit also `peaks` by length, and `longest_held`.
 
-    A side that holds the longest sequence in a micro-batch of its own fits, too: `fits_alone`.
+    Where it holds the longest sequence alone, what it takes for the same mini-batches with single rows decides
+    (`single_peak_bytes`, `fits_alone`): rows that come before leave gradients.
 
     Args:
         side: The side.
@@ -94,6 +95,14 @@ def measure_memory(
     result: dict[str, Any] = {"peak_bytes": peak, "fits": peak <= limit}
     if peak > limit and ladder is not None:
         result["peaks"] = ladder.peaks(side, work, lambda run: run_untimed(side, run, log, limit_s))
-        result["longest_held"] = longest_held(result["peaks"], limit)
-        result["fits_alone"] = result["longest_held"] >= work.longest
+        held = longest_held(result["peaks"], limit)
+        if held < work.longest:
+            result |= {"longest_held": held, "fits_alone": False}
+        elif side.divisible:
+            result |= {"longest_held": held, "fits_alone": True}
+        else:
+            single = replace(work, lengths=heavy, steps=2, micro_batch_rows=1, measure="memory")
+            again = work.micro_batch_rows > 1
+            result["single_peak_bytes"] = max(run_untimed(side, single, log, limit_s)["peaks"]) if again else peak
+            result["fits_alone"] = result["single_peak_bytes"] <= limit
     return result

@@ -185,11 +185,12 @@ def _best(lines: dict[str, Line], starts: tuple[str, ...], limited: bool) -> Cel
     if mine:
         seconds = mine[fastest(mine)]
         return seconds, f"{seconds:.2f}"
-    held = [
-        line.found["longest_held"]
-        for name, line in lines.items()
-        if limited and name.startswith(starts) and "longest_held" in line.found
-    ]
+    if not limited:
+        return float("inf"), "-"
+    family = [line.found for name, line in lines.items() if name.startswith(starts)]
+    if single := [found["single_peak_bytes"] for found in family if "single_peak_bytes" in found]:
+        return float("inf"), f"takes {min(single) / MIB:.0f} MiB"
+    held = [found["longest_held"] for found in family if "longest_held" in found]
     return float("inf"), (f"{max(held)} tokens" if max(held) else "nothing") if held else "-"
 
 

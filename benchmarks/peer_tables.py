@@ -131,6 +131,8 @@ def fit_text(line: Line, limited: Line | None) -> str:
     if fit is None:
         return "memory not measured" + (f": {line.found['memory_reason']}" if "memory_reason" in line.found else "")
     if not fit:
+        if "single_peak_bytes" in line.found:
+            return f"does not fit (takes {line.found['single_peak_bytes'] / MIB:.0f} MiB with single rows)"
         return f"does not fit (holds {line.found.get('longest_held', '?')} tokens)"
     alone = "" if line.found["fits"] else ", one row a micro-batch only"
     return f"fits, {limited_seconds(line):.2f} s{alone}"

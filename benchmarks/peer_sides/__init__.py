@@ -19,6 +19,7 @@ class Side:
         options: Keyword arguments of its `run`.
         ours: Whether it is one of ours, which plan their packs and take a memory limit.
         tuned: Whether its micro-batch size is found by trial; others take single rows, or packs.
+        divisible: Whether it packs rows that it could as well train one by one.
         ladder: Whether one run can measure the memory of several lengths: not where rows of a mini-batch
             share packs, or are padded to the longest of all.
         differs: Why its loss cannot agree with the others', if it cannot.
@@ -31,6 +32,7 @@ class Side:
     options: dict[str, Any] = field(default_factory=dict)
     ours: bool = False
     tuned: bool = False
+    divisible: bool = False
     ladder: bool = True
     differs: str = ""
     own_batches: bool = False
@@ -58,7 +60,7 @@ SIDES: tuple[Side, ...] = (
     Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, tuned=True),
     Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}),
     Side("tp4 of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
-    Side("tp4 of transformers, plain loop, packed", "tensor_parallel", {"kind": "loop"}, ladder=False),
+    Side("tp4 of transformers, plain loop, packed", "tensor_parallel", {"kind": "loop"}, divisible=True, ladder=False),
     *(
         Side(
             f"DeepSpeed ZeRO-{stage}, flattened",

@@ -129,6 +129,14 @@ def test_what_fits(cell):
     assert fits(line_of(cell, "big")) is True
 
 
+def test_a_row_that_fits_alone_may_not_fit_with_those_before_it(cell):
+    cell["sides"]["big"] |= {"fits_alone": False, "single_peak_bytes": 45 * 2**20}
+    line = line_of(cell, "big")
+    assert fits(line) is False
+    assert limited_seconds(line) is None
+    assert fit_text(line, None) == "does not fit (takes 45 MiB with single rows)"
+
+
 def test_noise_is_what_rounds_differ_by(cell):
     assert noise_of(cell) == pytest.approx(2 / 9)  # 8 s and 10 s, one side
     cell["sides"]["padded"]["seconds"].pop()
