@@ -224,8 +224,8 @@ def twice_added(rank, world_size):
     [phase] = engine.phases.values()
     original = phase.compute
 
-    def compute(micro_batches, scale):
-        return original([*micro_batches, *micro_batches], scale)  # more than were announced
+    def compute(micro_batches, *rest):
+        return original([*micro_batches, *micro_batches], *rest)  # more than were announced
 
     phase.compute = compute
     engine.forward_backward(make_mini_batch(engine, random_rows(9, 163, longest=60)))
