@@ -188,6 +188,17 @@ def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
     return [s for s in strategies_of(world_size) if s.misfit(model) is None]
 
 
+def most_in_flight(pp: int, pack_tokens: int, longest: int) -> int:
+    """The most tokens in flight on a stage of a replica: a full pipeline, or one sequence longer than all of it.
+
+    Args:
+        pp: Stages.
+        pack_tokens: See `Bucket`.
+        longest: See `Bucket`.
+    """
+    return max(pp * pack_tokens, longest)
+
+
 @dataclass(frozen=True, order=True)
 class Bucket:
     """A length range and how it is trained: sequences of ``(low, longest]`` tokens run under `strategy`.
@@ -213,8 +224,8 @@ class Bucket:
 
     @property
     def most_tokens(self) -> int:
-        """The most tokens in flight on a stage of a replica: a full pipeline, or one sequence longer than all of it."""
-        return max(self.strategy.pp * self.pack_tokens, self.longest)
+        """See `most_in_flight`."""
+        return most_in_flight(self.strategy.pp, self.pack_tokens, self.longest)
 
     def __str__(self) -> str:
         capacity = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""

@@ -248,12 +248,13 @@ def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
         return choice.buckets
     room = min(rooms.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
     spare = replace(static, pack_tokens=room)
-    same = [bucket for bucket in choice.buckets if bucket.strategy == static.strategy]
-    others = [bucket for bucket in choice.buckets if bucket not in same]
-    for bucket in same:
-        # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
-        larger = replace(bucket, pack_tokens=max(bucket.pack_tokens, room))
-        spare = larger if room >= longest else replace(spare, low=bucket.low, pack_tokens=min(bucket.pack_tokens, room))
+    same = next((bucket for bucket in choice.buckets if bucket.strategy == static.strategy), None)
+    others = [bucket for bucket in choice.buckets if bucket is not same]
+    # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
+    if same is not None and room >= longest:
+        spare = replace(same, pack_tokens=max(same.pack_tokens, room))
+    elif same is not None:
+        spare = replace(spare, low=same.low, pack_tokens=min(same.pack_tokens, room))
     return tuple(sorted([*others, spare], key=_by_length))
 
 

@@ -39,6 +39,16 @@ def reaches(tokens: Sequence[int], most_tokens: int | None = None) -> list[int]:
     return found
 
 
+def delays(reach: Sequence[int], num_stages: int) -> bool:
+    """Whether a forward pass waits that the plain schedule would not let wait.
+
+    Args:
+        reach: See `reaches`.
+        num_stages: Stages.
+    """
+    return any(most < min(len(reach), backward + num_stages) for backward, most in enumerate(reach))
+
+
 def operations(reach: Sequence[int], num_stages: int, stage: int) -> list[tuple[int, bool]]:
     """What a stage runs, in order: `(pack, whether it is its backward pass)`.
 

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.data.pipeline_order import operations, reaches
+from hf_hotspa.data.pipeline_order import delays, operations, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.runtime.mesh import StrategyMesh
 
@@ -108,10 +108,9 @@ class PipelineRunner:
         return own.run_forward(micro_batches, scale)
 
     def _choose(self, micro_batches: Sequence[MicroBatch], reach: Sequence[int]) -> str:
-        total = len(micro_batches)
-        fills = total >= self._num_stages
-        if any(end < min(total, start + self._num_stages) for start, end in enumerate(reach)):
+        if delays(reach, self._num_stages):
             return "own"
+        fills = len(micro_batches) >= self._num_stages
         if self._schedule == "auto":
             return "1f1b" if fills and len({m.num_tokens for m in micro_batches}) == 1 else "own"
         if (self._schedule == "1f1b" and not fills) or not micro_batches:

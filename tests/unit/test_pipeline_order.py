@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_hotspa.data.pipeline_order import operations, reaches
+from hf_hotspa.data.pipeline_order import delays, operations, reaches
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -39,6 +39,8 @@ def test_every_pass_once_in_order_and_within_the_limit() -> None:
     for seed in range(400):
         tokens, limit, num_stages = drawn(seed)
         reach = reaches(tokens, limit)
+        plain = plain_1f1b(len(tokens), num_stages, 0)
+        assert delays(reach, num_stages) == (operations(reach, num_stages, 0) != plain)
         for stage in range(num_stages):
             order = operations(reach, num_stages, stage)
             for kind in (False, True):
