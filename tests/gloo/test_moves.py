@@ -1,0 +1,68 @@
+"""Every move of users: equal to the stock Trainer, or refused by name before the first step, on one process and on two.
+
+One world of each size runs all moves of a group, one after the other.
+"""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.harness import run_ranks
+from tests.moves import GROUPS, Kit, Move, all_moves, differences
+from tests.moves.__main__ import PAGE, page
+
+pytestmark = pytest.mark.gloo
+
+
+def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str):
+    """For each move what was seen of it, or the error; and how many steps were begun."""
+    from hf_hotspa.errors import HotspaError
+
+    results = {}
+    for number, move in enumerate(all_moves()[group]):
+        if stock and move.refused:
+            continue
+        path = Path(folder) / f"{'stock' if stock else 'hot'}-{world_size}-{number}"
+        path.mkdir(parents=True, exist_ok=True)
+        kit = Kit(stock, world_size, path)
+        try:
+            results[move.name] = ("seen", move.run(kit), kit.counter.begun)
+        except HotspaError as error:
+            results[move.name] = ("refused", str(error), kit.counter.begun)
+        kit.close()
+    return results
+
+
+def complaint(move: Move, stock, ours) -> str:
+    """What is wrong with the outcome of a move on one rank; empty where nothing is."""
+    kind, value, begun = ours
+    if move.refused:
+        if kind != "refused":
+            return "it is not refused"
+        if not re.search(move.refused, value):
+            return f"the refusal does not say {move.refused!r}: {value}"
+        return f"it is refused after {begun} steps" if begun else ""
+    if kind != "seen":
+        return f"it is refused: {value}"
+    return "; ".join(differences(value, stock[1], move.tolerance)[:5])
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_a_move_is_equal_or_refused(group, tmp_path):
+    moves = all_moves()[group]
+    [stock] = run_ranks(1, run_moves, group, True, str(tmp_path), timeout=280)
+    wrong = []
+    for world_size in (1, 2):
+        for rank, found in enumerate(run_ranks(world_size, run_moves, group, False, str(tmp_path), timeout=280)):
+            for move in moves:
+                text = complaint(move, stock.get(move.name), found[move.name])
+                if text:
+                    wrong.append(f"{move.name} (rank {rank} of {world_size}): {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_names_are_unique_and_the_page_is_current():
+    names = [move.name for moves in all_moves().values() for move in moves]
+    assert len(set(names)) == len(names)
+    assert PAGE.read_text() == page(), "run: python -m tests.moves"

@@ -1,0 +1,206 @@
+"""What users do to a `Trainer`, one move at a time: each must be equal to the stock Trainer, or refused by name before
+the first step. Never a third thing.
+
+A `Move` builds a trainer from a `Kit`, which holds either the stock classes or ours, and returns what can be seen of its
+run. `tests/gloo/test_moves.py` runs every move with both and compares; `python -m tests.moves` writes the table of
+docs/moves.md. A new feature, argument or hook gets a move in the file of its group.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainingArguments
+
+from tests.families import tiny_model
+from tests.oracle import random_rows
+
+ROWS, MINI_BATCH, LONGEST = 20, 6, 60
+STRATEGIES = {1: "dp1:64@128", 2: "dp2:16@32,tp2:64@64"}
+"""What ours trains under, by number of processes."""
+
+COMMON: dict[str, Any] = {
+    "max_steps": 4, "learning_rate": 5e-3, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True,
+    "report_to": "none", "save_strategy": "no", "per_device_train_batch_size": MINI_BATCH,
+    "per_device_eval_batch_size": ROWS,
+}  # fmt: skip
+"""The arguments of every move; those of the move come on top."""
+
+GROUPS = (
+    "arguments", "data", "collators", "losses", "optimizers", "overrides", "callbacks", "checkpoints", "models",
+)  # fmt: skip
+"""The files of moves, in the order of the page; each has a tuple `MOVES`."""
+
+Seen = dict[str, Any]
+"""What can be seen of a run, by name: numbers, texts, tensors, or lists and mappings of them."""
+
+
+class StepCounter(TrainerCallback):
+    """Counts the steps that were begun: what is refused must be refused before the first one."""
+
+    begun = 0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.begun += 1
+
+
+@dataclass
+class Kit:
+    """What a move builds its trainer from.
+
+    Args:
+        stock: Whether the classes are those of transformers.
+        world_size: Processes.
+        folder: A directory of this move, the same on all ranks.
+    """
+
+    stock: bool
+    world_size: int
+    folder: Path
+
+    def __post_init__(self) -> None:
+        self.counter = StepCounter()
+        self.trainers: list[Any] = []
+
+    @property
+    def trainer_class(self) -> Any:
+        """`Trainer` or `HotSPaTrainer`: also what a user's subclass derives from."""
+        if self.stock:
+            return Trainer
+        from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+        return HotSPaTrainer
+
+    def arguments(self, **changes: Any) -> Any:
+        """Training arguments: `COMMON` and the changes. `output_dir` is the folder of the move. On several processes
+        the mini-batch of ours stays the one of the stock Trainer on one."""
+        given = {**COMMON, "output_dir": str(self.folder / "out"), **changes}
+        if self.stock:
+            own = [name for name in given if name.startswith("hotspa_")]
+            return TrainingArguments(**{name: value for name, value in given.items() if name not in own})
+        from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+        accumulation = given.get("gradient_accumulation_steps", 1)
+        ours = {
+            "hotspa_strategies": STRATEGIES[self.world_size],
+            "hotspa_mini_batch_size": given["per_device_train_batch_size"] * accumulation,
+            "hotspa_report": False,
+        }
+        return HotSPaTrainingArguments(**{**ours, **given})
+
+    def model(self, family: str = "llama_gqa_bias", **changes: Any) -> PreTrainedModel:
+        """A tiny model, the same in every kit."""
+        return tiny_model(family, **changes)
+
+    def rows(self, count: int = ROWS, seed: int = 3) -> list[dict[str, Any]]:
+        """Rows of `input_ids` and `labels`, of unequal lengths; every third has masked labels."""
+        return random_rows(count, 163, longest=LONGEST, seed=seed)
+
+    def trainer(self, cls: Any = None, **kwargs: Any) -> Any:
+        """A trainer of the kit: model, arguments and rows are filled in where a move gives none, and so is, for the stock
+        class, a collator that pads. `cls` is a subclass of `trainer_class`, or a factory."""
+        given = {"model": None, "args": None, "train_dataset": None, **kwargs}
+        if given["model"] is None and "model_init" not in given:
+            given["model"] = self.model()
+        given["args"] = given["args"] or self.arguments()
+        if given["train_dataset"] is None:
+            given["train_dataset"] = self.rows()
+        if self.stock and given.get("data_collator") is None:
+            given["data_collator"] = padded
+        given["callbacks"] = [*(given.get("callbacks") or []), self.counter]
+        self.trainers.append((cls or self.trainer_class)(**given))
+        return self.trainers[-1]
+
+    def train(self, trainer: Any, **kwargs: Any) -> Seen:
+        """Trains, and returns what every run shows: losses, rates, norms, step and epoch of each log, and the weights."""
+        result = trainer.train(**kwargs)
+        keys = ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch", "step")
+        logs = [{key: log[key] for key in keys if key in log} for log in trainer.state.log_history]
+        weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+        return {"logs": logs, "weights": weights, "training loss": result.training_loss}
+
+    def close(self) -> None:
+        """Lets go of what the trainers hold. Collective."""
+        for trainer in self.trainers:
+            if hasattr(trainer, "close_engine"):
+                trainer.close_engine()
+        self.trainers.clear()
+
+
+@dataclass(frozen=True)
+class Move:
+    """Something that users do.
+
+    Args:
+        name: What they do, as the page says it: short, plain, in the words of the field.
+        run: Does it with a kit, and returns what is seen of it.
+        refused: A regular expression that the message of the refusal must match; empty where ours must be equal. A
+            refusal is a `HotspaError` on every rank, before the first step.
+        instead: For the page, where it is refused: what to do instead.
+        tolerance: The largest relative difference of numbers and tensors.
+        ours: For the page, where it is equal but something is to be said.
+    """
+
+    name: str
+    run: Callable[[Kit], Seen]
+    refused: str = ""
+    instead: str = ""
+    tolerance: float = 2e-5
+    ours: str = ""
+
+    def __post_init__(self) -> None:
+        assert not self.refused or self.instead, f"{self.name}: a refusal says what to do instead"
+
+
+def with_arguments(**changes: Any) -> Callable[[Kit], Seen]:
+    """The move of training with other arguments, on rows that are also evaluated."""
+
+    def run(kit: Kit) -> Seen:
+        rows = kit.rows()
+        return kit.train(kit.trainer(args=kit.arguments(**changes), train_dataset=rows, eval_dataset=rows))
+
+    return run
+
+
+def padded(examples: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+    """What a user's stock collator makes of rows with `input_ids` and `labels`: padded on the right, pads masked."""
+    longest = max(len(e["input_ids"]) for e in examples)
+
+    def column(key: str, value: int) -> Tensor:
+        return torch.tensor([list(e[key]) + [value] * (longest - len(e[key])) for e in examples])
+
+    mask = torch.tensor([[1] * len(e["input_ids"]) + [0] * (longest - len(e["input_ids"])) for e in examples])
+    return {"input_ids": column("input_ids", 0), "labels": column("labels", -100), "attention_mask": mask}
+
+
+def all_moves() -> dict[str, tuple[Move, ...]]:
+    """Every move, by group."""
+    from importlib import import_module
+
+    return {group: import_module(f"tests.moves.{group}").MOVES for group in GROUPS}
+
+
+def differences(found: Any, expected: Any, tolerance: float, place: str = "") -> list[str]:
+    """Where what was seen of two runs differs, as texts; empty where they are equal."""
+    if isinstance(expected, Mapping):
+        if not isinstance(found, Mapping) or found.keys() != expected.keys():
+            return [f"{place}: {sorted(found) if isinstance(found, Mapping) else found}, not {sorted(expected)}"]
+        pairs = [(found[key], expected[key], f"{place}/{key}") for key in expected]
+    elif isinstance(expected, list | tuple):
+        if not isinstance(found, list | tuple) or len(found) != len(expected):
+            return [f"{place}: {found!r:.200}, not {expected!r:.200}"]
+        pairs = [(f, e, f"{place}[{i}]") for i, (f, e) in enumerate(zip(found, expected, strict=True))]
+    elif isinstance(expected, Tensor):
+        if found.shape != expected.shape:
+            return [f"{place}: shape {tuple(found.shape)}, not {tuple(expected.shape)}"]
+        error = (found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-9)
+        return [] if error <= tolerance else [f"{place}: relative difference {error:.2e}"]
+    elif isinstance(expected, float):
+        near = found == expected or abs(found - expected) <= 5 * tolerance * max(abs(expected), 1e-9)
+        return [] if near or (found != found and expected != expected) else [f"{place}: {found}, not {expected}"]
+    else:
+        return [] if found == expected else [f"{place}: {found!r:.200}, not {expected!r:.200}"]
+    return [text for f, e, where in pairs for text in differences(f, e, tolerance, where)]

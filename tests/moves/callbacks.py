@@ -1,0 +1,5 @@
+"""Moves: callbacks."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

@@ -1,0 +1,5 @@
+"""Moves: checkpoints."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

@@ -1,0 +1,5 @@
+"""Moves: collators."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

@@ -1,0 +1,5 @@
+"""Moves: data."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

@@ -1,0 +1,5 @@
+"""Moves: losses."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

@@ -1,0 +1,5 @@
+"""Moves: models."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()

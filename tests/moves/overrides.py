@@ -1,0 +1,5 @@
+"""Moves: overrides."""
+
+from tests.moves import Move
+
+MOVES: tuple[Move, ...] = ()
