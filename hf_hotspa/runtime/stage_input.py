@@ -3,7 +3,8 @@
 A later stage gets the hidden state of the stage before as `inputs_embeds`. What a family does to embeddings in its
 base model (a multiplier) must not happen to it again: `take_hidden_state` turns off what is known, and
 `stage_obstacle` runs the base model with nothing but pass-throughs to see that what goes in comes out, so that a family
-that does something unknown there is refused instead of trained wrong.
+that does something unknown there is refused instead of trained wrong. A model on the meta device gets the same answer as
+the same model with data: only buffers take part in that run, and they follow from the config.
 """
 
 import copy
@@ -84,32 +85,55 @@ def stage_obstacle(
     for name in _SHARED_STATE:
         if getattr(text, name, 0):
             return f"{family} has {name}={getattr(text, name)}: layers would share states across stages"
-    probe = copy.copy(base)
-    probe._modules = dict(base._modules)
     counters = [_Counting() for _ in norms]
-    take_hidden_state(probe, embeddings)
-    probe.config._attn_implementation = ATTENTION
-    for name, counter in zip(norms, counters, strict=True):
-        setattr(probe, name, counter)
-    setattr(probe, layers[0], nn.ModuleList(PassThrough() for _ in getattr(base, layers[0])))
-    buffer = next((b for b in base.buffers() if b.is_floating_point()), None)
-    device = buffer.device if buffer is not None else torch.device("cpu")
-    hidden = torch.ones(1, 2, text.hidden_size, dtype=base.dtype, device=device).cumsum(1)
-    pack = PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32, device=device))
     try:
-        with torch.no_grad():
-            out = probe(
-                inputs_embeds=hidden,
-                position_ids=torch.arange(2, device=device)[None],
-                attention_mask=None,
-                use_cache=False,
-                hotspa_pack=pack,
-            ).last_hidden_state
+        hidden, out = _run_as_later_stage(base, layers[0], embeddings, dict(zip(norms, counters, strict=True)))
     except Exception as error:  # whatever the family's code raises, it cannot run as a later stage
         return f"{family} cannot run as a later pipeline stage: {type(error).__name__}: {error}"
-    same = out is hidden or (not hidden.is_meta and out.shape == hidden.shape and torch.equal(out, hidden))
-    if not same:
+    if out is not hidden and not (out.shape == hidden.shape and torch.equal(out, hidden)):
         return f"{family} changes the input of every pipeline stage as if it were an embedding"
     if any(counter.num_calls != 1 for counter in counters):
         return f"{family} uses {norms[0]} in another place than after its layers"
     return None
+
+
+def _run_as_later_stage(
+    base: Any, layers: str, embeddings: tuple[str, ...], norms: dict[str, _Counting]
+) -> tuple[Tensor, Tensor]:
+    """What goes into a base model of nothing but pass-throughs, and what comes out."""
+    probe = copy.copy(base)
+    probe._modules = dict(base._modules)
+    take_hidden_state(probe, embeddings)
+    probe.config._attn_implementation = ATTENTION
+    for name, counter in norms.items():
+        setattr(probe, name, counter)
+    setattr(probe, layers, nn.ModuleList(PassThrough() for _ in getattr(base, layers)))
+    _fill_buffers(probe)
+    buffer = next((b for b in probe.buffers() if b.is_floating_point()), None)
+    device = buffer.device if buffer is not None else torch.device("cpu")
+    with torch.no_grad(), device:
+        hidden = torch.ones(1, 2, base.config.get_text_config().hidden_size, dtype=base.dtype).cumsum(1)
+        out = probe(
+            inputs_embeds=hidden,
+            position_ids=torch.arange(2)[None],
+            attention_mask=None,
+            use_cache=False,
+            hotspa_pack=PackedSequences((2,), torch.tensor([0, 2], dtype=torch.int32)),
+        ).last_hidden_state
+    return hidden, out
+
+
+def _fill_buffers(probe: Any) -> None:
+    """Gives a base model that is all but empty data on the CPU where it has none, as its class initializes it."""
+    with torch.no_grad(), torch.device("cpu"):  # the caller may be on meta, too
+        for name, buffer in probe._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                probe._buffers = {**probe._buffers, name: torch.zeros_like(buffer, device="cpu")}
+        for name, child in probe._modules.items():
+            if child is not None and any(tensor.is_meta for tensor in child.buffers()):
+                filled = copy.deepcopy(child).to_empty(device="cpu")
+                for tensor in filled.buffers():
+                    tensor.zero_()
+                for module in filled.modules():
+                    probe._init_weights(module)
+                probe._modules[name] = filled

@@ -133,6 +133,40 @@ def test_a_stage_that_would_change_its_input_is_found(base_class: type[LlamaMode
     assert {name: id(child) for name, child in base.named_modules()} == before
 
 
+OFTEN_USED = ["llama", "qwen3", "gemma3_text", "phi3", "granite", "mixtral", "olmo2", "qwen3_5_text", "deepseek_v3"]
+
+
+@pytest.mark.parametrize(
+    "families",
+    [pytest.param(OFTEN_USED, id="some"), pytest.param([*planned_families()], id="all", marks=pytest.mark.slow)],
+)
+def test_a_model_on_meta_is_described_as_one_with_weights(families: list[str]) -> None:
+    """Programs that plan describe models without data: the same answer, stages included, in and out of the context."""
+    for family in families:
+        model = tiny_model_of(family)
+        with torch.device("meta"):
+            empty = type(model)(model.config).to(torch.float64)
+
+        def described(model: nn.Module) -> tuple[str, Any]:
+            try:
+                found = describe_model(model)
+            except UnsupportedError as error:
+                return str(error), None
+            return found.digest(), found.shape
+
+        expected = described(model)
+        assert described(empty) == expected, family
+        with torch.device("meta"):
+            assert described(empty) == expected, family
+        assert all(tensor.is_meta for tensor in [*empty.parameters(), *empty.buffers()])
+
+
+def test_a_stage_that_fails_is_found_on_meta_too() -> None:
+    with torch.device("meta"):
+        base = _Failing(tiny_model("llama_uneven").config)
+    assert "RuntimeError: needs the ids" in str(stage_obstacle(base, ("layers",), ("embed_tokens",), ("norm",)))
+
+
 def test_a_multiplier_of_embeddings_is_no_obstacle() -> None:
     model = tiny_model_of("granite")
     assert model.config.embedding_multiplier != 1.0
