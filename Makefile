@@ -63,9 +63,12 @@ train: $(INSTALLED)  ## Fine-tune a small model on PROCESSES=4 CPU processes, sw
 	$(LAUNCH_ENV) $(BIN)/accelerate launch $(LAUNCH_ARGS) $(TRAIN_SCRIPT) $(TRAIN_ARGS) $(EXTRA_TRAIN_ARGS)
 
 .PHONY: test
-test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones really ran
-	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 tests/unit tests/contract $(PYTEST_ARGS)
-	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" tests/gloo $(PYTEST_ARGS)
+test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones really ran; both parts run, whatever the first says
+	@failed=0; \
+	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --durations 10 tests/unit tests/contract \
+		$(PYTEST_ARGS) || failed=1; \
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" --durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
+	exit $$failed
 
 .PHONY: test-slow
 test-slow: $(INSTALLED)  ## The slow tests

@@ -206,7 +206,7 @@ def fails_inside_a_phase(rank, world_size):
 
 
 def test_failure_of_one_rank_inside_a_phase_is_named_on_the_others():
-    outcomes = run_ranks(2, fails_inside_a_phase, expect_failure=True, timeout=60)
+    outcomes = run_ranks(2, fails_inside_a_phase, expect_failure=True, timeout=280)
     assert "no memory for this pack" in outcomes[1].error
     assert "no memory for this pack" in outcomes[0].error, outcomes[0].error
     assert "rank 1" in outcomes[0].error

@@ -238,7 +238,8 @@ def test_a_gradient_that_grows_after_it_left_is_an_error():
 
 
 def fails_in_compute(rank, world_size, buckets, options):
-    engine = make_engine(make_model("llama_gqa_bias"), buckets, timeout_s=20, **BOTH, **options)
+    # longer than the world may live: a rank that waited for a switch would be reported as hanging
+    engine = make_engine(make_model("llama_gqa_bias"), buckets, timeout_s=900, **BOTH, **options)
     if rank == 1:
         replica = engine.phases[engine.buckets[0].strategy].replica
         forward, calls = replica.forward, []
@@ -250,12 +251,10 @@ def fails_in_compute(rank, world_size, buckets, options):
             return forward(*args)
 
         replica.forward = broken
-    begin = time.perf_counter()
     try:
         engine.forward_backward(make_mini_batch(engine, rows_of([12] * 8)))
     finally:
         if rank == 1:
-            assert time.perf_counter() - begin < 10, "it waited for the switch"
             assert all(parameter.numel() == 0 for parameter, _ in replica._parameters)
 
 
@@ -264,7 +263,7 @@ def fails_in_compute(rank, world_size, buckets, options):
     [("dp2:12@12", {}), ("pp2:12@12", {"pipeline_schedule": "own"}), ("pp2:12@12", {"pipeline_schedule": "1f1b"})],
 )
 def test_a_failing_computation_ends_all_ranks_with_its_name(buckets, options):
-    outcomes = run_ranks(2, fails_in_compute, buckets, options, expect_failure=True, timeout=60)
+    outcomes = run_ranks(2, fails_in_compute, buckets, options, expect_failure=True, timeout=200)
     assert "no memory for this pack" in outcomes[1].traceback  # torch's schedules wrap what a stage raises
     assert "no memory for this pack" in outcomes[0].error, outcomes[0].error
     assert "rank 1" in outcomes[0].error
@@ -287,7 +286,7 @@ def fails_in_a_switch(rank, world_size, accumulate, buckets):
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("buckets", ["dp2:12@12", "pp2:12@12"])
 def test_a_failing_switch_ends_all_ranks_with_its_name(accumulate, buckets):
-    outcomes = run_ranks(2, fails_in_a_switch, accumulate, buckets, expect_failure=True, timeout=60)
+    outcomes = run_ranks(2, fails_in_a_switch, accumulate, buckets, expect_failure=True, timeout=280)
     for outcome in outcomes:
         assert outcome.error_type == "TransferError", outcome.error
         assert "lost its wire" in outcome.error, outcome.error
@@ -315,7 +314,7 @@ def no_memory_in_a_switch(rank, world_size, accumulate):
 
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that(accumulate):
-    for outcome in run_ranks(2, no_memory_in_a_switch, accumulate, expect_failure=True, timeout=60):
+    for outcome in run_ranks(2, no_memory_in_a_switch, accumulate, expect_failure=True, timeout=280):
         assert outcome.error_type == "PhaseMemoryError", outcome.describe()
         act = "return" if accumulate else "load"
         assert f"rank 1 ran out of memory in the {act} of strategy dp2tp1pp1" in outcome.error
@@ -339,13 +338,13 @@ def interrupted(rank, world_size):
 
 
 def test_an_interrupted_step_leaves_nothing_waiting():
-    assert all(run_ranks(2, interrupted, timeout=60))
+    assert all(run_ranks(2, interrupted, timeout=280))
 
 
-def late_for_a_switch(rank, world_size, overlap_load):
+def late_for_a_switch(rank, world_size, overlap_load, given_up):
     roll_call.ANSWER_S = 1.0  # this process ends with the test
     engine = make_engine(
-        make_model("llama_gqa_bias"), "dp2:60@64", timeout_s=60, switch_timeout_s=1.5, overlap_load=overlap_load
+        make_model("llama_gqa_bias"), "dp2:60@64", timeout_s=900, switch_timeout_s=1.5, overlap_load=overlap_load
     )
     mini_batch = make_mini_batch(engine, random_rows(9, 163, longest=60))
     engine.forward_backward(mini_batch)
@@ -353,21 +352,21 @@ def late_for_a_switch(rank, world_size, overlap_load):
         real = engine._switching.executor.run
 
         def run(*args, **kwargs):
-            time.sleep(6)
+            while not given_up.exists():  # the other one has waited for the time of a switch, not for the engine's
+                time.sleep(0.05)
             return real(*args, **kwargs)
 
         engine._switching.executor.run = run
-    begin = time.perf_counter()
     try:
         engine.forward_backward(mini_batch)
     finally:
         if rank == 0:
-            assert 1 < time.perf_counter() - begin < 5
+            given_up.touch()
 
 
 @pytest.mark.parametrize("overlap_load", [False, True])
-def test_a_switch_waits_for_a_peer_no_longer_than_its_timeout(overlap_load):
-    outcomes = run_ranks(2, late_for_a_switch, overlap_load, expect_failure=True, timeout=60)
+def test_a_switch_waits_for_a_peer_no_longer_than_its_timeout(overlap_load, tmp_path):
+    outcomes = run_ranks(2, late_for_a_switch, overlap_load, tmp_path / "given up", expect_failure=True, timeout=200)
     for outcome in outcomes:
         assert outcome.error_type == "SilentPeerError", outcome.error
         for fragment in ("HSP-110", "rank 1 is silent", "switch", "rank 0", "hotspa_switch_timeout"):

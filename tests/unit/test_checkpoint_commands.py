@@ -71,5 +71,5 @@ def test_no_torch_is_imported(output):
         f"code = main(['verify', {str(output)!r}]) or main(['inspect', {str(output)!r}]); "
         "sys.exit(code or 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -385,6 +385,6 @@ def test_mapping_needs_neither_deepspeed_nor_torch():
         "print(c.map_config({'zero_optimization': {'stage': 2}}, {}, {})); "
         "sys.exit(any(name in sys.modules for name in ('torch', 'deepspeed', 'transformers')))"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=280)
     assert found.returncode == 0, found.stderr
     assert "masters, optimizer state and gradient sums are spread" in found.stdout

@@ -87,7 +87,7 @@ def run_slurm(tmp_path, *words, **environment):
         },
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]

@@ -203,7 +203,7 @@ def test_plans_are_equal_however_the_layouts_were_made() -> None:
         assert plan.transfers == again.transfers
 
 
-def test_a_large_model_plans_in_seconds() -> None:
+def test_a_large_model_sends_evenly() -> None:
     vector = cut_vector(rows=4096, layers=32)
     cluster, sizes = Cluster(64, 8), [2] * len(vector.segments)
     source = strategy_layout(vector, Strategy(dp=8, tp=8))

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def python(*arguments: str, hash_seed: str = "0") -> str:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

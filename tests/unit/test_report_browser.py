@@ -44,7 +44,7 @@ def seen(folder, page, width=1300, dark=False):
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={folder / 'profile'}",
         f"--window-size={width},900", "--virtual-time-budget=2000", "--dump-dom", path.as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "CONSOLE" not in done.stderr, done.stderr
     return done.stdout.partition("<title>")[2].partition("</title>")[0].split("|")

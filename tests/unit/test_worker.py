@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
+from hf_hotspa.switch import worker as worker_module
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.transport import LoopbackHub
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
@@ -27,6 +28,37 @@ class Scripted:
         self.ran.append((plan.name, epoch, threading.current_thread().name))
         self.switches[plan.name](progress)
         return SwitchStats(sent_bytes=epoch)
+
+
+def until(condition) -> None:
+    """Waits until another thread has made it so."""
+    deadline = time.monotonic() + 200
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.002)
+
+
+class Clock:
+    """The seconds that the worker's module reads: they pass only where a test says so.
+
+    Attributes:
+        asked: Set when the main thread has asked for the time: it is about to wait.
+    """
+
+    def __init__(self) -> None:
+        self.now, self.asked = 0.0, threading.Event()
+
+    def perf_counter(self) -> float:
+        if threading.current_thread() is threading.main_thread():
+            self.asked.set()
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(worker_module, "time", made)
+    return made
 
 
 def submit(worker: SwitchWorker, name: str, epoch: int = 0, gate: SegmentGate | None = None) -> SwitchJob:
@@ -96,38 +128,58 @@ def test_a_switch_waits_for_its_gate(make_worker):
     worker = make_worker(give_back=give_back)
     gate = SegmentGate([0, 1], CPU)
     job = submit(worker, "give_back", gate=gate)
-    time.sleep(0.1)
+    until(lambda: order == [2])
+    time.sleep(0.01)
     assert order == [2]
     gate.open([0])
-    time.sleep(0.05)
-    assert order == [2, 0]
+    until(lambda: order == [2, 0])
     gate.open_all()
     job.result()
     assert order == [2, 0, 1]
-    assert job.busy_s < 0.1  # without the time at the gate
     gate.open_all()
     gate.wait([0, 1, 5])
 
 
-def test_exposed_seconds_are_those_in_which_the_caller_was_blocked(make_worker):
+def test_seconds_at_the_gate_are_not_busy(make_worker, clock):
+    class LateGate(SegmentGate):
+        def wait(self, segments):
+            clock.now += 8.0
+
+    def give_back(progress):
+        clock.now += 1.0
+        progress.await_source([0])
+        clock.now += 2.0
+
+    job = submit(make_worker(give_back=give_back), "give_back", gate=LateGate([0], CPU))
+    job.result()
+    assert job.busy_s == 3.0
+
+
+def test_exposed_seconds_are_those_in_which_the_caller_was_blocked(make_worker, clock):
+    computing, go_on = threading.Event(), threading.Event()
+
     def load(progress):
-        time.sleep(0.2)
+        clock.now += 3.0
+        computing.set()
+        clock.asked.wait(200)  # the caller is about to wait
+        clock.now += 4.0
         progress.target_complete([0])
-        time.sleep(0.2)
+        go_on.wait(200)
+        clock.now += 5.0
 
     worker = make_worker(load=load)
     job = submit(worker, "load")
-    time.sleep(0.1)  # computing
+    computing.wait(200)
     assert job.exposed_s == 0.0
     job.wait([0])
-    first = job.exposed_s
-    assert 0.02 < first < 0.19
+    assert job.exposed_s == 4.0
     job.wait([0])
-    assert job.exposed_s == first
-    time.sleep(0.3)
+    assert job.exposed_s == 4.0
+    go_on.set()
+    until(lambda: job.succeeded)
     job.result()
-    assert job.exposed_s - first < 0.1
-    assert job.busy_s >= 0.4
+    assert job.exposed_s == 4.0
+    assert job.busy_s == 12.0
 
 
 @pytest.mark.parametrize("error", [PlanError("buffers"), RuntimeError("wire"), KeyboardInterrupt()])
@@ -162,7 +214,7 @@ def test_cancel_ends_what_waits_at_a_gate_or_has_not_started(make_worker):
 
     waiting = threading.Thread(target=wait_for_it)
     waiting.start()
-    time.sleep(0.05)
+    until(lambda: worker.executor.ran)
     worker.cancel("the forward failed")
     waiting.join(5)
     for job in (at_gate, queued):
