@@ -1,6 +1,7 @@
 """The optimizer and the learning rates of `HotSPaTrainer`: on the master store, or on one that lies in host memory."""
 
 import logging
+import weakref
 from typing import Any
 
 import torch
@@ -8,11 +9,15 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import Trainer
+from transformers.trainer_utils import SaveStrategy
 
+from hf_hotspa.checkpoint.tensors import bare_optimizer
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.runtime.cpu_adam import cpu_adam_class, load_cpu_adam
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
+from hf_hotspa.trainer.user_optimizer import give_back, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -46,17 +51,77 @@ class OptimizationMixin(Trainer):
     engine: HotSPaEngine | None
     optimizer: Optimizer | None
     lr_scheduler: LRScheduler | None
+    _watched: weakref.ref[Optimizer] | None = None
+    """The optimizer that was taken over last."""
+    _made: weakref.ref[Optimizer] | None = None
+    """The one that was made from the arguments."""
 
     def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """The optimizer of `--optim` on this rank's share of the master store, with Hugging Face's parameter groups."""
-        if self.optimizer is None:
-            assert self.engine is not None
-            chosen = self.optimizer_cls_and_kwargs or self._on_host(
-                *self.get_optimizer_cls_and_kwargs(self.args, self.model)
-            )
-            decayed = set(self.get_decay_parameter_names(self.model))
-            self.optimizer = chosen[0](self.engine.parameter_groups(self.args.weight_decay, decayed), **chosen[1])
-        return self.optimizer
+        """The optimizer of `--optim` with Hugging Face's parameter groups, on the parameters of `trainer.model`; when
+        training starts, `take_over` puts the shares of the master store in their place."""
+        if self.optimizer is not None:
+            return self.optimizer
+        chosen = self.optimizer_cls_and_kwargs
+        if chosen is None and self.engine is not None:
+            self.optimizer_cls_and_kwargs = self._on_host(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
+        try:
+            made = super().create_optimizer(model)
+        finally:
+            self.optimizer_cls_and_kwargs = chosen
+        self._made = weakref.ref(made)
+        return made
+
+    def _let_go_of_optimizer(self, restarts: bool) -> None:
+        """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
+        about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
+        optimizer, engine = self.optimizer, self.engine
+        if optimizer is None or engine is None:
+            return
+        if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
+            give_back(optimizer, engine, self.model)
+        else:
+            self.optimizer = self.lr_scheduler = None
+
+    def _take_over_optimizer(self) -> None:
+        """Puts the optimizer, whoever made it, onto the master store. Collective; called before the first step.
+
+        Raises:
+            UnsupportedError: on every rank: it cannot be honoured.
+        """
+        assert self.engine is not None
+        error = None
+        try:
+            if self.optimizer is None:
+                raise UnsupportedError(
+                    "create_optimizer was overridden and sets no optimizer",
+                    why="the Trainer does not look at what it returns",
+                    fix="set self.optimizer in it",
+                )
+            self._on_master_store(self.optimizer)
+        except UnsupportedError as found:
+            error = found
+        self.engine.agree(error, "optimizer")
+
+    def _on_master_store(self, optimizer: Optimizer) -> None:
+        assert self.engine is not None
+        saved = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
+        take_over(optimizer, self.engine, self.model, saved)
+        bare = bare_optimizer(optimizer)
+        if self._watched is None or self._watched() is not bare:
+            # groups that are added in the course of training come with parameters of the model
+            bare.register_step_pre_hook(lambda found, *_: self._take_over_added(found))
+            self._watched = weakref.ref(bare)
+
+    def _take_over_added(self, optimizer: Optimizer) -> None:
+        if self.engine is not None and self._watched is not None and self._watched() is optimizer:
+            take_over(optimizer, self.engine, self.model)
+
+    def _check_optimizer_stays(self) -> None:
+        """An optimizer that was put in its place since training started is taken over, too."""
+        if self.optimizer is not None and (
+            self._watched is None or self._watched() is not bare_optimizer(self.optimizer)
+        ):
+            self._on_master_store(self.optimizer)
 
     def _on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """With the master store in host memory, DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""

@@ -139,12 +139,6 @@ class HotSPaTrainer(
                 why="the vocabulary and the mini-batch are spread over ranks; only the token mean of the cross entropy is exact",
                 fix="use the model's own causal language-model loss",
             )
-        if any(o is not None for o in kwargs.get("optimizers") or ()):
-            raise UnsupportedError(
-                "an optimizer or scheduler object cannot be honoured",
-                why="the optimizer must be built on the master store, which exists only inside train()",
-                fix="set --optim, --optim_args and --lr_scheduler_type, or pass optimizer_cls_and_kwargs",
-            )
         if type(self).prediction_step is not Trainer.prediction_step:
             raise UnsupportedError(
                 "a prediction step of your own (prediction_step is overridden) cannot be honoured",
@@ -164,7 +158,7 @@ class HotSPaTrainer(
             if not self.engine.any_rank(changed or (training and self.model_init is not None)):
                 return self.engine  # the optimizer goes on, too
             self._model_is_current = True  # somebody gave the model other weights: they count
-            self.close_engine()
+            self._close_engine(restarts=True)
         weights = self._weights_folder()
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         if args.hotspa_auto:
@@ -302,6 +296,8 @@ class HotSPaTrainer(
         if self._wrapped is None:
             assert self.engine is not None
             self._wrapped = _MasterModule(self.engine)
+        if training:
+            self._take_over_optimizer()
         return self._wrapped
 
     def get_total_train_batch_size(self, args: HotSPaTrainingArguments) -> int:
@@ -317,6 +313,7 @@ class HotSPaTrainer(
         mini_batch, error = inputs["mini_batch"], self.callback_handler.take_error()
         if error is not None:  # of a callback since the last mini-batch; raised by all ranks
             mini_batch = replace(mini_batch, error=error)
+        self._check_optimizer_stays()
         self._model_is_current = False
         try:
             report = self.engine.forward_backward(mini_batch, step=self.state.global_step)
@@ -380,13 +377,17 @@ class HotSPaTrainer(
         super().save_model(output_dir, _internal_call)
 
     def close_engine(self) -> None:
-        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any. Collective."""
+        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any, and an
+        optimizer that the trainer was given stays. Collective."""
+        self._close_engine()
+
+    def _close_engine(self, restarts: bool = False) -> None:
         if self.engine is not None:
             self._update_model()
             self._warn_of_unsaved_weights()
+            self._let_go_of_optimizer(restarts)
             self.engine.close()
             self.engine = self._wrapped = None
-            self.optimizer = self.lr_scheduler = None
 
 
 def _destroy_default_group() -> None:

@@ -335,7 +335,7 @@ def _load_optimizer(
         for parameter, index in zip(group["params"], described["params"], strict=True):
             name = names[id(parameter)]
             scalars = saved["scalars"].get(name, {})
-            entry = {**states[name], **{key: _scalar_from_json(value) for key, value in scalars.items()}}
+            entry = {**states.get(name, {}), **{key: _scalar_from_json(value) for key, value in scalars.items()}}
             if entry:
                 by_index[index] = entry
     optimizer.load_state_dict({"state": by_index, "param_groups": groups})

@@ -1,6 +1,10 @@
 """Moves: optimizers and schedulers."""
 
+from typing import Any
+
 import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import TrainerCallback
 
 from tests.moves import Kit, Move, Seen, with_arguments
 
@@ -9,11 +13,232 @@ def _class_and_options(kit: Kit) -> Seen:
     return kit.train(kit.trainer(optimizer_cls_and_kwargs=(torch.optim.NAdam, {"lr": 5e-3})))
 
 
+def _own_groups(kit: Kit) -> Seen:
+    class Own(kit.trainer_class):
+        def create_optimizer(self, model: Any = None) -> Any:
+            named = list(self.model.named_parameters())
+            norms = [p for name, p in named if "norm" in name]
+            rest = [p for name, p in named if "norm" not in name]
+            groups = [{"params": rest, "lr": 3e-3, "weight_decay": 0.1}, {"params": norms, "lr": 1e-2}]
+            self.optimizer = torch.optim.AdamW(groups, lr=1e-3)
+            return self.optimizer
+
+    return kit.train(kit.trainer(Own))
+
+
+def _super_and_groups(kit: Kit) -> Seen:
+    class Own(kit.trainer_class):
+        def create_optimizer(self, model: Any = None) -> Any:
+            optimizer = super().create_optimizer()
+            head = {id(p) for p in self.model.get_output_embeddings().parameters()}
+            for group in list(optimizer.param_groups):
+                mine = [p for p in group["params"] if id(p) in head]
+                group["params"] = [p for p in group["params"] if id(p) not in head]
+                if mine:
+                    optimizer.add_param_group({"params": mine, "lr": 1e-4})
+            return optimizer
+
+    return kit.train(kit.trainer(Own))
+
+
+def _object(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(torch.optim.AdamW(model.parameters(), lr=2e-3), None)))
+
+
+def _object_and_scheduler(kit: Kit) -> Seen:
+    model = kit.model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    return kit.train(kit.trainer(model=model, optimizers=(optimizer, scheduler)))
+
+
+def _scheduler_alone(kit: Kit) -> Seen:
+    model = kit.model()
+    scheduler = LambdaLR(torch.optim.SGD(model.parameters(), lr=0.1), lambda step: 0.5**step)
+    return kit.train(kit.trainer(model=model, optimizers=(None, scheduler)))
+
+
+def _assigned(kit: Kit) -> Seen:
+    trainer = kit.trainer()
+    trainer.optimizer = torch.optim.RMSprop(trainer.model.parameters(), lr=1e-3)
+    return kit.train(trainer)
+
+
+def _with_a_state(kit: Kit) -> Seen:
+    model = kit.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.linspace(-1, 1, parameter.numel()).view_as(parameter) * (1 + number % 3)
+    optimizer.step()
+    optimizer.zero_grad()
+    return kit.train(kit.trainer(model=model, optimizers=(optimizer, None)))
+
+
+def _head_alone(kit: Kit) -> Seen:
+    model = kit.model()
+    optimizer = torch.optim.AdamW(model.get_output_embeddings().parameters(), lr=5e-3)
+    return kit.train(kit.trainer(model=model, optimizers=(optimizer, None)))
+
+
+def _tied(kit: Kit) -> Seen:
+    model = kit.model(tie_word_embeddings=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.1)
+    return kit.train(kit.trainer(model=model, optimizers=(optimizer, None)))
+
+
+def _created_before(kit: Kit) -> Seen:
+    trainer = kit.trainer(args=kit.arguments(lr_scheduler_type="constant"))
+    trainer.create_optimizer()
+    trainer.optimizer.param_groups[0]["lr"] = 1e-3
+    return kit.train(trainer)
+
+
+def _both_created_before(kit: Kit) -> Seen:
+    trainer = kit.trainer()
+    trainer.create_optimizer_and_scheduler(num_training_steps=4)
+    return kit.train(trainer)
+
+
+def _own_scheduler(kit: Kit) -> Seen:
+    class Own(kit.trainer_class):
+        def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+            self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, num_training_steps)
+            return self.lr_scheduler
+
+    return kit.train(kit.trainer(Own))
+
+
+class _Thaw(TrainerCallback):
+    """Adds the embeddings to the optimizer after two steps."""
+
+    def on_step_end(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kw: Any
+    ) -> None:
+        if state.global_step == 2:
+            optimizer.add_param_group({"params": list(model.get_input_embeddings().parameters()), "lr": 1e-2})
+
+
+class _AsTheyAre(LRScheduler):
+    """Rates as the groups have them; torch's own schedulers do not take groups that come later."""
+
+    def get_lr(self) -> list[Any]:
+        return [group["lr"] for group in self.optimizer.param_groups]
+
+
+def _group_added_later(kit: Kit) -> Seen:
+    model = kit.model()
+    optimizer = torch.optim.AdamW(model.get_output_embeddings().parameters(), lr=5e-3)
+    args = kit.arguments(lr_scheduler_type="constant")
+    optimizers = (optimizer, _AsTheyAre(optimizer))
+    return kit.train(kit.trainer(model=model, args=args, optimizers=optimizers, callbacks=[_Thaw()]))
+
+
+def _twice(kit: Kit) -> Seen:
+    model = kit.model()
+    trainer = kit.trainer(model=model, optimizers=(torch.optim.AdamW(model.parameters(), lr=2e-3), None))
+    first = kit.train(trainer)
+    with torch.no_grad():
+        model.get_output_embeddings().weight.mul_(0.5)  # other weights: the engine starts again
+    return {"first": first, "second": kit.train(trainer)}
+
+
+def _resumed(kit: Kit) -> Seen:
+    folder = str(kit.folder / "resumed")
+
+    def trainer() -> Any:
+        model = kit.model()
+        args = kit.arguments(output_dir=folder, save_strategy="steps", save_steps=2)
+        optimizer = torch.optim.AdamW(
+            [{"params": [p], "lr": 1e-3 * (1 + number % 2)} for number, p in enumerate(model.parameters())]
+        )
+        return kit.trainer(model=model, args=args, optimizers=(optimizer, None))
+
+    kit.train(trainer())
+    return kit.train(trainer(), resume_from_checkpoint=f"{folder}/checkpoint-2")
+
+
+def _foreign(kit: Kit) -> Seen:
+    return kit.train(kit.trainer(optimizers=(torch.optim.AdamW(kit.model().parameters()), None)))
+
+
+def _whole_matrices(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(torch.optim.Adafactor(model.parameters()), None)))
+
+
+class _ClipsItself(torch.optim.SGD):
+    """Scales by the norm over all of its parameters, of which each rank sees its own shares only."""
+
+    def step(self, closure: Any = None) -> Any:
+        gradients = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(
+            [p for group in self.param_groups for p in group["params"]], 1.0, torch.nn.utils.get_total_norm(gradients)
+        )
+        return super().step(closure)
+
+
+def _clips_itself(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(_ClipsItself(model.parameters(), lr=0.1), None)))
+
+
+class _KeepsParameters(torch.optim.SGD):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        self.mine = list(parameters)
+        super().__init__(self.mine, lr=lr)
+
+
+def _keeps_parameters(kit: Kit) -> Seen:
+    model = kit.model()
+    return kit.train(kit.trainer(model=model, optimizers=(_KeepsParameters(model.parameters(), lr=0.1), None)))
+
+
+def _returned_only(kit: Kit) -> Seen:
+    class Own(kit.trainer_class):
+        def create_optimizer(self, model: Any = None) -> Any:
+            return torch.optim.AdamW(self.model.parameters())
+
+    return kit.train(kit.trainer(Own))
+
+
+_OWN = "build it on `model.parameters()` of the model that is trained"
+_ELEMENTWISE = "an elementwise optimizer, such as AdamW"
+
 MOVES: tuple[Move, ...] = (
     Move('`optim="sgd"` with momentum', with_arguments(optim="sgd", optim_args="momentum=0.9")),
     Move("`optimizer_cls_and_kwargs`", _class_and_options),
+    Move("`create_optimizer` overridden: parameter groups of one's own", _own_groups),
+    Move("`create_optimizer` overridden: calls `super()` and regroups", _super_and_groups),
+    Move("`optimizers=(AdamW(model.parameters()), None)`", _object),
+    Move("`optimizers=(optimizer, scheduler)`", _object_and_scheduler),
+    Move("`optimizers=(None, scheduler)`", _scheduler_alone, ours="the scheduler moves its own optimizer, not the Trainer's"),
+    Move("`trainer.optimizer = RMSprop(...)` before `train()`", _assigned),
+    Move("an optimizer that has a state already", _with_a_state),
+    Move("an optimizer on the head alone", _head_alone),
+    Move("an optimizer on tied embeddings", _tied),
+    Move("`create_optimizer()` before `train()`, groups changed", _created_before),
+    Move("`create_optimizer_and_scheduler()` before `train()`", _both_created_before),
+    Move("`create_scheduler` overridden", _own_scheduler),
+    Move("a callback adds a parameter group", _group_added_later),
+    Move("`train()` twice with one's own optimizer, and other weights", _twice),
+    Move("resuming with one's own optimizer", _resumed),
+    Move("an optimizer on another model's parameters", _foreign, refused="are not the model's", instead=_OWN),
+    Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, refused="Adafactor", instead=_ELEMENTWISE),
+    Move(
+        "an optimizer that looks at all gradients at once", _clips_itself, refused="_ClipsItself is not elementwise",
+        instead="`max_grad_norm` clips; " + _ELEMENTWISE,
+    ),
+    Move(
+        "an optimizer with references of its own to parameters", _keeps_parameters, refused="outside of its parameter groups",
+        instead="keep them in `param_groups`",
+    ),
+    Move(
+        "`create_optimizer` that returns an optimizer and does not set it", _returned_only, refused="sets no optimizer",
+        instead="set `self.optimizer`, which the stock Trainer needs, too",
+    ),
     Move(
         '`optim="adafactor"`', with_arguments(optim="adafactor"), refused="'adafactor' cannot be honoured",
-        instead="an elementwise optimizer, such as AdamW",
+        instead=_ELEMENTWISE,
     ),
 )  # fmt: skip

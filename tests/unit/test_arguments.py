@@ -185,8 +185,6 @@ def test_a_loss_or_collator_of_ones_own_is_refused(tmp_path):
         make_trainer(tmp_path, compute_loss_func=lambda *a, **k: 0)
     with pytest.raises(UnsupportedError, match="DataCollatorForLanguageModeling"):
         make_trainer(tmp_path, data_collator=DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling))
-    with pytest.raises(UnsupportedError, match="optimizer or scheduler object"):
-        make_trainer(tmp_path, optimizers=(torch.optim.SGD([torch.zeros(1)]), None))
     with pytest.raises(UnsupportedError, match="prediction_step is overridden"):
         make_trainer(tmp_path, trainer_class=_OwnPrediction)
     make_trainer(tmp_path, data_collator=DataCollatorWithFlattening())
