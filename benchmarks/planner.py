@@ -31,7 +31,7 @@ from planner_cases import (
     sharded_pair,
     weights,
 )
-from planner_targets import chains, published_table
+from planner_targets import chains, modelled_table
 from planner_timing import planning_times
 
 from hf_hotspa.cluster import Cluster
@@ -40,7 +40,7 @@ from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.planner import PLANNERS, classes_of, plan_load, plan_return
 from hf_hotspa.switch.ports import lower_bound, overlapped_seconds
 
-PARTS = ("pairs", "irregular", "published", "chains", "times")
+PARTS = ("pairs", "irregular", "modelled", "chains", "times")
 KINDS = ("weights", "sharded gradients", "master store to strategy", "gradient return")
 MODEL = "32B"
 REGULAR_TARGET, IRREGULAR_TARGET = 1.02, 1.05
@@ -176,8 +176,8 @@ def irregular_ratios(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
-def print_published(table: dict[str, Any]) -> None:
-    """The switches of the published table: ours, and how many are as the published model says."""
+def print_modelled(table: dict[str, Any]) -> None:
+    """The switches of the modelled table: ours, and how many are as the table says."""
     print("\n20 switches of 32B on 4 x 8 devices, modelled ms of our plans: NIC per device | NIC per node")
     names = list(table["verdicts"])
     print(f"{'':24} {'order':9} {'what':6} " + " ".join(f"{name:>11}" for name in names) + "  |  the same")
@@ -191,9 +191,9 @@ def print_published(table: dict[str, Any]) -> None:
         for name, entry in row["planners"].items():
             if entry["verdict"] != "equal":
                 place = f"{row['pair']} {row['order']} {row['what']} NIC per {row['nic_per']} {name}"
-                print(f"{entry['verdict']}: {place}: {entry['ours']:.4f} s, published {entry['published']:.4f} s")
+                print(f"{entry['verdict']}: {place}: {entry['ours']:.4f} s, modelled {entry['modelled']:.4f} s")
     for name, count in table["verdicts"].items():
-        print(f"against the published values, {name}: {', '.join(f'{n} {verdict}' for verdict, n in count.items())}")
+        print(f"against the modelled values, {name}: {', '.join(f'{n} {verdict}' for verdict, n in count.items())}")
     for key, value in table["means"].items():
         print(f"mean {key}: {value * 1e3:.1f} ms")
 
@@ -270,9 +270,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             result[part] = pair_ratios(options)
         elif part == "irregular":
             result[part] = irregular_ratios(options)
-        elif part == "published":
-            result[part] = published_table(2 if options.quick else 20)
-            print_published(result[part])
+        elif part == "modelled":
+            result[part] = modelled_table(2 if options.quick else 20)
+            print_modelled(result[part])
         elif part == "chains":
             result[part] = chains(("C1",) if options.quick else ("C1", "C2", "C3"))
             print_chains(result[part])

@@ -36,7 +36,7 @@ SHAPES = {
     "70B": Shape(80, 8192, 28672, 64, 8, 32000),
     "405B": Shape(126, 16384, 53248, 128, 8, 128256),
 }
-"""The 32B one is that of the published switch tables."""
+"""The 32B one is that of the modelled switch table."""
 
 
 @lru_cache
@@ -166,7 +166,7 @@ def in_order(strategies: Sequence[Strategy], model: str) -> list[Strategy]:
 
 
 def bit_reversed(strategy: Strategy) -> Strategy:
-    """A strategy whose shard index is the bit-reversed tp coordinate, as in the published tables."""
+    """A strategy whose shard index is the bit-reversed tp coordinate, as in the modelled tables."""
     bits = strategy.tp.bit_length() - 1
     if bits < 2:
         return strategy

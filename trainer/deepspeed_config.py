@@ -1,7 +1,7 @@
 """DeepSpeed's JSON configs: every field becomes an argument, has nothing to say here, or is refused by its name.
 
-What DeepSpeed calls ZeRO is always on: fp32 weights, optimizer state and the sums of the gradients are spread over all
-ranks (stages 1 and 2). Weights and gradients in training are held as the strategies cut them. Nothing here imports
+What DeepSpeed calls ZeRO stage 1 is always on: fp32 weights, optimizer state and the sums of the gradients over phases
+and ranks are spread over all ranks. Weights and gradients in training are held as the strategies cut them. Nothing here imports
 DeepSpeed, torch or transformers.
 """
 
@@ -18,10 +18,10 @@ from hf_hotspa.trainer.deepspeed_fields import ARGUMENTS, AUTO, KNOWN, NO_SWITCH
 from hf_hotspa.trainer.deepspeed_schedule import LINEAR, LOG, TYPES, DeepSpeedSchedule
 
 _STAGES = {
-    0: "masters, optimizer state and gradient sums are spread over all ranks all the same",
+    0: "masters and optimizer state are spread over all ranks all the same",
     1: "masters and optimizer state are spread over all ranks",
-    2: "masters, optimizer state and gradient sums are spread over all ranks",
-    3: "as stage 2; weights and gradients in training are not spread further than the tp and pp of a strategy",
+    2: "as stage 1: in its phase a rank keeps the gradients of all weights that its strategy gives it",
+    3: "as stage 1; weights and gradients in training are not spread further than the tp and pp of a strategy",
 }
 _SETTLED = frozenset(section + name for section, names in UNUSED.items() for name in names)
 _MAX_SHOWN = 60

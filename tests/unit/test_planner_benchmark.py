@@ -22,7 +22,7 @@ def test_a_quick_run_writes_json(tmp_path: Path) -> None:
     file = tmp_path / "planner.json"
     text = python("benchmarks/planner.py", "--quick", "--json", str(file))
     result = json.loads(file.read_text())
-    assert {"pairs", "irregular", "published", "chains", "times"} <= set(result)
+    assert {"pairs", "irregular", "modelled", "chains", "times"} <= set(result)
     assert result["reached"] == {"regular_max": True, "irregular_mean": True}
     assert {row["kind"] for row in result["pairs"]} >= {"weights", "gradient return"}
     assert "largest ratio" in text

@@ -1,4 +1,4 @@
-"""Our planners reproduce a published model of switch times, reach its bounds, and keep the targets of a mini-batch."""
+"""Our planners reproduce a modelled table of switch times, reach its bounds, and keep the targets of a mini-batch."""
 
 from typing import Any
 
@@ -43,7 +43,7 @@ def test_the_table_is_complete() -> None:
 @pytest.mark.parametrize("nic", ["device", "node"])
 @pytest.mark.parametrize("order", ["canonical", "nested"])
 @pytest.mark.parametrize("what", ["params", "grads"])
-def test_published_switches(what: str, order: str, nic: str) -> None:
+def test_modelled_switches(what: str, order: str, nic: str) -> None:
     cluster = cluster_of(32, 8, nic)
     wrong = []
     for pair in PAIRS:
@@ -51,14 +51,14 @@ def test_published_switches(what: str, order: str, nic: str) -> None:
         if order == "nested":
             a, b = bit_reversed(a), bit_reversed(b)
         sides = (weights(MODEL, a), weights(MODEL, b)) if what == "params" else sharded_pair(MODEL, a, b)
-        published = pair[order][what]["nic_per_gpu" if nic == "device" else "nic_per_node"]
+        modelled = pair[order][what]["nic_per_gpu" if nic == "device" else "nic_per_node"]
         for name, planner in NAMES.items():
             seconds = ours(planner, *sides, cluster)
-            close = abs(seconds - published[name]) <= max(ROUNDING, 0.02 * published[name])
+            close = abs(seconds - modelled[name]) <= max(ROUNDING, 0.02 * modelled[name])
             if planner == "relay":
-                close = seconds <= 1.02 * published[name] + ROUNDING
+                close = seconds <= 1.02 * modelled[name] + ROUNDING
             if not close:
-                wrong.append(f"{a}->{b} {name}: {seconds:.4f} s, published {published[name]:.4f} s")
+                wrong.append(f"{a}->{b} {name}: {seconds:.4f} s, modelled {modelled[name]:.4f} s")
     assert not wrong, "\n".join(wrong)
 
 
