@@ -4,12 +4,10 @@ What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpee
 Everything else of `TrainingArguments` works as it is.
 """
 
-import os
 from dataclasses import dataclass, field, fields
 from typing import Any
 
 from transformers import TrainingArguments
-from transformers.utils.generic import strtobool
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -20,8 +18,9 @@ from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
+from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.optimizers import check_optimizer_name
-from hf_hotspa.trainer.refused_arguments import OWN_LAYOUTS, refuse_arguments
+from hf_hotspa.trainer.refused_arguments import refuse_arguments
 
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
@@ -230,11 +229,14 @@ class HotSPaTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         self._check_types()
+        refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
         self._deepspeed = self._map_deepspeed(given)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
         super().__post_init__()
         self.deepspeed = given
+        self.bf16 = self.bf16 or wants_bf16()
+        check_processes(self.world_size)
         if not self.hotspa_strategies:
             raise HotspaConfigError(
                 "hotspa_strategies is not set",
@@ -290,12 +292,6 @@ class HotSPaTrainingArguments(TrainingArguments):
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""
-        if strtobool(os.environ.get("ACCELERATE_USE_DEEPSPEED", "false")):
-            raise UnsupportedError(
-                "accelerate was told to start DeepSpeed (ACCELERATE_USE_DEEPSPEED)",
-                why=OWN_LAYOUTS,
-                fix="use distributed_type: MULTI_GPU, and give the JSON file as deepspeed= to the arguments",
-            )
         if not given:
             return None
         mapping = map_config(read_config(given), vars(self), {f.name: f.default for f in fields(self)})

@@ -8,10 +8,9 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
-OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
-"""Why nothing else may lay out the model."""
 
 # name -> (values that are fine, why another one is refused or what to use instead)
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {

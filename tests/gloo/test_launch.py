@@ -36,6 +36,46 @@ def test_a_hundred_launches_in_a_row(tmp_path):
         assert done.returncode == 0, (number, done.returncode, done.stderr[-3000:])
 
 
+SCRIPT = """
+import sys
+from hf_hotspa.trainer import HotSPaTrainingArguments
+args = HotSPaTrainingArguments(output_dir="out", use_cpu="--use_cpu" in sys.argv)
+print("it would train on", args.world_size)
+"""
+WRONG_LINES = {
+    "accelerate launch --cpu --num_processes 2": ["HSP-001", "2 processes", "--multi_gpu --num_processes 2"],
+    "accelerate launch --config_file cpu.yaml": ["HSP-001", "3 processes", "--multi_gpu --num_processes 3"],
+    "torchrun --standalone --nproc_per_node 2": ["HSP-001", "2 processes", "--nproc_per_node 2 SCRIPT --use_cpu"],
+    "accelerate launch --multi_gpu --num_processes 2": ["HSP-001", "2 processes", "SCRIPT --use_cpu"],
+    "accelerate launch --config_file fsdp.yaml": ["HSP-030", "FSDP"],
+}
+CONFIG = (
+    "compute_environment: LOCAL_MACHINE\ndistributed_type: {}\nnum_machines: 1\nnum_processes: {}\nuse_cpu: {}\n"
+    "main_training_function: main\nmixed_precision: 'no'\n"
+)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line if "--cpu" in line else pytest.param(line, marks=pytest.mark.slow) for line in WRONG_LINES],
+)
+def test_a_wrong_line_is_told_the_right_one(line, tmp_path):
+    """Under auto, the default."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "cpu.yaml").write_text(CONFIG.format("MULTI_CPU", 3, "true"))
+    (tmp_path / "fsdp.yaml").write_text(CONFIG.format("FSDP", 2, "false") + "fsdp_config:\n  fsdp_version: 2\n")
+    command, *words = line.split()
+    module = {"accelerate": "accelerate.commands.accelerate_cli", "torchrun": "torch.distributed.run"}[command]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    found = subprocess.run(
+        [sys.executable, "-m", module, *words, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert found.returncode != 0
+    assert "it would train" not in found.stdout
+    for fragment in WRONG_LINES[line]:
+        assert fragment in found.stderr, found.stderr[-3000:]
+
+
 def ranks_of(launcher):
     """The processes that a launcher has started."""
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
