@@ -9,6 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
+import sys
 import weakref
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,7 @@ from hf_hotspa.runtime.adapters import frozen_digest
 from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.stream_place import StreamProgress
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +75,9 @@ class ResumeMixin(Trainer):
     _model_is_current: bool
     _resumption: Resumption | None = None
     _data_order: dict[str, Any] | None = None
+    _stream_progress: StreamProgress | None
+    _steps_a_pass = sys.maxsize
+    """The most optimizer steps of a pass over the data set."""
     _base_known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None
 
     if TYPE_CHECKING:
@@ -87,6 +92,25 @@ class ResumeMixin(Trainer):
             self._host_group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
             self._host_mailbox = Mailbox(self.args.process_index, self.args.world_size)
         return Agreement(self._host_group, self.args.process_index, self._host_mailbox)
+
+    def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        """The pass to go on in, and the mini-batches that were trained in it. Of a stream, whose length nobody may know,
+        as the checkpoint says. Collective where a stream is resumed."""
+        self._steps_a_pass = num_update_steps_per_epoch
+        begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
+        if self._stream_progress is None or self._resumption is None:
+            return begin
+        error = None
+        try:
+            begin = self._stream_progress.go_on(
+                self._resumption.state.get("hotspa", {}).get("stream"),
+                skip=not self.args.ignore_data_skip,
+                compare=not self.args.hotspa_allow_data_order_change,
+            )
+        except ResumeError as found:
+            error = found
+        self._agreement().check({}, error, "resume")
+        return begin
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self._resumption is not None and self.state.global_step >= self.state.max_steps:

@@ -6,7 +6,9 @@ Owns how a stream becomes mini-batches. Promises:
   stream; each then builds the packs of its own replica. Nothing is scanned: the lengths of a mini-batch are known when
   its rows have been read. A digest of the tokens is agreed on before they are trained, so streams that differ between
   ranks are an error.
-* Skipping (a resumed run) replays the stream. That is exact when the stream gives the same rows again.
+* A resumed run goes on where the checkpoint was written, in whichever pass: the stream of that pass is read again up to
+  there. Where the stream has no `set_epoch`, so are the passes before it, on which its order may depend. The last
+  mini-batch that was trained is compared: a stream that gives other rows this time is an error.
 * An epoch ends on all ranks at once; a stream that ends earlier on one of them is an error on all.
 * What is wrong with rows comes back in `MiniBatch.error`; it is never raised on some ranks only.
 
@@ -14,9 +16,11 @@ The loader has the shape that accelerate's `skip_first_batches` expects: the bat
 mini-batches, and the dataset turns a number into a mini-batch by reading on.
 """
 
+import dataclasses
 import hashlib
 import itertools
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -30,9 +34,10 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.prepare import check_masks, tokenize_rows
 from hf_hotspa.data.scan import row_arrays, scan_dataset
-from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.rows import as_it_is
+from hf_hotspa.trainer.stream_place import StreamPlace
 
 Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
 """`input_ids` and, where there are some, `labels`; both [length]."""
@@ -54,6 +59,7 @@ class StreamRows(Dataset[Any]):
         any_rank: Whether any rank says so; a collective call.
 
     Attributes:
+        ended: The passes, counted from 0, in which the stream was read to its end.
         whole: Items also hold all rows of the mini-batch, `{"rows": [(number of the row, input_ids, labels), ...]}`.
     """
 
@@ -81,6 +87,8 @@ class StreamRows(Dataset[Any]):
         self._tokenizer = tokenizer
         self._stream: Iterator[Any] | None = None
         self._next = 0
+        self._epoch, self.ended = 0, set[int]()
+        self._resumed: StreamPlace | None = None
 
     def __len__(self) -> int:
         """Rows of the stream, where it has a length."""
@@ -90,7 +98,11 @@ class StreamRows(Dataset[Any]):
         """Begins again, in the order of this epoch where the stream has one."""
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        self._stream = None
+        self._stream, self._next, self._epoch = None, 0, epoch
+
+    def go_on_from(self, place: StreamPlace) -> None:
+        """The mini-batch that is asked for next is the one behind this place."""
+        self._resumed, self.ended = place, set(place.ended)
 
     def __getitems__(self, numbers: list[int]) -> dict[str, Any]:
         """The mini-batch of this number; torch's fetcher calls this with what the batch sampler yields.
@@ -100,11 +112,16 @@ class StreamRows(Dataset[Any]):
             PlanMismatchError: on all ranks, where only some of the streams have ended.
         """
         [number] = numbers
+        if self._stream is None and 0 < self._next <= number:
+            raise StopIteration  # the Trainer asks on; the stream would be read all over again, each time
         error: HotspaError | None = None
         examples: list[Any] = []
         try:
-            if self._stream is None or number < self._next:
+            if self._resumed is not None:
+                self._replay(self._resumed)
+            elif self._stream is None or number < self._next:
                 self._stream, self._next = iter(self.dataset), 0
+            assert self._stream is not None
             skipped = (number - self._next) * self.mini_batch_size
             examples = list(itertools.islice(self._stream, skipped, skipped + self.mini_batch_size))
         except Exception as failure:  # whatever a stream raises is carried to all ranks
@@ -123,7 +140,7 @@ class StreamRows(Dataset[Any]):
                 error = self._located(found, number)
         if error is not None:
             mini_batch = MiniBatch(MiniBatchPlan((), 0, len(examples)), (), error)
-        item: dict[str, Any] = {"mini_batch": mini_batch}
+        item: dict[str, Any] = {"mini_batch": mini_batch, "place": (self._epoch, number)}
         if self.whole and mini_batch.error is None:
             item["rows"] = [(row, *arrays) for row, arrays in enumerate(rows)]
         return item
@@ -139,7 +156,41 @@ class StreamRows(Dataset[Any]):
                 fix="give every rank the same stream: do not split it by rank",
             )
         self._stream = None
+        self.ended.add(self._epoch)
         raise StopIteration
+
+    def _replay(self, place: StreamPlace) -> None:
+        """Reads again what was trained before the checkpoint, and compares the last mini-batch of it.
+
+        Raises:
+            ResumeError: the stream gives other rows than it did.
+        """
+        self._resumed = None
+        # a set_epoch says on what the order of a pass depends; without one, it may be on the passes before
+        first = place.epoch if hasattr(self.dataset, "set_epoch") else 0
+        for epoch in range(first, place.epoch + 1):
+            self._stream, self._next = iter(self.dataset), place.mini_batches[epoch]
+            compared = place.content and epoch == place.last and self._next > 0
+            self._pass_over(self._stream, self._next - bool(compared))
+            if compared:
+                rows = self._read(list(itertools.islice(self._stream, self.mini_batch_size)))
+                if content_digest(rows) != place.content:
+                    raise self._other_rows(epoch, self._next)
+            if epoch < place.epoch and epoch in place.ended:
+                self._pass_over(self._stream, None)  # what it does at its end may count, too
+
+    def _pass_over(self, stream: Iterator[Any], mini_batches: int | None) -> None:
+        rows = None if mini_batches is None else mini_batches * self.mini_batch_size
+        deque(itertools.islice(stream, rows), maxlen=0)
+
+    def _other_rows(self, epoch: int, mini_batches: int) -> ResumeError:
+        return ResumeError(
+            "the stream gives other rows than it did before the checkpoint was written",
+            where=f"mini-batch {mini_batches} of pass {epoch + 1} of the stream, rank {self._rank}",
+            why="the run cannot go on exactly: sequences would be trained twice or not at all",
+            fix="give the stream the same source, and an order that depends on set_epoch(epoch), or on how often it was "
+            "iterated, alone; or say hotspa_allow_data_order_change=True",
+        )
 
     def _read(self, examples: list[Any]) -> list[Row]:
         if self._tokenizer is not None:
@@ -157,10 +208,7 @@ class StreamRows(Dataset[Any]):
         )
         collator = PackedBucketCollator(self._rank, self._vocab_size, table)
         made = collator(plan, {row: examples[row] for row in collator.rows_of(plan)})
-        content = hashlib.sha256()
-        for ids, labels in rows:
-            content.update(ids.tobytes() + (b"" if labels is None else labels.tobytes()))
-        return MiniBatch(made.plan, made.phases, made.error, content.hexdigest())
+        return dataclasses.replace(made, content=content_digest(rows))
 
     def _located(self, error: HotspaError, number: int) -> HotspaError:
         data = error.to_dict()
@@ -177,6 +225,14 @@ class StreamRows(Dataset[Any]):
             where=f"mini-batch {number + 1} of the stream, rank {self._rank}, at {last.filename}:{last.lineno}",
             fix="read the stream without the trainer to see the whole traceback",
         )
+
+
+def content_digest(rows: list[Row]) -> str:
+    """A digest of the tokens and labels of some rows."""
+    content = hashlib.sha256()
+    for ids, labels in rows:
+        content.update(ids.tobytes() + (b"" if labels is None else labels.tobytes()))
+    return content.hexdigest()
 
 
 class StreamSampler(Sampler[list[int]]):

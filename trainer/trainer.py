@@ -45,6 +45,7 @@ from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
+from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
 
 _COLLATORS = (PackedBucketCollator, DataCollatorWithFlattening, DefaultDataCollator)
@@ -101,6 +102,7 @@ class HotSPaTrainer(
         self._auto: AutoStrategies | None = None
         self._predictions: Predictions | None = None
         self._loaded_state: dict[str, Any] = {}
+        self._stream_progress: StreamProgress | None = None
         self._scan: tuple[Any, Any, SequenceTable] | None = None
         self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
@@ -224,9 +226,11 @@ class HotSPaTrainer(
     def _make_loader(self, engine: HotSPaEngine) -> MiniBatchLoader | StreamLoader:
         args = self.args
         shape = engine.description.shape
+        self._stream_progress = None
         if is_stream(self.train_dataset):
             size = self.get_total_train_batch_size(args)
             rows = self._stream_rows(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
+            self._stream_progress = StreamProgress(rows)
             return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
         dataset, table = self._scanned()
         chooser = None
@@ -276,8 +280,12 @@ class HotSPaTrainer(
         return self._scanned()[1]
 
     def hotspa_state(self) -> dict[str, Any]:
-        """What a resumed run needs of the choice of strategies beside the Trainer's own state; JSON-ready."""
-        return {"auto": self._auto.state_dict()} if self._auto is not None else {}
+        """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
+        state: dict[str, Any] = {"auto": self._auto.state_dict()} if self._auto is not None else {}
+        if self._stream_progress is not None:
+            over = self.control.should_epoch_stop
+            state["stream"] = self._stream_progress.state(self._steps_a_pass, over)
+        return state
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
         """Goes on from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
@@ -315,6 +323,8 @@ class HotSPaTrainer(
             mini_batch = replace(mini_batch, error=error)
         self._check_optimizer_stays()
         self._model_is_current = False
+        if self._stream_progress is not None:
+            self._stream_progress.trained(inputs)
         try:
             report = self.engine.forward_backward(mini_batch, step=self.state.global_step)
         except NonFiniteError as failure:

@@ -6,7 +6,7 @@ import datasets
 import pytest
 import torch
 from torch.utils.data import IterableDataset
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from tests.families import tiny_model
 from tests.gloo.test_trainer import _LossRecorder, _pad
@@ -133,26 +133,88 @@ def bad_stream(rank, world_size, folder, kind):
     hot_trainer(folder, world_size, stream, **options).train()
 
 
-def resumed_run(rank, world_size, folder):
-    weights = []
-    for name, steps, resume in (("whole", 6, None), ("parts", 3, None), ("parts", 6, True)):
-        options = {
-            "save_strategy": "steps",
-            "save_steps": 3,
-            "lr_scheduler_type": "constant",
-            "neftune_noise_alpha": 5.0,
-        }
-        trainer = hot_trainer(f"{folder}/{name}", world_size, make_stream("unsized"), **options, max_steps=steps)
-        trainer.train(resume_from_checkpoint=resume)
-        weights.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
-        trainer.close_engine()
-    return [torch.equal(w, weights[0]) for w in weights]
+class CountingStream(IterableDataset):
+    """Without `set_epoch`: the order of a pass depends on how many passes have ended before it."""
+
+    def __init__(self, rows, passes=0):
+        self.rows, self.passes = rows, passes
+
+    def __iter__(self):
+        for index in range(len(self.rows)):
+            yield self.rows[(index + 5 * self.passes) % len(self.rows)]
+        self.passes += 1
 
 
-def test_a_resumed_run_goes_on_in_the_stream(tmp_path):
-    """22 rows, 4 mini-batches an epoch: the checkpoint is written in the middle of the first one."""
-    for same in run_ranks(2, resumed_run, str(tmp_path)):
-        assert same == [True, False, True]
+class SaveAt(TrainerCallback):
+    """Saves after these steps; ends the pass after others."""
+
+    def __init__(self, saved, ends_pass=()):
+        self.saved, self.ends_pass = saved, ends_pass
+
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_save = state.global_step in self.saved
+        control.should_epoch_stop = state.global_step in self.ends_pass
+
+
+# 22 rows are 4 mini-batches: ten steps are two passes and a half. Checkpoints in each, and where they end.
+RESUMED = {
+    "unsized": (Stream, {}, (2, 4, 7, 9), ()),
+    "sized": (SizedStream, {}, (4, 7), ()),
+    "no set_epoch": (CountingStream, {}, (6, 8, 9), ()),
+    "passes ended early": (CountingStream, {}, (3, 6), (3, 5)),
+    "save_strategy=epoch": (Stream, {"save_strategy": "epoch"}, (), ()),
+}
+
+
+def resumed_runs(rank, world_size, folder):
+    from hf_hotspa.errors import HotspaError
+
+    rows = random_rows(ROWS, 160, longest=60, seed=3)
+    wrong, messages = [], {}
+
+    def run(stream, folder, callback=None, resume=None, **options):
+        options = {"max_steps": 10, "neftune_noise_alpha": 5.0, **options}
+        trainer = hot_trainer(folder, world_size, stream, **options)
+        if callback is not None:
+            trainer.add_callback(callback)
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        finally:
+            trainer.close_engine()
+        logs = [[log["step"], log["epoch"], log["loss"]] for log in trainer.state.log_history if "loss" in log]
+        return logs, torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+
+    for kind, (cls, options, saved, ends) in RESUMED.items():
+        path = f"{folder}/{kind}"
+        logs, weights = run(cls(rows), path, SaveAt(saved, ends) if saved else None, **options)
+        assert len(logs) == 10, kind
+        for step in saved or (4, 8):
+            again, same = run(cls(rows), f"{path}-{step}", SaveAt((), ends), f"{path}/checkpoint-{step}")
+            if again != logs or not torch.equal(same, weights):
+                wrong.append((kind, step, again, logs))
+    # the order of this one depends on what the checkpoint cannot know; the last has no place in a stream
+    cases = {"other rows": (CountingStream(rows, 1), 6), "other rows, behind a pass": (CountingStream(rows, 1), 8)}
+    for name, (stream, step) in cases.items():
+        try:
+            run(stream, f"{folder}/other", None, f"{folder}/no set_epoch/checkpoint-{step}")
+        except HotspaError as error:
+            messages[name] = str(error)
+    again, _ = run(
+        CountingStream(rows, 1), f"{folder}/other", None, f"{folder}/no set_epoch/checkpoint-6",
+        hotspa_allow_data_order_change=True,
+    )  # fmt: skip
+    return wrong, messages, len(again)
+
+
+def test_a_resumed_run_goes_on_in_the_stream_bit_for_bit(tmp_path):
+    for wrong, messages, steps in run_ranks(2, resumed_runs, str(tmp_path)):
+        assert not wrong
+        assert list(messages) == ["other rows", "other rows, behind a pass"]
+        for message in messages.values():
+            assert "HSP-220" in message
+            assert "other rows than it did before" in message
+        assert "mini-batch 2 of pass 2" in messages["other rows"]
+        assert steps == 10
 
 
 BAD = {
