@@ -195,16 +195,13 @@ def _measure_memory(world_size: int, options: argparse.Namespace, name: str) -> 
 
 def make_mini_batch(engine: Any, case: Case, strategy: Strategy, pack_tokens: int) -> Any:
     """The case as the data loader would build it for this rank."""
-    from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.scan import SequenceTable
 
-    shape, table = engine.description.shape, SequenceTable.from_lengths(list(case.lengths))
-    buckets = [case.bucket(strategy, pack_tokens)]
-    plan = plan_mini_batch(range(len(case.lengths)), table, buckets, quadratic_cost=shape.quadratic_cost)
-    rows = make_rows(case.lengths, shape.vocab_size, seed=1)
-    collator = PackedBucketCollator(engine.rank, shape.vocab_size)
-    return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+    shape, buckets = engine.description.shape, [case.bucket(strategy, pack_tokens)]
+    collate = PackedBucketCollator(
+        buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
+    )
+    return collate(make_rows(case.lengths, shape.vocab_size, seed=1))
 
 
 def _count_seconds(runner: Any) -> list[float]:

@@ -58,7 +58,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.cost.trust import PhaseSeconds
     from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.scan import SequenceTable
+    from hf_hotspa.data.table import SequenceTable
     from hf_hotspa.runtime.calibration import calibrate
     from hf_hotspa.runtime.engine import HotSPaEngine
     from hf_hotspa.strategy import Strategy
@@ -77,7 +77,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8))
     limit = 1.05 * min(memory.bytes_needed(s, options.long) for s in strategies)
     rooms = MemoryRooms(memory, limit)
-    collator = PackedBucketCollator(rank, shape.vocab_size)
+    collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=shape.vocab_size)
 
     def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:
         value = torch.tensor(seconds, dtype=torch.float64)
@@ -118,7 +118,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
                 if side.name == "auto":
                     buckets = chooser.choose(number, rows, chooser.previous).buckets
                 plan = plan_mini_batch(rows, table, buckets, quadratic_cost=shape.quadratic_cost)
-                mini_batch = collator(plan, {row: examples[row - rows.start] for row in collator.rows_of(plan)})
+                mini_batch = collator.of_plan(plan, {row: examples[row - rows.start] for row in collator.rows_of(plan)})
                 report = engine.forward_backward(mini_batch)
                 engine.clip_grad_norm_(1.0)
                 optimizer.step()

@@ -69,7 +69,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
 
     from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.scan import SequenceTable
+    from hf_hotspa.data.table import SequenceTable
     from hf_hotspa.runtime.engine import HotSPaEngine
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
@@ -78,11 +78,11 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     engine = HotSPaEngine(make_model(options.model), list(used.values()), compute_dtype=dtype)
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-3, foreach=True)
     shape, table = engine.description.shape, SequenceTable.from_lengths(lengths)
-    collator = PackedBucketCollator(rank, shape.vocab_size)
 
     def mini_batch_of(side: Side, rows: list[dict[str, list[int]]]) -> Any:
+        collator = PackedBucketCollator(side.buckets, rank=rank, vocab_size=shape.vocab_size)
         plan = plan_mini_batch(range(len(rows)), table, side.buckets, quadratic_cost=shape.quadratic_cost)
-        return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+        return collator.of_plan(plan, {row: rows[row] for row in collator.rows_of(plan)})
 
     def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:
         value = torch.tensor(seconds, dtype=torch.float64)

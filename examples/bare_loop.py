@@ -18,13 +18,11 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from stdlib_corpus import build_corpus, build_tokenizer
+from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
+from hf_hotspa import HotSPaEngine, PackedBucketCollator, parse_buckets
 from hf_hotspa.data.prepare import prepare_dataset
-from hf_hotspa.data.scan import scan_dataset
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.dataloader import MiniBatchLoader
 
 
 def main() -> None:
@@ -66,18 +64,16 @@ def main() -> None:
     # one row for each top-level definition: mostly short, with a long tail
     texts = [text for file in corpus for text in file["text"].split("\n\n\n") if text.strip()]
     dataset = prepare_dataset([{"text": text} for text in texts], tokenizer)
-    table = scan_dataset(dataset, disable_progress=True)
-    loader = MiniBatchLoader(
-        dataset,
-        table,
+    collator = PackedBucketCollator(
         buckets,
-        mini_batch_size=options.mini_batch_size,
         rank=accelerator.process_index,
         vocab_size=options.vocab_size,
         quadratic_cost=engine.description.shape.quadratic_cost,
         policy="split",  # longer rows: every piece is a sequence of its own
-        seed=options.seed,
     )
+    order = torch.Generator()
+    # every process walks through the same rows in the same order; the collator makes of them what its own part is
+    loader = DataLoader(dataset, batch_size=options.mini_batch_size, shuffle=True, generator=order, collate_fn=collator)
 
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=options.learning_rate)
     scheduler = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
@@ -85,9 +81,9 @@ def main() -> None:
     step = epoch = 0
     begin = time.perf_counter()
     while step < options.steps:
-        loader.set_epoch(epoch)
-        for batch in loader:
-            report = engine.forward_backward(batch["mini_batch"])
+        order.manual_seed(options.seed + epoch)
+        for mini_batch in loader:
+            report = engine.forward_backward(mini_batch)
             engine.clip_grad_norm_(1.0)
             optimizer.step()
             scheduler.step()

@@ -6,9 +6,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_hotspa.data.bucketing import plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.strategy import parse_buckets
@@ -22,11 +20,15 @@ def make_engine(model: PreTrainedModel, buckets: str, **options: Any) -> HotSPaE
 
 def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy: str = "error") -> MiniBatch:
     """One mini-batch of all rows, as the data loader would build it on this rank."""
-    table = scan_dataset(list(rows), disable_progress=True)
     shape = engine.description.shape
-    plan = plan_mini_batch(range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy)
-    collator = PackedBucketCollator(engine.rank, shape.vocab_size)
-    return collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+    collator = PackedBucketCollator(
+        engine.buckets,
+        rank=engine.rank,
+        vocab_size=shape.vocab_size,
+        quadratic_cost=shape.quadratic_cost,
+        policy=policy,
+    )
+    return collator(rows)
 
 
 def worst_error(

@@ -31,7 +31,7 @@ from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement

@@ -29,10 +29,12 @@ from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
 from hf_hotspa.cost.chooser import PhaseChooser
+from hf_hotspa.data.arrow import arrow_view, is_plain_arrow, rows_of_columns
 from hf_hotspa.data.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.scan import SequenceTable, arrow_view, is_plain_arrow, split_lists
+from hf_hotspa.data.rows import DEFAULT_RULES, RowRules
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.rows import as_it_is
@@ -165,7 +167,7 @@ class RankRows(Dataset[Any]):
         except Exception as error:
             # Whatever a dataset raises is carried to all ranks, as one of our own errors: it travels between them.
             return {"mini_batch": self.collator.failed(plan, self._unreadable(error, wanted))}
-        return {"mini_batch": self.collator(plan, examples)}
+        return {"mini_batch": self.collator.of_plan(plan, examples)}
 
     def _rows(self, rows: tuple[int, ...]) -> dict[int, Any]:
         return {row: self.dataset[row] for row in rows}
@@ -175,8 +177,8 @@ class RankRows(Dataset[Any]):
         if not rows:
             return {}
         table = self._arrow[list(rows)]
-        columns = {name: split_lists(table.column(name).combine_chunks()) for name in table.column_names}
-        return {row: {name: column[i] for name, column in columns.items()} for i, row in enumerate(rows)}
+        columns = {name: table.column(name).combine_chunks() for name in table.column_names}
+        return dict(zip(rows, rows_of_columns(columns, len(rows)), strict=True))
 
     def _unreadable(self, error: Exception, rows: tuple[int, ...]) -> DataError:
         if isinstance(error, DataError):
@@ -210,6 +212,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         vocab_size: Token ids must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         policy: One of `OVERLONG_POLICIES`.
+        rules: What rows are read by.
         seed: `data_seed` of the training arguments, or `seed` where that is None.
         shuffle: False keeps the rows in the order of the dataset.
         drop_last: Leave out a last mini-batch that is not full.
@@ -240,6 +243,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         vocab_size: int,
         quadratic_cost: float = 0.0,
         policy: str = "error",
+        rules: RowRules = DEFAULT_RULES,
         seed: int = 42,
         shuffle: bool = True,
         drop_last: bool = False,
@@ -265,7 +269,8 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             )
         check_lengths(table, max(b.longest for b in buckets), policy)
         self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
-        rows = RankRows(dataset, self.planner, PackedBucketCollator(rank, vocab_size, table))
+        collator = PackedBucketCollator(buckets, rank=rank, vocab_size=vocab_size, rules=rules, table=table)
+        rows = RankRows(dataset, self.planner, collator)
         sampler = MiniBatchSampler(
             len(dataset), mini_batch_size, seed=seed if shuffle else None, drop_last=drop_last, chooser=chooser
         )

@@ -10,7 +10,7 @@ evaluation sets. Promises:
   `eval_accumulation_steps` on; what `preprocess_logits_for_metrics` made of them, where it is given).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,8 @@ from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify
 
 from hf_hotspa.data.bucketing import check_lengths
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.scan import SequenceTable, row_arrays
+from hf_hotspa.data.rows import Row, read_row
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.evaluation import EvaluationResult
@@ -78,7 +79,7 @@ class _EvaluationRows(RankRows):
         if self.whole and mini_batch.error is None:
             try:
                 examples = self._arrow_rows(tuple(rows)) if self._arrow is not None else self._rows(tuple(rows))
-                item["rows"] = [(row, *row_arrays(examples[row], row)) for row in rows]
+                item["rows"] = {row: read_row(examples[row], row, self.collator.rules) for row in rows}
             except Exception as error:  # carried to all ranks, as what RankRows finds
                 return {"mini_batch": self.collator.failed(mini_batch.plan, self._unreadable(error, tuple(rows)))}
         return item
@@ -90,7 +91,7 @@ class _EvaluationSampler(Sampler[list[int]]):
     grouped = False
 
     def __init__(self, table: SequenceTable, buckets: Sequence[Bucket], mini_batch_size: int) -> None:
-        self._lengths, self._buckets, self.mini_batch_size = table.lengths, buckets, mini_batch_size
+        self._lengths, self._buckets, self.mini_batch_size = table.longest_of_rows, buckets, mini_batch_size
 
     def __len__(self) -> int:
         return sum(-(-len(group) // self.mini_batch_size) for group in self._groups())
@@ -119,13 +120,16 @@ def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
         yield held.pop(), True
 
 
-def _padded(result: EvaluationResult, rows: list[Any]) -> tuple[Tensor, Tensor, Tensor]:
+def _padded(result: EvaluationResult, rows: Mapping[int, Row]) -> tuple[Tensor, Tensor, Tensor]:
     """Logits [B, L, V], labels [B, L] and input ids [B, L] of a mini-batch; -100 where a row has nothing.
 
-    What an over-long policy has cut off has no logits and is left out of all three.
+    Tokens stand where the data set has them, after its padding if there is some. What an over-long policy has cut off has
+    no logits and is left out of all three, and so is padding at the end that every row has. Where documents of a packed
+    row begin, the label is -100: nothing before it could foretell it.
     """
-    at = {row: index for index, (row, _, _) in enumerate(rows)}
-    longest = max((start + piece.shape[0] for (_, start), piece in result.logits.items()), default=0)
+    at = {row: index for index, row in enumerate(rows)}
+    ends = [rows[row].first + start + piece.shape[0] for (row, start), piece in result.logits.items()]
+    longest = max(ends, default=0)
     pieces = iter(result.logits.values())
     first = next(pieces, None)
     logits = (
@@ -135,12 +139,15 @@ def _padded(result: EvaluationResult, rows: list[Any]) -> tuple[Tensor, Tensor, 
     )
     labels = torch.full((len(rows), longest), _IGNORED, device=logits.device)
     inputs = labels.clone()
-    for (row, start), piece in result.logits.items():
-        index, stop = at[row], start + piece.shape[0]
-        _, ids, own = rows[index]
-        logits[index, start:stop] = piece
-        inputs[index, start:stop] = torch.from_numpy(np.array(ids[start:stop]))
-        labels[index, start:stop] = torch.from_numpy(np.array((ids if own is None else own)[start:stop]))
+    for (number, start), piece in result.logits.items():
+        index, row, stop = at[number], rows[number], start + piece.shape[0]
+        own = np.array((row.ids if row.labels is None else row.labels)[start:stop])
+        if start in row.cuts:
+            own[0] = _IGNORED
+        span = slice(row.first + start, row.first + stop)
+        logits[index, span] = piece
+        inputs[index, span] = torch.from_numpy(np.array(row.ids[start:stop]))
+        labels[index, span] = torch.from_numpy(own)
     return logits, labels, inputs
 
 
@@ -187,6 +194,7 @@ class EvaluationMixin:
             any_rank=engine.any_rank,
             quadratic_cost=shape.quadratic_cost,
             policy=args.hotspa_overlong,
+            rules=self._row_rules(),
             drop_last=drop_last,
             tokenizer=self.processing_class,
         )
@@ -204,14 +212,23 @@ class EvaluationMixin:
         if known is None:
             while len(self._evaluation_scans) >= _SCANS_KEPT:
                 self._evaluation_scans.pop(next(iter(self._evaluation_scans)))
-            known = self._evaluation_scans[id(dataset)] = (dataset, *scanned(dataset, self.processing_class, args))
+            known = self._evaluation_scans[id(dataset)] = (
+                dataset,
+                *scanned(dataset, self.processing_class, args, self._row_rules()),
+            )
         _, tokens, table = known
         check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
         return DataLoader(
             _EvaluationRows(
                 tokens,
                 Planner(table, buckets, shape.quadratic_cost, args.hotspa_overlong),
-                PackedBucketCollator(args.process_index, shape.vocab_size, table),
+                PackedBucketCollator(
+                    buckets,
+                    rank=args.process_index,
+                    vocab_size=shape.vocab_size,
+                    rules=self._row_rules(),
+                    table=table,
+                ),
             ),
             batch_sampler=_EvaluationSampler(table, buckets, size),
             collate_fn=as_it_is,
@@ -305,7 +322,9 @@ class EvaluationMixin:
             predictions=arrays["predictions"], label_ids=arrays["labels"], metrics=metrics, num_samples=num_samples
         )
 
-    def _batch_for_metrics(self: Any, result: EvaluationResult, rows: list[Any], num_rows: int) -> dict[str, Tensor]:
+    def _batch_for_metrics(
+        self: Any, result: EvaluationResult, rows: Mapping[int, Row], num_rows: int
+    ) -> dict[str, Tensor]:
         logits, labels, inputs = _padded(result, rows)
         if self.preprocess_logits_for_metrics is not None:
             logits = self.preprocess_logits_for_metrics(logits, labels)

@@ -59,7 +59,7 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     planner = getattr(loader, "planner", None)
     if planner is not None:
         order["rows of the dataset"] = len(planner.table)
-        arrays = (planner.table.lengths, planner.table.label_counts)
+        arrays = (planner.table.lengths, planner.table.label_counts, planner.table.cuts)
         digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
         order["lengths and labels of the rows"] = digest[:16]
     if args.hotspa_overlong != "error":

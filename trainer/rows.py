@@ -3,13 +3,17 @@
 Owns the decision between map-style data sets, which are tokenised and scanned as a whole, and streams, which are not.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
-from hf_hotspa.data.prepare import check_masks, prepare_dataset
-from hf_hotspa.data.scan import SequenceTable, scan_dataset
+from hf_hotspa.data.prepare import check_masks, prepare_dataset, tokenize_rows
+from hf_hotspa.data.rows import LABEL_COLUMNS, RowRules
+from hf_hotspa.data.scan import scan_dataset
+from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.errors import UnsupportedError
 
 
 def as_it_is(item: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +28,7 @@ def is_stream(dataset: Any) -> bool:
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
-def scanned(dataset: Any, processing_class: Any, args: TrainingArguments) -> tuple[Any, SequenceTable]:
+def scanned(dataset: Any, processing_class: Any, args: TrainingArguments, rules: RowRules) -> tuple[Any, SequenceTable]:
     """The data set with token ids, and its scan. One process scans, the others read its cache: a collective call.
 
     Raises:
@@ -34,6 +38,30 @@ def scanned(dataset: Any, processing_class: Any, args: TrainingArguments) -> tup
         columns = getattr(dataset, "column_names", None)
         if columns and processing_class is not None and "input_ids" not in columns:
             dataset = prepare_dataset(dataset, processing_class)
+            _check_labels_are_kept(dataset.column_names, rules)
         check_masks(getattr(dataset, "column_names", None) or ())
         quiet = args.disable_tqdm or args.process_index != 0
-        return dataset, scan_dataset(dataset, disable_progress=quiet)
+        return dataset, scan_dataset(dataset, rules=rules, disable_progress=quiet)
+
+
+def tokenized_rows(examples: Sequence[Any], tokenizer: Any, rules: RowRules) -> list[Any]:
+    """Some rows of a stream, tokenised where they have no token ids.
+
+    Raises:
+        HotspaError: they cannot be used as they are.
+    """
+    had_ids = bool(examples) and "input_ids" in examples[0]
+    rows = tokenize_rows(examples, tokenizer)
+    if rows and not had_ids:
+        _check_labels_are_kept(rows[0], rules)
+    return rows
+
+
+def _check_labels_are_kept(names: Iterable[str], rules: RowRules) -> None:
+    """The stock Trainer does not tokenise, so that nothing says which of two label maskings of ours and the user's counts."""
+    if rules.labels_are_ids and set(LABEL_COLUMNS) & set(names):
+        raise UnsupportedError(
+            "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
+            why="the collator makes every token a label, also those of prompts, which carry none here",
+            fix="pass no data_collator, or tokenise the dataset yourself",
+        )

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hf_hotspa.cost.automatic import AutoPlan
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.report import RunFacts
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.runtime.engine import HotSPaEngine
@@ -75,7 +75,7 @@ def run_facts(
             for b in engine.buckets
         ],
         plan=_plan(plan) if plan is not None else None,
-        lengths=length_histogram(table.lengths) if table is not None else None,
+        lengths=length_histogram(table.sequence_lengths) if table is not None else None,
     )
 
 

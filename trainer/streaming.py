@@ -16,31 +16,23 @@ The loader has the shape that accelerate's `skip_first_batches` expects: the bat
 mini-batches, and the dataset turns a number into a mini-batch by reading on.
 """
 
-import dataclasses
-import hashlib
 import itertools
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_hotspa.data.bucketing import check_policy, plan_mini_batch
-from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, content_digest
 from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.prepare import check_masks, tokenize_rows
-from hf_hotspa.data.scan import row_arrays, scan_dataset
+from hf_hotspa.data.prepare import check_masks
+from hf_hotspa.data.rows import DEFAULT_RULES, Row, RowRules, read_row
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.trainer.rows import as_it_is
+from hf_hotspa.trainer.rows import as_it_is, tokenized_rows
 from hf_hotspa.trainer.stream_place import StreamPlace
-
-Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
-"""`input_ids` and, where there are some, `labels`; both [length]."""
 
 
 class StreamRows(Dataset[Any]):
@@ -54,13 +46,14 @@ class StreamRows(Dataset[Any]):
         vocab_size: Token ids must be below it.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         policy: One of `OVERLONG_POLICIES`.
+        rules: What rows are read by.
         drop_last: Leave out a last mini-batch that is not full.
         tokenizer: Tokenises rows without `input_ids`.
         any_rank: Whether any rank says so; a collective call.
 
     Attributes:
         ended: The passes, counted from 0, in which the stream was read to its end.
-        whole: Items also hold all rows of the mini-batch, `{"rows": [(number of the row, input_ids, labels), ...]}`.
+        whole: Items also hold all rows of the mini-batch, `{"rows": {number of the row: Row, ...}}`.
     """
 
     def __init__(
@@ -74,16 +67,18 @@ class StreamRows(Dataset[Any]):
         any_rank: Callable[[bool], bool],
         quadratic_cost: float = 0.0,
         policy: str = "error",
+        rules: RowRules = DEFAULT_RULES,
         drop_last: bool = False,
         tokenizer: Any = None,
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
-        check_policy(policy)
         self.dataset, self.buckets, self.mini_batch_size = dataset, buckets, mini_batch_size
+        self._collator = PackedBucketCollator(
+            buckets, rank=rank, vocab_size=vocab_size, quadratic_cost=quadratic_cost, policy=policy, rules=rules
+        )
         self.whole = False
-        self._rank, self._vocab_size, self._any_rank = rank, vocab_size, any_rank
-        self._quadratic_cost, self._policy, self._drop_last = quadratic_cost, policy, drop_last
+        self._rank, self._any_rank, self._rules, self._drop_last = rank, any_rank, rules, drop_last
         self._tokenizer = tokenizer
         self._stream: Iterator[Any] | None = None
         self._next = 0
@@ -135,14 +130,14 @@ class StreamRows(Dataset[Any]):
         if error is None:
             try:
                 rows = self._read(examples)
-                mini_batch = self._mini_batch(rows)
+                mini_batch = self._collator.of_rows(rows)
             except HotspaError as found:
                 error = self._located(found, number)
         if error is not None:
             mini_batch = MiniBatch(MiniBatchPlan((), 0, len(examples)), (), error)
         item: dict[str, Any] = {"mini_batch": mini_batch, "place": (self._epoch, number)}
         if self.whole and mini_batch.error is None:
-            item["rows"] = [(row, *arrays) for row, arrays in enumerate(rows)]
+            item["rows"] = dict(enumerate(rows))
         return item
 
     def _agree_on_the_end(self, ended: bool, number: int) -> None:
@@ -194,21 +189,11 @@ class StreamRows(Dataset[Any]):
 
     def _read(self, examples: list[Any]) -> list[Row]:
         if self._tokenizer is not None:
-            examples = tokenize_rows(examples, self._tokenizer)
+            examples = tokenized_rows(examples, self._tokenizer, self._rules)
         for example in examples:
             if isinstance(example, Mapping):
                 check_masks(example)
-        return [row_arrays(example, row) for row, example in enumerate(examples)]
-
-    def _mini_batch(self, rows: list[Row]) -> MiniBatch:
-        examples = [{"input_ids": ids, "labels": labels} for ids, labels in rows]
-        table = scan_dataset(examples, disable_progress=True)
-        plan = plan_mini_batch(
-            range(len(rows)), table, self.buckets, quadratic_cost=self._quadratic_cost, policy=self._policy
-        )
-        collator = PackedBucketCollator(self._rank, self._vocab_size, table)
-        made = collator(plan, {row: examples[row] for row in collator.rows_of(plan)})
-        return dataclasses.replace(made, content=content_digest(rows))
+        return [read_row(example, row, self._rules) for row, example in enumerate(examples)]
 
     def _located(self, error: HotspaError, number: int) -> HotspaError:
         data = error.to_dict()
@@ -225,14 +210,6 @@ class StreamRows(Dataset[Any]):
             where=f"mini-batch {number + 1} of the stream, rank {self._rank}, at {last.filename}:{last.lineno}",
             fix="read the stream without the trainer to see the whole traceback",
         )
-
-
-def content_digest(rows: list[Row]) -> str:
-    """A digest of the tokens and labels of some rows."""
-    content = hashlib.sha256()
-    for ids, labels in rows:
-        content.update(ids.tobytes() + (b"" if labels is None else labels.tobytes()))
-    return content.hexdigest()
 
 
 class StreamSampler(Sampler[list[int]]):

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import Trainer
-from transformers.data.data_collator import DataCollatorWithFlattening, DefaultDataCollator
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
@@ -21,8 +20,8 @@ from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
-from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.rows import RowRules
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model, refuse_quantized
@@ -31,6 +30,7 @@ from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
+from hf_hotspa.trainer.collators import check_collator, row_rules
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
@@ -47,9 +47,6 @@ from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
 from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
-
-_COLLATORS = (PackedBucketCollator, DataCollatorWithFlattening, DefaultDataCollator)
-"""Collators that only arrange rows, which packing replaces."""
 
 
 class _MasterModule(nn.Module):
@@ -93,6 +90,7 @@ class HotSPaTrainer(
             raise HotspaConfigError(
                 f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
             )
+        check_collator(kwargs.get("data_collator"), args)
         self._refuse(kwargs)
         if isinstance(model, nn.Module):
             refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
@@ -125,13 +123,6 @@ class HotSPaTrainer(
         atexit.register(_destroy_default_group)
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
-        collator = kwargs.get("data_collator")
-        if collator is not None and not isinstance(collator, _COLLATORS):
-            raise UnsupportedError(
-                f"the data collator {type(collator).__name__} cannot be honoured",
-                why="rows are packed by length here, and a collator of your own may change tokens or labels",
-                fix="do its work in the dataset (columns input_ids and labels) and pass no data_collator",
-            )
         overridden = type(self).compute_loss is not Trainer.compute_loss
         if kwargs.get("compute_loss_func") is not None or overridden:
             raise UnsupportedError(
@@ -246,6 +237,7 @@ class HotSPaTrainer(
             vocab_size=shape.vocab_size,
             quadratic_cost=shape.quadratic_cost,
             policy=args.hotspa_overlong,
+            rules=self._row_rules(),
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last=args.dataloader_drop_last,
@@ -257,13 +249,19 @@ class HotSPaTrainer(
             chooser=chooser,
         )
 
+    def _row_rules(self) -> RowRules:
+        """What rows are read by: what the data collator and the model would make of their columns."""
+        self._set_signature_columns_if_needed()
+        vocab_size = self.engine.description.shape.vocab_size if self.engine is not None else None
+        return row_rules(self.data_collator, self.args, self.model.config, self._signature_columns, vocab_size)
+
     def _scanned(self) -> tuple[Any, SequenceTable]:
         """The train data set with token ids, and its scan."""
         given = self.train_dataset
         if given is None:
             raise DataError("there is no train_dataset", fix="pass train_dataset to HotSPaTrainer")
         if self._scan is None or self._scan[0] is not given:
-            self._scan = given, *scanned(given, self.processing_class, self.args)
+            self._scan = given, *scanned(given, self.processing_class, self.args, self._row_rules())
         return self._scan[1:]
 
     def _table_for_auto(self) -> SequenceTable:
@@ -276,7 +274,7 @@ class HotSPaTrainer(
                 "data set with random access",
             )
         if self.train_dataset is None and self.eval_dataset is not None and not isinstance(self.eval_dataset, dict):
-            return scanned(self.eval_dataset, self.processing_class, self.args)[1]
+            return scanned(self.eval_dataset, self.processing_class, self.args, self._row_rules())[1]
         return self._scanned()[1]
 
     def hotspa_state(self) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from hf_hotspa.cost.search import Choice, Rooms, search
 from hf_hotspa.cost.tables import table as text_table
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.bucketing import check_lengths, cut_rows
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
@@ -207,7 +207,7 @@ def make_auto_plan(
 
 def _longest(table: SequenceTable, shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
     """The longest sequence that must fit."""
-    data = int(table.lengths.max(initial=0))
+    data = int(table.longest_of_rows.max(initial=0))
     positions = shape.max_position_embeddings
     if not data:
         raise DataError("the data set has no row with a token", fix="look at its input_ids")

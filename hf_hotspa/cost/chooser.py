@@ -17,7 +17,7 @@ from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import Factors, PhaseSeconds, Refit, ScaledTime, Trust, fingerprint
 from hf_hotspa.data.bucketing import cut_rows
 from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Bucket, Strategy
 

@@ -14,7 +14,8 @@ Policies for a row of more tokens than the longest bucket takes:
 * ``drop``: the row is left out.
 
 Every use of a policy is counted in the plan. Rows of one token are sequences without a label. Rows without any token
-are left out under every policy and counted as empty.
+are left out under every policy and counted as empty. Where rows are packed already, each of their documents is a sequence
+of its own: in a bucket by its own length, cut and counted by its own length, never joined with another.
 """
 
 from bisect import bisect_left
@@ -23,7 +24,7 @@ from dataclasses import dataclass
 
 from hf_hotspa.data.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
 from hf_hotspa.data.packing import pack_sequences
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.strategy import Bucket
 
@@ -67,10 +68,11 @@ def check_lengths(table: SequenceTable, longest: int, policy: str) -> None:
         OverlongError: naming the longest row, and how many are over the limit.
     """
     check_policy(policy)
-    if policy == "error" and int(table.lengths.max()) > longest:
-        num_over = int((table.lengths > longest).sum())
-        row = int(table.lengths.argmax())
-        raise _overlong(row, int(table.lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit")
+    lengths = table.longest_of_rows
+    if policy == "error" and int(lengths.max()) > longest:
+        num_over = int((lengths > longest).sum())
+        row = int(lengths.argmax())
+        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit")
 
 
 def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error") -> CutRows:
@@ -90,25 +92,32 @@ def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: st
     rows = list(rows)
     lengths: list[int] = table.lengths[rows].tolist()
     labels: list[int] = table.label_counts[rows].tolist()
+    packed = len(table.cuts) > 0
     sequences: list[Sequence] = []
     num_truncated = num_split = num_dropped = num_empty = 0
-    for row, length, num_labels in zip(rows, lengths, labels, strict=True):
-        if length == 0:
+    for row, row_length, row_labels in zip(rows, lengths, labels, strict=True):
+        if row_length == 0:
             num_empty += 1
-        elif length <= longest:
-            sequences.append(Sequence(row, 0, length, num_labels))
-        elif policy == "error":
-            raise _overlong(row, length, longest, "no bucket takes it")
-        elif policy == "drop":
-            num_dropped += 1
-        elif policy == "truncate":
-            num_truncated += 1
-            sequences.append(Sequence(row, 0, longest, table.num_labels(row, 0, longest)))
-        else:
-            num_split += 1
-            for start in range(0, length, longest):
-                stop = min(start + longest, length)
-                sequences.append(Sequence(row, start, stop, table.num_labels(row, start, stop)))
+            continue
+        for first, end in table.documents(row) if packed else ((0, row_length),):
+            length = end - first
+            if length <= longest:
+                whole = length == row_length
+                num_labels = row_labels if whole else table.num_labels(row, first, end)
+                sequences.append(Sequence(row, first, end, num_labels))
+            elif policy == "error":
+                raise _overlong(row, length, longest, "no bucket takes it")
+            elif policy == "drop":
+                num_dropped += 1
+            elif policy == "truncate":
+                num_truncated += 1
+                stop = first + longest
+                sequences.append(Sequence(row, first, stop, table.num_labels(row, first, stop)))
+            else:
+                num_split += 1
+                for start in range(first, end, longest):
+                    stop = min(start + longest, end)
+                    sequences.append(Sequence(row, start, stop, table.num_labels(row, start, stop)))
     return CutRows(tuple(sequences), len(rows), num_truncated, num_split, num_dropped, num_empty)
 
 

@@ -1,6 +1,7 @@
-"""From a mini-batch plan and the rows it names to the packed tensors of one rank.
+"""From rows to the packed tensors of one rank.
 
-Owns `MicroBatch` and `MiniBatch`, what the engine runs, and `PackedBucketCollator`, which builds them. Everything that
+Owns `MicroBatch` and `MiniBatch`, what the engine runs, and `PackedBucketCollator`, the data collator which builds them:
+of the rows of a mini-batch, or of a plan that was made from their lengths before they were read. Everything that
 can be wrong with the contents of a row is found here, on the CPU, before the first transfer of the mini-batch; it is
 carried in `MiniBatch.error` and not raised, because only some ranks see the row and all must stop together.
 
@@ -8,7 +9,8 @@ Legend of the shape suffixes: T packed tokens of a micro-batch, S its sequences,
 Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so nothing downstream shifts again.
 """
 
-from collections.abc import Callable, Mapping
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,12 +18,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hf_hotspa.data.bucketing import check_policy, plan_mini_batch
 from hf_hotspa.data.mini_batch import MiniBatchPlan, Pack
-from hf_hotspa.data.scan import IGNORED_LABEL, SequenceTable, row_arrays
-from hf_hotspa.errors import DataError, HotspaError, TokenRangeError
+from hf_hotspa.data.rows import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
+from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError
 from hf_hotspa.strategy import Bucket
-
-_Row = tuple[NDArray[np.int64], NDArray[np.int64] | None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -144,18 +146,80 @@ class MiniBatch:
         return replace(self, phases=phases)
 
 
+def content_digest(rows: Iterable[Row]) -> str:
+    """Hex sha256 over the tokens and labels of rows."""
+    content = hashlib.sha256()
+    for row in rows:
+        content.update(row.ids.tobytes() + (b"" if row.labels is None else row.labels.tobytes()))
+    return content.hexdigest()
+
+
 class PackedBucketCollator:
-    """Builds the mini-batch of one rank.
+    """A data collator: rows in, the bucketed and packed mini-batch of one rank out.
+
+    As `collate_fn` of a plain torch `DataLoader` it takes the rows of one optimizer step, which must be the same on every
+    rank, and gives what `HotSPaEngine.forward_backward` takes. `HotSPaTrainer` uses the same class, on plans that it makes
+    from a scan of the lengths before any row is read.
 
     Args:
+        buckets: The buckets, in the order in which their phases run; those of the engine.
         rank: Global rank. In each phase it runs the packs of replica ``strategy.coord(rank).dp``.
         vocab_size: Token ids and labels must be below it.
-        table: The scan that the plans were made from; with it, a row whose length is no longer the scanned one is
+        quadratic_cost: See `ModelShape.quadratic_cost`; balances packs of unequal lengths.
+        policy: One of `OVERLONG_POLICIES`, for sequences above the longest bucket.
+        rules: What rows are read by.
+        table: The scan that plans were made from; with it, a row whose length is no longer the scanned one is
             refused even where the planned slice would still fit.
+
+    Raises:
+        HotspaConfigError: no bucket, or an unknown policy.
     """
 
-    def __init__(self, rank: int, vocab_size: int, table: SequenceTable | None = None) -> None:
-        self.rank, self.vocab_size, self.table = rank, vocab_size, table
+    def __init__(
+        self,
+        buckets: Iterable[Bucket],
+        *,
+        rank: int,
+        vocab_size: int,
+        quadratic_cost: float = 0.0,
+        policy: str = "error",
+        rules: RowRules = DEFAULT_RULES,
+        table: SequenceTable | None = None,
+    ) -> None:
+        self.buckets, self.rank, self.vocab_size = tuple(buckets), rank, vocab_size
+        if not self.buckets or not all(isinstance(bucket, Bucket) for bucket in self.buckets):
+            raise HotspaConfigError(
+                "the collator has no buckets" if not self.buckets else f"{self.buckets[0]!r} is no bucket",
+                fix="PackedBucketCollator(parse_buckets('dp2:1024@4096,tp2:8192'), rank=..., vocab_size=...)",
+            )
+        check_policy(policy)
+        self.quadratic_cost, self.policy, self.rules, self.table = quadratic_cost, policy, rules, table
+
+    def __call__(self, features: Sequence[Any]) -> MiniBatch:
+        """The mini-batch of some rows; an error of this family is carried in it, for all ranks to raise.
+
+        Args:
+            features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and perhaps
+                `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.data.rows`).
+        """
+        try:
+            return self.of_rows([read_row(example, row, self.rules) for row, example in enumerate(features)])
+        except HotspaError as error:
+            data = error.to_dict()
+            data["where"] = f"{data['where'] or 'a row'}, counted within the mini-batch"
+            return MiniBatch(MiniBatchPlan((), 0, len(features)), (), HotspaError.from_dict(data))
+
+    def of_rows(self, rows: Sequence[Row]) -> MiniBatch:
+        """The mini-batch of rows that have been read, with a digest of all their tokens.
+
+        Raises:
+            HotspaError: it cannot be planned. What is wrong with the rows of one rank only is carried.
+        """
+        table = SequenceTable.of_rows(rows, self.rules)
+        plan = plan_mini_batch(
+            range(len(rows)), table, self.buckets, quadratic_cost=self.quadratic_cost, policy=self.policy
+        )
+        return replace(self.of_plan(plan, dict(enumerate(rows))), content=content_digest(rows))
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:
         """The packs that this rank runs, for each phase."""
@@ -166,16 +230,16 @@ class PackedBucketCollator:
         rows = (s.row for packs in self.packs_of(plan) for pack in packs for s in pack.sequences)
         return tuple(dict.fromkeys(rows))
 
-    def __call__(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
-        """Builds the mini-batch; an error of this family is carried in it.
+    def of_plan(self, plan: MiniBatchPlan, rows: Mapping[int, Any]) -> MiniBatch:
+        """The mini-batch of a plan that was made before; an error of this family is carried in it.
 
         Args:
             plan: The plan.
-            rows: Dataset row -> example (a mapping with `input_ids` and perhaps `labels`), for `rows_of(plan)`.
+            rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
         """
         try:
-            arrays = {row: self._read(rows[row], row) for row in self.rows_of(plan)}
-            batches = [tuple(self._micro_batch(pack, arrays) for pack in packs) for packs in self.packs_of(plan)]
+            read = {row: self._read(rows[row], row) for row in self.rows_of(plan)}
+            batches = [tuple(self._micro_batch(pack, read) for pack in packs) for packs in self.packs_of(plan)]
         except HotspaError as error:
             return self.failed(plan, error)
         phases = (PhaseBatch(phase.bucket, packs) for phase, packs in zip(plan.phases, batches, strict=True))
@@ -185,13 +249,17 @@ class PackedBucketCollator:
         """A mini-batch that carries an error."""
         return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
 
-    def _read(self, example: Any, row: int) -> _Row:
-        ids, labels = row_arrays(example, row)
-        if self.table is not None and len(ids) != int(self.table.lengths[row]):
-            raise self._stale(row, f"it has {len(ids)} tokens and {int(self.table.lengths[row])} were scanned")
-        return ids, labels
+    def _read(self, example: Any, row: int) -> Row:
+        found = example if isinstance(example, Row) else read_row(example, row, self.rules)
+        if self.table is not None:
+            if len(found.ids) != int(self.table.lengths[row]):
+                scanned = int(self.table.lengths[row])
+                raise self._stale(row, f"it has {len(found.ids)} tokens and {scanned} were scanned")
+            if len(found.ids) and found.cuts.tolist() != [begin for begin, _ in self.table.documents(row)[1:]]:
+                raise self._stale(row, "its documents begin elsewhere")
+        return found
 
-    def _micro_batch(self, pack: Pack, rows: Mapping[int, _Row]) -> MicroBatch:
+    def _micro_batch(self, pack: Pack, rows: Mapping[int, Row]) -> MicroBatch:
         lengths = pack.lengths
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
@@ -199,7 +267,7 @@ class PackedBucketCollator:
         labels_T = np.full(num_tokens, IGNORED_LABEL, np.int64)
         begin = 0
         for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
-            ids, labels = rows[sequence.row]
+            ids, labels = rows[sequence.row].ids, rows[sequence.row].labels
             if sequence.stop > len(ids):
                 raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(ids)}")
             ids_T[begin:end] = ids[sequence.start : sequence.stop]
@@ -210,8 +278,8 @@ class PackedBucketCollator:
                 raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
             begin = end
         # Ids first: without labels of their own, rows take their targets from them, and the id is the better name.
-        self._check_range(ids_T, "input_ids", pack)
-        self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack)
+        self._check_range(ids_T, "input_ids", pack, rows)
+        self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack, rows)
         starts = ends - np.asarray(lengths)
         positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
         return MicroBatch(
@@ -224,7 +292,7 @@ class PackedBucketCollator:
             tuple((sequence.row, sequence.start) for sequence in pack.sequences),
         )
 
-    def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack) -> None:
+    def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]) -> None:
         if int(values_T.min()) >= 0 and int(values_T.max()) < self.vocab_size:
             return
         at = int(np.flatnonzero((values_T < 0) | (values_T >= self.vocab_size))[0])
@@ -234,7 +302,7 @@ class PackedBucketCollator:
                 break
             begin += sequence.num_tokens
         # A target stands one position before the label it was made from.
-        position = sequence.start + at - begin + (key == "labels")
+        position = rows[sequence.row].first + sequence.start + at - begin + (key == "labels")
         raise TokenRangeError(
             f"{key} holds {int(values_T[at])}, and the vocabulary has the ids 0 to {self.vocab_size - 1} "
             f"(size {self.vocab_size})",

@@ -102,9 +102,10 @@ class MiniBatchPlan:
         phases: One for each bucket that has sequences, in the order of the buckets; buckets without any are left out.
         num_labels: Label tokens of the whole mini-batch: the N of the loss `sum(CE) / N`. Zero is legal.
         num_rows: Dataset rows of the mini-batch, also those that ended up empty or dropped.
-        num_truncated: Rows of which only the beginning is trained (policy `truncate`).
-        num_split: Rows cut into several sequences (policy `split`).
-        num_dropped: Over-long rows left out (policy `drop`).
+        num_truncated: Rows (where rows are packed already: documents) of which only the beginning is trained (policy
+            `truncate`).
+        num_split: Those cut into several sequences (policy `split`).
+        num_dropped: Over-long ones left out (policy `drop`).
         num_empty: Rows without any token, left out.
     """
 

@@ -2,7 +2,7 @@
 
 Owns the accepted shapes of raw data, tried in this order:
 
-* ``input_ids`` (and perhaps ``labels``): kept as it is;
+* ``input_ids`` (and perhaps ``labels`` and the other columns of `rows.py`): kept as it is;
 * ``messages``: a conversation, put through the tokenizer's chat template; only what the assistant says carries labels;
 * ``prompt`` and ``completion``: two strings or two lists of messages; only the completion carries labels;
 * ``text``: every token counts.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.data.scan import IGNORED_LABEL
+from hf_hotspa.data.rows import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 
 _GENERATION = re.compile(r"\{%-?\s*generation\b")
@@ -61,7 +61,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     names = dataset.column_names
     if "input_ids" in names:
         check_masks(names)
-        return dataset.select_columns([name for name in ("input_ids", "labels") if name in names])
+        return dataset.select_columns([name for name in TOKEN_COLUMNS if name in names])
     function = _tokenizing(names)
     features = {"input_ids": List(Value("int32"))}
     if function is not _tokenize_texts:
@@ -105,7 +105,7 @@ def check_masks(names: Collection[str]) -> None:
         DataError: there is a mask and no `labels`.
     """
     masks = sorted(set(_MASKS) & set(names))
-    if masks and "labels" not in names:
+    if masks and not set(LABEL_COLUMNS) & set(names):
         raise DataError(
             f"the dataset has 'input_ids' and {masks}, but no 'labels'",
             why="the mask would be ignored and every token trained",

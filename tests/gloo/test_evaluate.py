@@ -45,7 +45,7 @@ def engine_world(rank, world_size, family, dtype):
     rows[3]["labels"] = [-100] * len(rows[3]["labels"])
     engine = make_engine(model, THREE)
     table = scan_dataset(rows, disable_progress=True)
-    collator = PackedBucketCollator(rank, model.config.vocab_size, table)
+    collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=model.config.vocab_size, table=table)
     found, gradient_bytes = [], engine._switching.arenas.gradients.num_bytes
     with exact_in_double(dtype):
         expected = plain_logits(model, rows)
@@ -57,7 +57,7 @@ def engine_world(rank, world_size, family, dtype):
                 # uneven: the last mini-batch is a single row, which most replicas have nothing of
                 for begin in range(0, len(rows), 11):
                     plan = plan_mini_batch(range(begin, min(begin + 11, len(rows))), table, buckets)
-                    batch = collator(plan, {row: rows[row] for row in collator.rows_of(plan)})
+                    batch = collator.of_plan(plan, {row: rows[row] for row in collator.rows_of(plan)})
                     result = evaluation.run(batch, with_logits=True)
                     total, count = total + result.loss_sum, count + result.num_labels
                     keys = sorted(result.logits)

@@ -1,5 +1,196 @@
-"""Moves: data."""
+"""Moves: what the columns of a data set say beside `input_ids`."""
 
-from tests.moves import Move
+from typing import Any
 
-MOVES: tuple[Move, ...] = ()
+import numpy as np
+from transformers import default_data_collator
+
+from tests.moves import Kit, Move, Seen
+
+WIDTH = 64
+
+
+def padded_rows(kit: Kit, side: str = "right", prompt: bool = False) -> list[dict[str, list[int]]]:
+    """Rows that are all `WIDTH` tokens long, with an `attention_mask`; with `prompt`, the first token has no label."""
+    rows = []
+    for row in kit.rows():
+        pad = WIDTH - len(row["input_ids"])
+        labels = [-100, *row["labels"][1:]] if prompt else row["labels"]
+        parts = {"input_ids": (row["input_ids"], 0), "labels": (labels, -100)}
+        parts["attention_mask"] = ([1] * len(row["input_ids"]), 0)
+        rows.append({k: v + [fill] * pad if side == "right" else [fill] * pad + v for k, (v, fill) in parts.items()})
+    return rows
+
+
+def packed_rows(kit: Kit, crossing: bool = False) -> list[dict[str, list[int]]]:
+    """Rows of several documents each; without `crossing`, their first tokens have no label."""
+    documents, rows = kit.rows(27, seed=8), []
+    for begin in range(0, 27, 3):
+        group = documents[begin : begin + 3]
+        row: dict[str, list[int]] = {"input_ids": [], "labels": [], "position_ids": [], "seq_lengths": []}
+        for document in group:
+            ids, labels = document["input_ids"], document["labels"]
+            row["input_ids"] += ids
+            row["labels"] += labels if crossing else [-100, *labels[1:]]
+            row["position_ids"] += range(len(ids))
+            row["seq_lengths"].append(len(ids))
+        row["cu_seqlens"] = np.cumsum([0, *row["seq_lengths"]]).tolist()
+        rows.append(row)
+    return rows
+
+
+def columns(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
+    """The same rows with some of their columns."""
+    return [{name: row[name] for name in names} for row in rows]
+
+
+def train(kit: Kit, rows: Any, **kwargs: Any) -> Seen:
+    return kit.train(kit.trainer(train_dataset=rows, data_collator=default_data_collator, **kwargs))
+
+
+def of_dataset(kit: Kit) -> Seen:
+    from datasets import Dataset
+
+    rows = padded_rows(kit)
+    for row in rows:
+        row["token_type_ids"] = [0] * WIDTH
+    return train(kit, Dataset.from_list(rows))
+
+
+def of_stream(kit: Kit) -> Seen:
+    from datasets import Dataset
+
+    stream = Dataset.from_list(padded_rows(kit, "left", prompt=True)).to_iterable_dataset()
+    return train(kit, stream)
+
+
+def with_metrics(kit: Kit) -> Seen:
+    def metrics(seen: Any) -> dict[str, float]:
+        shown = seen.label_ids[:, 1:] != -100
+        hits = (seen.predictions[:, :-1].argmax(-1) == seen.label_ids[:, 1:])[shown]
+        at = np.arange(WIDTH - 1) * shown  # tokens stand where the data set has them
+        return {"hits": float(hits.sum()), "labels": float(shown.sum()), "places": float(at.sum())}
+
+    rows = padded_rows(kit, "left", prompt=True)
+    trainer = kit.trainer(
+        train_dataset=rows, eval_dataset=rows, compute_metrics=metrics, data_collator=default_data_collator
+    )
+    names = ("eval_loss", "eval_hits", "eval_labels", "eval_places")
+    found = trainer.evaluate()
+    return {**kit.train(trainer), **{name: found[name] for name in names}}
+
+
+def refused_rows(change: Any, side: str = "right") -> Any:
+    def run(kit: Kit) -> Seen:
+        rows = padded_rows(kit, side)
+        change(rows[5])
+        return train(kit, rows)
+
+    return run
+
+
+def labels_on_padding(row: dict[str, Any]) -> None:
+    row["labels"][-1] = 7
+
+
+def hole(row: dict[str, Any]) -> None:
+    row["attention_mask"][1] = 0
+
+
+def documents_by_mask(row: dict[str, Any]) -> None:
+    row["attention_mask"][2] = 2
+
+
+def packed(*names: str) -> Any:
+    """Trains packed rows one at a time, as `position_ids` say; ours by the columns given."""
+
+    def run(kit: Kit) -> Seen:
+        rows = columns(packed_rows(kit), "input_ids", "labels", *(("position_ids",) if kit.stock else names))
+        args = kit.arguments(per_device_train_batch_size=1, gradient_accumulation_steps=3)
+        return train(kit, rows, args=args)
+
+    return run
+
+
+def crossing(kit: Kit) -> Seen:
+    """Ours leaves out the labels of first tokens; the stock Trainer is given rows without them."""
+    rows = columns(packed_rows(kit, crossing=not kit.stock), "input_ids", "labels", "position_ids")
+    return train(kit, rows, args=kit.arguments(per_device_train_batch_size=1, gradient_accumulation_steps=3))
+
+
+def wrong_lengths(kit: Kit) -> Seen:
+    rows = columns(packed_rows(kit), "input_ids", "labels", "seq_lengths")
+    rows[4]["seq_lengths"][-1] += 1
+    return train(kit, rows)
+
+
+def wrong_positions(kit: Kit) -> Seen:
+    rows = columns(packed_rows(kit), "input_ids", "labels", "position_ids")
+    rows[4]["position_ids"] = [position + 2 for position in rows[4]["position_ids"]]
+    return train(kit, rows)
+
+
+def label_ids(kit: Kit) -> Seen:
+    rows = [{"label_ids" if k == "labels" else k: v for k, v in row.items()} for row in padded_rows(kit)]
+    return train(kit, rows)
+
+
+MOVES: tuple[Move, ...] = (
+    Move("rows padded on the right, with `attention_mask`", lambda kit: train(kit, padded_rows(kit))),
+    Move(
+        "rows padded on the left, with `attention_mask`; the first token is a prompt's",
+        lambda kit: train(kit, padded_rows(kit, "left", prompt=True)),
+    ),
+    Move(
+        "rows padded on the left whose first token has a label",
+        lambda kit: train(kit, padded_rows(kit, "left")),
+        refused="first token after padding on the left .* has a label.*row 1",
+        instead="the stock `Trainer` trains that token from padding; set its label to -100, or pad on the right",
+    ),
+    Move(
+        "labels on padding",
+        refused_rows(labels_on_padding),
+        refused="is padding .* and has a label.*row 5",
+        instead="set labels to -100 wherever `attention_mask` is 0",
+    ),
+    Move(
+        "an `attention_mask` with 0 between tokens",
+        refused_rows(hole),
+        refused="attention_mask is 0 at position 1, between tokens.*row 5",
+        instead="set the label to -100 to leave a token out of the loss",
+    ),
+    Move(
+        "an `attention_mask` that numbers documents",
+        refused_rows(documents_by_mask),
+        refused="attention_mask holds 2.*row 5",
+        instead="give `position_ids` that begin again at 0, or `seq_lengths`",
+    ),
+    Move("a padded `datasets.Dataset` with columns that the model does not take", of_dataset),
+    Move("a stream of padded rows", of_stream),
+    Move("`compute_metrics` over padded rows", with_metrics),
+    Move("labels in a column `label_ids`", label_ids),
+    Move(
+        "rows of several documents, by `position_ids` that begin again at 0",
+        packed("position_ids"),
+        ours="also in mini-batches, and with a collator that pads, where the stock `Trainer` joins the documents",
+    ),
+    Move("rows of several documents, by `seq_lengths`", packed("seq_lengths"), ours="stock compared by `position_ids`"),
+    Move("rows of several documents, by `cu_seqlens`", packed("cu_seqlens"), ours="stock compared by `position_ids`"),
+    Move(
+        "labels on first tokens of later documents",
+        crossing,
+        ours="as with the label -100 there: nothing is predicted from the document before",
+    ),
+    Move(
+        "`seq_lengths` that are not as long as the row",
+        wrong_lengths,
+        refused="documents of a packed row have .* tokens by seq_lengths.*row 4",
+        instead="make them cover all of `input_ids`",
+    ),
+    Move(
+        "`position_ids` that neither count from 0 nor begin again there",
+        wrong_positions,
+        refused="position_ids holds 2 at token 0.*row 4",
+        instead="leave the column out, or count each document from 0",
+    ),
+)

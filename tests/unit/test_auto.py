@@ -9,7 +9,7 @@ from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
 from hf_hotspa.cost.select import Selector
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, legal_strategies

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, assign_buckets, check_lengths, cut_rows, plan_mini_batch
 from hf_hotspa.data.mini_batch import Sequence
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.strategy import parse_buckets
 

@@ -28,7 +28,8 @@ def collate(rows, rank=0, buckets=BUCKETS, policy="error", change=None, table=Tr
     scanned = scan(rows)
     plan = plan_mini_batch(range(len(rows)), scanned, buckets, policy=policy)
     examples = dict(enumerate(rows)) | (change or {})
-    return PackedBucketCollator(rank, VOCAB, scanned if table else None)(plan, examples)
+    collator = PackedBucketCollator(buckets, rank=rank, vocab_size=VOCAB, table=scanned if table else None)
+    return collator.of_plan(plan, examples)
 
 
 def test_the_tensors_of_a_pack():
@@ -77,8 +78,10 @@ def test_the_ranks_together_train_every_planned_token_once(token_lists, policy, 
     for p, phase in enumerate(plan.phases):
         strategy = phase.bucket.strategy
         for rank in range(4):
-            collator = PackedBucketCollator(rank, VOCAB, table)
-            mini_batch = collator(plan, {row: rows[row] for row in collator.rows_of(plan)})  # reads nothing else
+            collator = PackedBucketCollator(BUCKETS, rank=rank, vocab_size=VOCAB, table=table)
+            mini_batch = collator.of_plan(
+                plan, {row: rows[row] for row in collator.rows_of(plan)}
+            )  # reads nothing else
             assert mini_batch.error is None
             assert len(mini_batch.phases) == len(plan.phases)
             coord = strategy.coord(rank)

@@ -9,7 +9,7 @@ from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.select import Selector
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.bucketing import cut_rows, plan_mini_batch
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.unit.test_cost_search import random_case

@@ -9,8 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hotspa.data import arrow as arrow_columns
 from hf_hotspa.data import scan
-from hf_hotspa.data.scan import SequenceTable, cache_path, integer_array, scan_dataset
+from hf_hotspa.data.rows import integer_array
+from hf_hotspa.data.scan import cache_path, scan_dataset
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, UnsupportedError
 
 ROWS: list[dict[str, Any]] = [
@@ -64,7 +67,7 @@ def check(table, rows):
 
 @pytest.mark.parametrize("rows", [ROWS, [{"input_ids": row["input_ids"]} for row in ROWS]], ids=["labels", "no labels"])
 def test_all_kinds_of_datasets_give_the_same_exact_table(rows, tmp_path, monkeypatch):
-    monkeypatch.setattr(scan, "_ROWS_PER_READ", 3)  # several chunks
+    monkeypatch.setattr(arrow_columns, "_ROWS_PER_READ", 3)  # several chunks
     check(quiet(rows), rows)
     check(quiet(Rows(rows)), rows)
     arrow = datasets.Dataset.from_list(rows)
@@ -119,7 +122,7 @@ def test_the_cache_is_used_and_keyed_by_fingerprint(tmp_path, monkeypatch):
     def forbidden(*args):
         raise AssertionError("scanned again")
 
-    monkeypatch.setattr(scan, "_scan_arrow", forbidden)
+    monkeypatch.setattr(scan, "scan_arrow", forbidden)
     again = quiet(dataset, cache_dir=tmp_path)
     for name in ("lengths", "label_counts", "mask_offsets", "mask_bits"):
         assert np.array_equal(getattr(first, name), getattr(again, name))

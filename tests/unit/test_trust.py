@@ -10,7 +10,7 @@ from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import LIMIT, WINDOW, Factors, PhaseSeconds, ScaledTime, Trust
 from hf_hotspa.data.bucketing import plan_mini_batch
-from hf_hotspa.data.scan import SequenceTable
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy, parse_buckets
 

@@ -1,0 +1,146 @@
+"""What becomes of a user's `data_collator`: rows are packed and never padded, so what it does to labels is all that is left.
+
+Owns the list of collators that can be honoured exactly, and the `RowRules` that they come to. A subclass of one of them
+may do anything, so it is no more known than any other.
+"""
+
+import re
+from typing import Any
+
+from transformers.data.data_collator import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    DataCollatorWithPadding,
+    DefaultDataCollator,
+    default_data_collator,
+    torch_default_data_collator,
+)
+
+from hf_hotspa.data.collator import PackedBucketCollator
+from hf_hotspa.data.rows import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+
+_ARRANGING = (DefaultDataCollator, DataCollatorWithPadding)
+_FUNCTIONS = (default_data_collator, torch_default_data_collator)
+_POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
+"""Families that count positions from the attention mask, or by distance without saying so in their config."""
+
+
+def check_collator(collator: Any, args: HotSPaTrainingArguments) -> None:
+    """Refuses a data collator that cannot be honoured exactly; None is right.
+
+    Raises:
+        UnsupportedError: it may change tokens or labels, or do so in a way that packing cannot express.
+        HotspaConfigError: a `PackedBucketCollator` that contradicts the arguments.
+    """
+    if isinstance(collator, PackedBucketCollator):
+        _check_own(collator, args)
+    elif type(collator) is DataCollatorForLanguageModeling:
+        if collator.mlm:
+            raise _refused(collator, "with mlm=True", "masked tokens are no causal language modeling", "set mlm=False")
+    elif type(collator) is DataCollatorForSeq2Seq:
+        if collator.label_pad_token_id != IGNORED_LABEL:
+            raise _refused(
+                collator,
+                f"with label_pad_token_id={collator.label_pad_token_id}",
+                "padding would be trained",
+                f"leave label_pad_token_id at {IGNORED_LABEL}",
+            )
+    elif type(collator) is DataCollatorWithFlattening:
+        if collator.separator_id != IGNORED_LABEL or collator.position_ids_start != 0:
+            raise _refused(
+                collator,
+                f"with separator_id={collator.separator_id} and position_ids_start={collator.position_ids_start}",
+                "the first token of a row would be trained from another row, or positions would begin elsewhere",
+                "leave both as they are",
+            )
+    elif collator is not None and type(collator) not in _ARRANGING and collator not in _FUNCTIONS:
+        raise _refused(
+            collator,
+            "",
+            "rows are packed by length here, and a collator of your own may change tokens or labels",
+            "do its work in the dataset (columns input_ids and labels) and pass no data_collator",
+        )
+
+
+def row_rules(
+    collator: Any, args: HotSPaTrainingArguments, config: Any, signature: list[str], vocab_size: int | None
+) -> RowRules:
+    """What rows are read by under a collator.
+
+    Args:
+        collator: The collator.
+        args: The training arguments.
+        config: The config of the model.
+        signature: The arguments of the model's forward: a column of one of these names would be given to it.
+        vocab_size: That of the model, where it is known.
+
+    Raises:
+        HotspaError: what `check_collator` refuses.
+    """
+    check_collator(collator, args)
+    if isinstance(collator, PackedBucketCollator) and vocab_size not in (None, collator.vocab_size):
+        raise HotspaConfigError(
+            f"the data collator has a vocabulary of {collator.vocab_size} ids and the model of {vocab_size}",
+            fix=f"PackedBucketCollator(..., vocab_size={vocab_size})",
+        )
+    own = collator.rules if isinstance(collator, PackedBucketCollator) else RowRules()
+    of_ids = type(collator) is DataCollatorForLanguageModeling
+    tokenizer = getattr(collator, "tokenizer", None)
+    pads = of_ids or type(collator) is DataCollatorForSeq2Seq
+    return RowRules(
+        labels_are_ids=of_ids or own.labels_are_ids,
+        unlabelled_id=tokenizer.pad_token_id if of_ids else own.unlabelled_id,
+        reads_mask=type(collator) is not DataCollatorWithFlattening and own.reads_mask,
+        pads_left=own.pads_left or (pads and getattr(tokenizer, "padding_side", "right") == "left"),
+        absolute_positions=own.absolute_positions or has_absolute_positions(config),
+        refused=own.refused | (frozenset(signature) - {*TOKEN_COLUMNS, "label"}),
+    )
+
+
+def has_absolute_positions(config: Any) -> bool:
+    """Whether tokens that stand further to the right, after padding that nobody sees, give other results."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
+        return False
+    rotary = getattr(text, "rope_parameters", None)
+    if rotary:
+        return bool(re.search("dynamic|longrope", repr(rotary)))  # tables by the largest position
+    return not any(getattr(text, name, None) for name in ("rope_theta", "rotary_dim", "rotary_pct"))
+
+
+def _check_own(collator: PackedBucketCollator, args: HotSPaTrainingArguments) -> None:
+    if type(collator) is not PackedBucketCollator:
+        raise _refused(
+            collator, "", "a subclass of PackedBucketCollator may change tokens or labels", "pass no data_collator"
+        )
+    if args.hotspa_auto:
+        raise HotspaConfigError(
+            "the data collator has buckets, and hotspa_strategies=auto would choose others",
+            fix="pass no data_collator, or give its buckets as hotspa_strategies",
+        )
+    for name, found, expected in (
+        ("buckets", collator.buckets, tuple(args.hotspa_buckets)),
+        ("policy", collator.policy, args.hotspa_overlong),
+        ("rank", collator.rank, args.process_index),
+    ):
+        if found != expected:
+            raise HotspaConfigError(
+                f"the {name} of the data collator and of the arguments differ",
+                where=f"{_text(found)} and {_text(expected)}",
+                why="rows would be arranged otherwise than one of them says",
+                fix="give both the same hotspa_strategies and hotspa_overlong, or pass no data_collator",
+            )
+
+
+def _text(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+def _refused(collator: Any, how: str, why: str, fix: str) -> UnsupportedError:
+    name = getattr(collator, "__name__", type(collator).__name__)
+    return UnsupportedError(
+        f"the data collator {name}{' ' if how else ''}{how} cannot be honoured", why=f"{why}", fix=fix
+    )
