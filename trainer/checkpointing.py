@@ -44,6 +44,7 @@ from hf_hotspa.errors import CheckpointError
 from hf_hotspa.runtime.adapters import is_adapted, save_config
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.resuming import ResumeMixin
+from hf_hotspa.trainer.stale_weights import structure_only
 
 logger = logging.getLogger(__name__)
 
@@ -213,7 +214,8 @@ class CheckpointingMixin(ResumeMixin):
             dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
             exported = set[str]()  # an adapter ties nothing
             if engine.description.adapters is None:
-                exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
+                with structure_only():
+                    exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
             return Manifest(
                 step=step,
                 world_size=world,
@@ -263,10 +265,11 @@ class CheckpointingMixin(ResumeMixin):
         if is_adapted(model):  # the buffers are the base model's
             return records
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        with structure_only():
+            tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
         buffers = [
             (TensorRecord(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
-            for name, tensor in model.state_dict().items()
-            if name not in parameters
+            for name, tensor in tensors.items()
         ]
         if buffers:
             records.append(folder.disk.write(temporary, BUFFERS, tensor_file(buffers, tensor_bytes)))

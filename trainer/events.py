@@ -11,14 +11,14 @@ dispatches these, on every rank, to the callbacks that define them:
 They return nothing. `state.global_step` counts the optimizer steps before. Promises:
 
 * A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
-  the next mini-batch (or on the end of training), so that none is left inside a collective. No event communicates.
+  the next mini-batch (or on the end of training), so that none is left inside a collective. No event communicates, but for what comes before `COLLECTIVE_EVENTS`.
 * The seconds inside callbacks are known by class.
 """
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -31,20 +31,25 @@ from hf_hotspa.runtime.measures import Observer, PhaseMeasure, phase_event, swit
 
 logger = logging.getLogger(__name__)
 
+COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
+"""The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
+
 
 class CallbackEvents(CallbackHandler):
     """A `CallbackHandler` that goes on from another one.
 
     Args:
         handler: The Trainer's own; its callbacks are taken over.
+        before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
     """
 
-    def __init__(self, handler: CallbackHandler) -> None:
+    def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
+        self._before = before
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = False
@@ -96,6 +101,8 @@ class CallbackEvents(CallbackHandler):
 
     def call_event(self, event: str, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> Any:
         """An event of transformers, to all callbacks."""
+        if event in COLLECTIVE_EVENTS:
+            self._before(event)
         shared = {
             "model": self.model,
             "processing_class": self.processing_class,

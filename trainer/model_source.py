@@ -30,6 +30,7 @@ from hf_hotspa.runtime.loading import has_weights, open_model
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.stale_weights import guard, release
 
 logger = logging.getLogger(__name__)
 
@@ -105,27 +106,42 @@ class ModelSourceMixin(Trainer):
     def _update_model(self) -> None:
         """Puts the trained weights into `self.model`, if it holds weights. Collective, unless they are there already."""
         if self.engine is not None and not self._model_is_current:
-            if has_weights(self.model):
-                self.engine.write_back(self.model)
-            else:
+            release(self.model)
+            if not has_weights(self.model):
                 self._only_in_engine = True
+            else:
+                try:
+                    self.engine.write_back(self.model)
+                except BaseException:
+                    guard(self.model)
+                    raise
             self._model_agrees()
+
+    def _model_goes_stale(self) -> None:
+        """The master store is about to get other weights than `self.model` has: nobody may look at those."""
+        if self._model_is_current:
+            guard(self.model)
+        self._model_is_current = False
 
     def _model_agrees(self, digest: str | None = None) -> None:
         """Remembers `trainer.model` as it is now: that of the engine. Its digest is computed where it is not known."""
         self._model_is_current, self._model_digest = True, digest or weights_digest(self.model)
 
     def materialize(self) -> PreTrainedModel:
-        """Gives `trainer.model` its weights, on the CPU of every rank, where it was given as a folder. Collective.
+        """Gives `trainer.model` the weights of this moment of the training, which it else has at certain events only; one
+        that was given as a folder gets memory for them, on the CPU of every rank. Collective.
 
         Returns:
-            `trainer.model`, from now on a model like any other.
+            `trainer.model`; that of a folder is from now on a model like any other.
 
         Raises:
             HotspaError: on every rank: the engine cannot be started.
         """
-        if not has_weights(self.model):
+        if has_weights(self.model):
+            self._update_model()
+        else:
             engine = self._start_engine(training=False)
+            release(self.model)
             for module in self.model.modules():
                 for name, parameter in list(module.named_parameters(recurse=False)):
                     empty = torch.empty_like(parameter, device="cpu")

@@ -84,6 +84,8 @@ class ResumeMixin(Trainer):
 
         def _update_model(self) -> None: ...
 
+        def _model_goes_stale(self) -> None: ...
+
     def _agreement(self) -> Agreement:
         """Over the host, also before the engine exists."""
         if self.args.world_size == 1 or not dist.is_initialized():
@@ -240,7 +242,7 @@ class ResumeMixin(Trainer):
         except (KeyError, TypeError, ValueError, RuntimeError) as found:  # a state.json of somebody else's making
             error = DamagedCheckpointError(f"{type(found).__name__}: {found}", where=str(path))
         engine.agree(error, "resume")
-        self._model_is_current = False
+        self._model_goes_stale()
 
     def _base_digest(self) -> str:
         """The digest of the frozen weights beside an adapter; computed once for every engine. Main process."""

@@ -47,6 +47,7 @@ from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
 from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
+from hf_hotspa.trainer.views import ViewsMixin
 
 
 class _MasterModule(nn.Module):
@@ -63,14 +64,23 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    ModelSourceMixin, OptimizationMixin, EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, Trainer
+    ViewsMixin,
+    ModelSourceMixin,
+    OptimizationMixin,
+    EvaluationMixin,
+    HubMixin,
+    PreemptionMixin,
+    CheckpointingMixin,
+    Trainer,
 ):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
     Takes the arguments of `Trainer`. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
     share only. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as `processing_class`, one of
     the columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the
-    trained weights; that of a folder never holds any, unless `materialize()` is called.
+    trained weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs;
+    else its weights cannot be looked at in training (`materialize()` brings them). That of a folder never holds any,
+    unless `materialize()` is called.
 
     Attributes:
         engine: The `HotSPaEngine`, from the start of `train()` on.
@@ -111,7 +121,7 @@ class HotSPaTrainer(
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(args.hotspa_deepspeed, flush=True)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
-        self.callback_handler = CallbackEvents(self.callback_handler)
+        self.callback_handler = CallbackEvents(self.callback_handler, self._show_model)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
             self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
         if args.hotspa_report and not any(isinstance(c, TraceCallback) for c in self.callback_handler.callbacks):
@@ -320,7 +330,7 @@ class HotSPaTrainer(
         if error is not None:  # of a callback since the last mini-batch; raised by all ranks
             mini_batch = replace(mini_batch, error=error)
         self._check_optimizer_stays()
-        self._model_is_current = False
+        self._model_goes_stale()
         if self._stream_progress is not None:
             self._stream_progress.trained(inputs)
         try:
@@ -367,10 +377,15 @@ class HotSPaTrainer(
         super().log(logs, start_time)
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        with self.callback_handler.deferring_errors(), self._preemption, told_to_all(self, "training"):
-            output = super()._inner_training_loop(*args, **kwargs)
-            if self.engine is not None:
-                self.engine.agree(self.callback_handler.take_error(), "end of training")
+        try:
+            with self.callback_handler.deferring_errors(), self._preemption, told_to_all(self, "training"):
+                output = super()._inner_training_loop(*args, **kwargs)
+                if self.engine is not None:
+                    self.engine.agree(self.callback_handler.take_error(), "end of training")
+        except BaseException:
+            if self.args.world_size == 1:  # on several ranks nobody knows who is still there
+                self._update_model()
+            raise
         return output
 
     # -- the end ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,126 @@
 """Moves: callbacks."""
 
-from tests.moves import Move
+import contextlib
+from typing import Any
 
-MOVES: tuple[Move, ...] = ()
+import torch
+from transformers import TrainerCallback
+
+from tests.moves import ROWS, Kit, Move, Seen
+
+
+def _norms(model: Any) -> list[float]:
+    """What tells whether weights are those of the moment."""
+    return [float(p.detach().double().norm()) for p in model.parameters()]
+
+
+def _looking(kit: Kit, event: str, look: Any = _norms, **changes: Any) -> Seen:
+    """Trains with a callback that looks at the model at an event."""
+    looks: list[Any] = []
+
+    class Looks(TrainerCallback):
+        pass
+
+    def on_event(self: Any, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        looks.append([state.global_step, look(model)])
+
+    setattr(Looks, event, on_event)
+    rows = kit.rows()
+    trainer = kit.trainer(args=kit.arguments(**changes), train_dataset=rows, eval_dataset=rows[:8], callbacks=[Looks()])
+    return {**kit.train(trainer), "looks": looks}
+
+
+def _samples(model: Any) -> list[int]:
+    model.eval()
+    text = model.generate(torch.tensor([[5, 9, 13, 21]]), max_new_tokens=12, do_sample=False, pad_token_id=0)
+    model.train()
+    return text[0].tolist()
+
+
+def _facts(model: Any) -> list[Any]:
+    named = [
+        (name, tuple(p.shape), str(p.dtype), p.requires_grad, str(p.device)) for name, p in model.named_parameters()
+    ]
+    return [model.num_parameters(), str(model.dtype), model.config.vocab_size, named]
+
+
+def _metrics(kit: Kit) -> Seen:
+    rows, looks = kit.rows(), []
+
+    def compute_metrics(prediction: Any) -> dict[str, float]:
+        looks.append(_norms(trainer.model))
+        return {"rows": float(len(prediction.label_ids))}
+
+    args = kit.arguments(eval_strategy="steps", eval_steps=2)
+    trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset=rows, compute_metrics=compute_metrics)
+    return {**kit.train(trainer), "looks": looks}
+
+
+def _evaluate_overridden(kit: Kit) -> Seen:
+    rows, looks = kit.rows(), []
+
+    class Own(kit.trainer_class):
+        def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+            looks.append(_samples(self.model))
+            metrics = super().evaluate(*args, **kwargs)
+            looks.append(_norms(self.model))
+            return metrics
+
+    args = kit.arguments(eval_strategy="steps", eval_steps=2, learning_rate=2e-2)
+    return {**kit.train(kit.trainer(Own, args=args, train_dataset=rows, eval_dataset=rows)), "looks": looks}
+
+
+class _Interrupts(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise KeyboardInterrupt
+
+
+def _interrupted(kit: Kit) -> Seen:
+    trainer = kit.trainer(callbacks=[_Interrupts()])
+    with contextlib.suppress(KeyboardInterrupt):
+        trainer.train()
+    if kit.world_size > 1:
+        trainer.materialize()
+    return {"norms": _norms(trainer.model)}
+
+
+def _resumed(kit: Kit) -> Seen:
+    changes = {"save_strategy": "steps", "save_steps": 2, "output_dir": str(kit.folder / "resumed")}
+    kit.train(kit.trainer(args=kit.arguments(**changes)))
+    looks: list[Any] = []
+
+    class Looks(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            looks.append([state.global_step, _norms(model)])
+
+    trainer = kit.trainer(args=kit.arguments(**changes), callbacks=[Looks()])
+    return {**kit.train(trainer, resume_from_checkpoint=f"{changes['output_dir']}/checkpoint-2"), "looks": looks}
+
+
+_EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": ROWS // 2}
+
+MOVES: tuple[Move, ...] = (
+    Move(
+        "samples of `model.generate` in `on_evaluate`",
+        lambda kit: _looking(kit, "on_evaluate", _samples, eval_strategy="steps", eval_steps=1, learning_rate=2e-2),
+    ),
+    Move("weights looked at in `on_log`", lambda kit: _looking(kit, "on_log")),
+    Move("weights looked at in `on_save`", lambda kit: _looking(kit, "on_save", save_strategy="steps", save_steps=2)),
+    Move("weights looked at in `on_epoch_end`", lambda kit: _looking(kit, "on_epoch_end", **_EPOCHS)),
+    Move("weights looked at in `on_epoch_begin`", lambda kit: _looking(kit, "on_epoch_begin", **_EPOCHS)),
+    Move("weights looked at in `on_train_end`", lambda kit: _looking(kit, "on_train_end")),
+    Move(
+        "shapes, dtypes and numbers of parameters looked at in `on_step_end`",
+        lambda kit: _looking(kit, "on_step_end", _facts),
+        ours="values there are an error that says where to look",
+    ),
+    Move("`compute_metrics` looks at `trainer.model`", _metrics),
+    Move("`evaluate` overridden, which looks at `self.model`", _evaluate_overridden),
+    Move("weights looked at in `on_train_begin` of a resumed run", _resumed),
+    Move(
+        "`KeyboardInterrupt`, then a look at the model",
+        _interrupted,
+        ours="on several processes after `trainer.materialize()`",
+    ),
+)

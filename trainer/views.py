@@ -1,0 +1,81 @@
+"""When `trainer.model` is brought up to date in the course of training: before somebody of the user's may look at it.
+
+Owns `ViewsMixin`. Bringing the weights back is collective and costs a pass over all of them, so it is done where ranks
+are together, for the events that come now and then, and only if code of the user's is there to look: a callback that
+defines the event, `compute_metrics`, an overridden method. Everywhere else looking is an error (`stale_weights`).
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from transformers import Trainer
+from transformers.trainer_callback import CallbackHandler
+
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.loading import has_weights
+
+LOG, EVALUATION, SAVE = "log", "evaluation", "save"
+
+_LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    LOG: (("on_log",), ("log",)),
+    EVALUATION: (
+        ("on_evaluate", "on_predict", "on_prediction_step"),
+        ("evaluate", "_evaluate", "evaluation_loop", "predict", "compute_metrics", "preprocess_logits_for_metrics"),
+    ),
+    SAVE: (("on_save",), ("_save_checkpoint",)),
+    "on_train_begin": (("on_train_begin",), ()),
+    "on_epoch_begin": (("on_epoch_begin",), ()),
+    "on_epoch_end": (("on_epoch_end",), ()),
+}
+"""Occasion -> the events of callbacks and the attributes of the trainer that belong to it."""
+
+
+def is_users(function: Any) -> bool:
+    """Whether a function or method was written by somebody else than transformers and this package."""
+    if function is None:
+        return False
+    return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "hf_hotspa")
+
+
+class ViewsMixin(Trainer):
+    """Brings `trainer.model` up to date for those who may look at it."""
+
+    callback_handler: CallbackHandler
+    engine: HotSPaEngine | None
+    _model_is_current: bool
+
+    if TYPE_CHECKING:
+
+        def _update_model(self) -> None: ...
+
+    def _lookers(self, occasion: str) -> Iterator[Any]:
+        events, attributes = _LOOKERS[occasion]
+        yield from (getattr(self, name, None) for name in attributes)
+        for callback in self.callback_handler.callbacks:
+            yield from (getattr(callback, event, None) for event in events)
+
+    def _show_model(self, occasion: str) -> None:
+        """Brings `trainer.model` up to date if anybody on any rank may look at it now. Collective."""
+        if occasion not in _LOOKERS or self.engine is None or self._model_is_current or not has_weights(self.model):
+            return
+        if self.engine.any_rank(any(map(is_users, self._lookers(occasion)))):  # callbacks may be on one rank alone
+            self._update_model()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+            self._show_model(LOG)
+        super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._show_model(EVALUATION)  # an overridden evaluate() may look before it calls ours
+        metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """One pass over an evaluation set; see `EvaluationMixin`. Collective."""
+        self._show_model(EVALUATION)
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        super()._save_checkpoint(model, trial)
+        self._show_model(SAVE)
