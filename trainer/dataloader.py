@@ -38,6 +38,7 @@ from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.rows import as_it_is
+from hf_hotspa.trainer.worker_processes import worker_context
 
 
 class ChosenRows(list[int]):
@@ -285,7 +286,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             persistent_workers=persistent_workers and num_workers > 0,
             pin_memory=pin_memory and torch.accelerator.is_available(),
             in_order=in_order,
-            multiprocessing_context=multiprocessing_context if num_workers > 0 else None,
+            multiprocessing_context=worker_context(num_workers, multiprocessing_context),
             worker_init_fn=worker_init_fn,
         )
 

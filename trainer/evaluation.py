@@ -32,6 +32,7 @@ from hf_hotspa.trainer.dataloader import Planner, RankRows
 from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.rows import as_it_is, is_stream, scanned
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
+from hf_hotspa.trainer.worker_processes import worker_context
 
 LONGEST, PER_BUCKET = "longest", "buckets"
 """Values of `hotspa_eval_strategy` beside a strategy of the pool."""
@@ -235,7 +236,9 @@ class EvaluationMixin:
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            multiprocessing_context=args.dataloader_multiprocessing_context if args.dataloader_num_workers else None,
+            multiprocessing_context=worker_context(
+                args.dataloader_num_workers, args.dataloader_multiprocessing_context
+            ),
         )
 
     def evaluation_loop(

@@ -5,14 +5,15 @@ anyway, so whoever was told, all of them save and stop at the same step, and `tr
 
 * The mini-batch under way is finished (or, during a save or an evaluation, the next one), then a checkpoint is written,
   unless `save_strategy` is `no`. A signal after the last mini-batch changes nothing: training has ended anyway.
-* A second signal does what it did before training began: it usually ends the process at once. What is on disk stays
-  whole.
+* A signal within `REPEAT_S` of the first one is the same request: launchers pass on what schedulers send to everybody.
+* A later one does what it did before training began: it usually ends the process at once. What is on disk stays whole.
 * The handler is there during `train()` only, and only where `train()` runs in the main thread, which Python demands.
 """
 
 import logging
 import signal
 import threading
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -22,6 +23,9 @@ from transformers.trainer_utils import SaveStrategy
 from hf_hotspa.runtime.engine import HotSPaEngine
 
 logger = logging.getLogger(__name__)
+
+REPEAT_S = 10.0
+"""How long a signal counts as the first one come again."""
 
 
 class Preemption:
@@ -34,6 +38,7 @@ class Preemption:
 
     def __init__(self) -> None:
         self.requested = self.agreed = False
+        self._first_at = 0.0
         self._before: Any = None
         self._installed = False
 
@@ -52,8 +57,11 @@ class Preemption:
         self._restore()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        self.requested = True
-        self._restore()
+        if not self.requested:
+            self.requested, self._first_at = True, time.monotonic()
+        elif time.monotonic() > self._first_at + REPEAT_S:
+            self._restore()
+            signal.raise_signal(number)
 
     def _restore(self) -> None:
         if self._installed:

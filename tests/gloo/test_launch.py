@@ -111,3 +111,12 @@ def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path
     newest = checkpoints(tmp_path / "out")[0]
     verify(newest)
     assert int(newest.name.split("-")[1]) < 2000
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_job_that_is_told_to_end_as_a_whole_leaves_a_checkpoint():
+    script = [sys.executable, str(ROOT / "benchmarks" / "sigterm_trials.py")]
+    done = subprocess.run([*script, "--rounds", "1", "--victims", "agent", "tree", "--workers", "2"], cwd=ROOT,
+                          capture_output=True, text=True, timeout=800)  # fmt: skip
+    assert "4 of 4 left a checkpoint" in done.stdout, done.stdout + done.stderr

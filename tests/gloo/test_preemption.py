@@ -1,7 +1,10 @@
 """SIGTERM: whoever gets it, all ranks save and stop at the same step, and a resumed run ends with the same bits."""
 
+import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import threading
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from transformers.trainer_utils import IntervalStrategy
 from hf_hotspa.checkpoint.folder import checkpoints
 from hf_hotspa.checkpoint.manifest import verify
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.trainer import preemption
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -20,6 +24,8 @@ from tests.training_runs import STEPS, contents, make_trainer, one_run, train
 pytestmark = pytest.mark.gloo
 
 RARELY = {"save_steps": 100, "ddp_timeout": 30}
+# ranks of the harness come from a fork server, so that would be their choice, with a server and imports of its own
+WORKERS = {"dataloader_num_workers": 2, "dataloader_multiprocessing_context": "fork"}
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def evaluate_every(trainer, steps):
 def terminated_run(rank, world, folder, victims, event, options):
     """A run in which some ranks are told to end; the last step, whether it was preempted, and what came after."""
     before = signal.getsignal(signal.SIGTERM)
-    callbacks = [Terminate(event, 2)] if rank in victims else []
+    callbacks = [Terminate(event, 2, options.pop("times", 1))] if rank in victims else []
     evaluates = options.pop("evaluates", None)
     trainer = make_trainer(folder, world, **{**RARELY, "callbacks": callbacks, **options})
     if evaluates is not None:
@@ -64,7 +70,7 @@ def terminated_run(rank, world, folder, victims, event, options):
 CASES = {
     "first": ((0,), "on_step_begin", {}),
     "last, in a phase": ((1,), "on_phase_begin", {"evaluates": 3}),  # that evaluation is left out
-    "all": ((0, 1), "on_step_end", {}),
+    "all, each by the scheduler and by the launcher": ((0, 1), "on_step_end", {"times": 2}),
     "in a save": ((1,), "on_save", {"save_steps": 2, "hotspa_async_save": True}),
     "in an evaluation": ((0,), "on_prediction_step", {"evaluates": 2}),
     "saves by epoch": ((1,), "on_step_begin", {"save_strategy": "epoch"}),
@@ -87,13 +93,21 @@ def test_all_ranks_save_and_stop_at_the_same_step(folder, case):
     terminate(folder, case)
 
 
+def evaluated_run(rank, world, folder, resume, evaluates):
+    trainer = make_trainer(folder, world, save_steps=STEPS)
+    if evaluates is not None:
+        evaluate_every(trainer, evaluates)
+    train(trainer, resume)
+
+
 @pytest.mark.parametrize(
     "case", [case if case == "in a save" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
 )
 def test_a_resumed_run_goes_on_as_if_nothing_had_happened(folder, case):
     terminate(folder / "a", case)
-    run_ranks(2, one_run, str(folder / "a"), True, {"save_steps": STEPS})
-    run_ranks(2, one_run, str(folder / "b"), None, {"save_steps": STEPS})
+    evaluates = CASES[case][2].get("evaluates")  # which draws from the generators
+    run_ranks(2, evaluated_run, str(folder / "a"), True, evaluates)
+    run_ranks(2, evaluated_run, str(folder / "b"), None, evaluates)
     resumed, whole = (contents(folder / name / f"checkpoint-{STEPS}") for name in ("a", "b"))
     for found in (resumed, whole):
         del found["trainer_state"]  # the logs of evaluations
@@ -115,15 +129,65 @@ def test_a_signal_after_the_last_mini_batch_changes_nothing(folder):
 
 
 def twice(rank, world, folder):
+    preemption.REPEAT_S = -1.0
     callbacks = [Terminate("on_step_begin", 2, times=2)] if rank == 1 else []
     one_run(rank, world, folder, None, {"ddp_timeout": 30, "callbacks": callbacks})
 
 
-def test_a_second_signal_ends_the_process_at_once(folder):
+def test_a_signal_long_after_the_first_ends_the_process_at_once(folder):
     survivor, victim = run_ranks(2, twice, str(folder), expect_failure=True)
     assert victim.exitcode == -signal.SIGTERM
     assert isinstance(survivor.exception, HotspaError), survivor.describe()
     assert checkpoints(folder)[0].name == "checkpoint-2"
+
+
+class TerminateAll(TrainerCallback):
+    """As a scheduler does: SIGTERM to this rank and its DataLoader workers, from another process, at step 2."""
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step == 2:
+            self.workers = [worker.pid for worker in multiprocessing.active_children()]
+            subprocess.run(["kill", "-TERM", *map(str, [*self.workers, os.getpid()])], check=True)
+
+
+def terminated_with_workers(rank, world, folder):
+    options = {**RARELY, **WORKERS, "dataloader_prefetch_factor": 1}
+    everybody = TerminateAll()
+    trainer = make_trainer(folder, world, callbacks=[everybody], **options)
+    evaluate_every(trainer, 2)
+    train(trainer)
+    return len(everybody.workers), trainer.state.global_step, trainer.preempted
+
+
+def test_the_workers_of_the_data_loader_are_told_too(folder):
+    assert run_ranks(2, terminated_with_workers, str(folder)) == [(2, 3, True)] * 2
+    [checkpoint] = checkpoints(folder)
+    assert verify(checkpoint).step == 3
+
+
+class Die(TrainerCallback):
+    """The end of a rank that nobody can prevent, while it has workers."""
+
+    def on_phase_begin(self, args, state, control, phase):
+        if state.global_step == 2:
+            assert len(multiprocessing.active_children()) == 2
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def dies_with_workers(rank, world, folder):
+    from torch.utils.data._utils import worker
+
+    worker.MP_STATUS_CHECK_INTERVAL = 3600  # torch's own way to end the workers of a dead rank comes too late here
+    options = {**RARELY, **WORKERS}
+    train(make_trainer(folder, world, callbacks=[Die()] if rank == 1 else [], **options))
+
+
+def test_the_workers_of_a_dead_rank_do_not_hide_its_death(folder):
+    survivor, victim = run_ranks(2, dies_with_workers, str(folder), expect_failure=True)
+    assert victim.exitcode == -signal.SIGKILL
+    assert isinstance(survivor.exception, HotspaError), survivor.describe()
+    assert re.search("[Cc]onnection (closed|reset)", str(survivor.exception)), survivor.describe()
+    assert "imed out" not in str(survivor.exception)
 
 
 def test_the_handler_of_before_is_back_after_an_error(tmp_path):

@@ -1,0 +1,135 @@
+"""DataLoader workers: deaf to the SIGTERM of others, obedient to their rank, gone when it is."""
+
+import os
+import signal
+import subprocess
+import time
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import skip_first_batches
+from torch.utils.data import DataLoader
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.trainer.dataloader import MiniBatchLoader
+from hf_hotspa.trainer.worker_processes import worker_context
+from tests.unit.test_dataloader import loader, run_rows
+
+METHODS = ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+
+
+def tell_from_outside(*pids):
+    """SIGTERM from a process that is nobody's parent here."""
+    subprocess.run(["kill", "-TERM", *map(str, pids)], check=True)
+
+
+def is_running(pid):
+    """Whether a process is there, and not as a zombie only."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def await_end(*pids):
+    """Waits until they are gone; the test's own clock ends a wait in vain."""
+    while any(map(is_running, pids)):
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_only_their_rank_ends_them(method):
+    expected = run_rows(loader())
+    made = loader(num_workers=2, multiprocessing_context=method, prefetch_factor=1)
+    batches = iter(made)
+    workers = list(batches._workers)
+    pids = [worker.pid for worker in workers]
+    tell_from_outside(*pids)  # perhaps before they have begun
+    first = next(batches)
+    tell_from_outside(*pids)
+    tell_from_outside(*pids)
+    assert run_rows([first, *batches]) == expected
+    await_end(*pids)
+
+    again = iter(made)
+    [one, other] = again._workers
+    one.terminate()
+    one.join()
+    assert one.exitcode == 0
+    assert other.is_alive()
+    del again
+
+
+class Sleeper(torch.utils.data.Dataset):
+    """Says its process, and hangs at the second row."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, row):
+        if row:
+            time.sleep(3600)
+        return os.getpid()
+
+
+def hang(pipe):
+    """A rank of which a worker hangs when it leaves."""
+    torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL = 0.2  # how long torch waits before it terminates one
+    rows = DataLoader(Sleeper(), num_workers=1, multiprocessing_context=worker_context(1, "fork"), prefetch_factor=2)
+    pipe.send(int(next(iter(rows))))
+
+
+def test_a_worker_that_hangs_does_not_keep_its_rank_from_leaving():
+    here, there = get_context("fork").Pipe()
+    rank = get_context("fork").Process(target=hang, args=(there,))
+    rank.start()
+    pid = here.recv()
+    rank.join()
+    assert rank.exitcode == 0
+    await_end(pid)
+
+
+def killed(pipe):
+    made = loader(num_workers=2)
+    batches = iter(made)
+    next(batches)
+    pipe.send([worker.pid for worker in batches._workers])
+    signal.pause()
+
+
+def test_they_end_with_their_rank_at_once():
+    from torch.utils.data._utils import worker
+
+    before, worker.MP_STATUS_CHECK_INTERVAL = worker.MP_STATUS_CHECK_INTERVAL, 3600  # torch's own way would not show
+    try:
+        here, there = get_context("fork").Pipe()
+        rank = get_context("fork").Process(target=killed, args=(there,))
+        rank.start()
+        pids = here.recv()
+        assert all(map(is_running, pids))
+        rank.kill()
+        await_end(*pids)
+    finally:
+        worker.MP_STATUS_CHECK_INTERVAL = before
+
+
+def test_loaders_that_are_made_of_ours_have_such_workers():
+    made = loader(num_workers=1)
+    assert isinstance(made, MiniBatchLoader)
+    skipped = skip_first_batches(made, 2)  # what a resumed run trains on
+    assert skipped.multiprocessing_context is made.multiprocessing_context
+    batches = iter(skipped)
+    tell_from_outside(*(worker.pid for worker in batches._workers))
+    assert run_rows(batches) == run_rows(loader())[2:]
+
+
+def test_the_context():
+    assert worker_context(0, "fork") is None
+    assert worker_context(1, None).get_start_method() == get_context().get_start_method()
+    own = get_context("spawn")
+    assert worker_context(1, own).get_start_method() == "spawn"
+    assert own.Process is get_context("spawn").Process  # theirs is left alone
+    with pytest.raises(HotspaConfigError, match="'thread'"):
+        worker_context(1, "thread")
