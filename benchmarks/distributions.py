@@ -52,7 +52,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
 
     from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN, pool_of
     from hf_hotspa.cost.chooser import PhaseChooser
-    from hf_hotspa.cost.memory import MemoryOptions, MemoryRooms
+    from hf_hotspa.cost.memory import MemoryOptions
+    from hf_hotspa.cost.rooms import MemoryRooms
     from hf_hotspa.cost.search import Choice, search
     from hf_hotspa.cost.sizes import ModelSizes
     from hf_hotspa.cost.trust import PhaseSeconds

@@ -9,7 +9,7 @@ from typing import Any
 from contest import make_model, short_name
 from peer_work import Work
 
-from hf_hotspa.cost.memory import MemoryRooms
+from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.strategy import Bucket, Strategy
 
 LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.07

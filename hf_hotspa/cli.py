@@ -21,6 +21,7 @@ from hf_hotspa.cost.histogram import DISTRIBUTIONS
 from hf_hotspa.cost.model_config import preset_names
 from hf_hotspa.cost.planning import LONGEST, Estimate, Plan, Setup, make_estimate, make_plan
 from hf_hotspa.cost.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
+from hf_hotspa.data.pipeline_order import SCHEDULES
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.reporting import commands as reporting
@@ -58,6 +59,12 @@ def _parser() -> argparse.ArgumentParser:
         default=AUTO,
         choices=WIRE_DTYPES,
         help="in which gradients travel to the master store (auto: the one in which they add up)",
+    )
+    common.add_argument(
+        "--pipeline-schedule",
+        default="auto",
+        choices=SCHEDULES,
+        help="hotspa_pipeline_schedule: gpipe holds more than the others, up to what a bucket allows",
     )
     machines = f"{', '.join(PRESETS)}, or a YAML file"
 
@@ -113,6 +120,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         recompute=args.recompute,
         sequence_parallel=args.sequence_parallel,
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),
+        schedule=args.pipeline_schedule,
     )
 
 

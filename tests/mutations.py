@@ -87,6 +87,20 @@ MUTATIONS = [
         UNIT + "test_pipeline_order.py",
     ),
     Mutation(
+        "padding is not counted in flight",
+        "hf_hotspa/data/pipeline_order.py",
+        "if not delays(reaches(padded, most_tokens), num_stages):",
+        "if not delays(reaches(tokens, most_tokens), num_stages):",
+        UNIT + "test_pipeline_order.py",
+    ),
+    Mutation(
+        "GPipe runs all packs at once",
+        "hf_hotspa/data/pipeline_order.py",
+        "if most_tokens is not None and (end + 1 - begin) * longer > most_tokens:",
+        "if most_tokens is not None and longer > most_tokens:",
+        UNIT + "test_pipeline_order.py",
+    ),
+    Mutation(
         "every epoch has the same order",
         "hf_hotspa/trainer/dataloader.py",
         "self.row_sampler.set_epoch(epoch)",

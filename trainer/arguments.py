@@ -10,11 +10,11 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
+from hf_hotspa.data.pipeline_order import SCHEDULES, check_schedule
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
 from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
-from hf_hotspa.runtime.pipeline import SCHEDULES, check_schedule
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
@@ -97,8 +97,8 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_pipeline_schedule: str = field(
         default="auto",
         metadata={
-            "help": "Schedule of pipelines: auto, own (1F1B for packs of any shapes), 1f1b or gpipe (torch's, which pad "
-            "the packs of a phase to one shape).",
+            "help": "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b or gpipe (torch's, "
+            "which pad packs to one shape). None holds more tokens than a bucket allows.",
             "choices": list(SCHEDULES),
         },
     )

@@ -285,6 +285,7 @@ def _plan(
         recompute=args.hotspa_recompute_every,
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=copies,
+        schedule=args.hotspa_pipeline_schedule,
     )
     return make_auto_plan(
         table,
@@ -310,8 +311,12 @@ def model_sizes(description: ModelDescription, args: HotSPaTrainingArguments) ->
 
 
 def calibrated_time(calibration: Calibration, sizes: ModelSizes, args: HotSPaTrainingArguments) -> TimeModel:
-    """The time model of a run; a calibration is measured without recomputation."""
-    return replace(calibration.time_model(sizes), recompute=args.hotspa_recompute_every)
+    """The time model of a run; a calibration is measured without recomputation, and with our own schedule."""
+    return replace(
+        calibration.time_model(sizes),
+        recompute=args.hotspa_recompute_every,
+        schedule=args.hotspa_pipeline_schedule,
+    )
 
 
 def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:

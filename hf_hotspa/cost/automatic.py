@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_hotspa.cost.memory import MemoryBreakdown, MemoryModel, MemoryRooms
+from hf_hotspa.cost.memory import MemoryBreakdown, MemoryModel
+from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import Choice, Rooms, search
 from hf_hotspa.cost.tables import table as text_table
 from hf_hotspa.cost.time import TimeModel

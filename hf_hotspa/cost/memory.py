@@ -4,17 +4,19 @@ A rank holds, from first to last: its share of the master store (fp32 weights an
 weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
 activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
 switches and communicators. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
-al., SC'21, section 2.2), and no more tokens than `Bucket.most_tokens`.
+al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
+`Bucket.most_tokens` (`data.pipeline_order`).
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
 from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
+from hf_hotspa.data.pipeline_order import most_packs
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
@@ -66,6 +68,7 @@ class MemoryOptions:
         communicator_bytes: Buffers of communicators.
         reserved_bytes: What the device keeps for itself, see `Hardware.reserved_bytes`.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
     """
 
     optimizer_bytes: float = 8
@@ -79,6 +82,7 @@ class MemoryOptions:
     communicator_bytes: int = 0
     reserved_bytes: int = 0
     weight_copies: int = 1
+    schedule: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -93,7 +97,7 @@ class MemoryBreakdown:
         gradients: Their gradients.
         arena: What the pool's largest strategy needs beyond these two.
         activations: Of all micro-batches in flight.
-        logits: Of one pack, on the last stage.
+        logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
         switch: Buffers of switches.
         communicators: Buffers of communicators.
         reserved: What the device keeps for itself.
@@ -163,7 +167,20 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
-        """Bytes on the fullest rank.
+        """Bytes on the fullest rank: the largest of `stages`, which describes the arguments."""
+        found = self.stages(strategy, pack_tokens, longest=longest, num_packs=num_packs, arena_bytes=arena_bytes)
+        return max(found, key=lambda stage: stage.total)
+
+    def stages(
+        self,
+        strategy: Strategy,
+        pack_tokens: int,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
+    ) -> list[MemoryBreakdown]:
+        """Bytes on the fullest rank of each stage.
 
         Args:
             strategy: The strategy that runs.
@@ -173,15 +190,17 @@ class MemoryModel:
             arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
         """
         bucket = Bucket(strategy, longest, pack_tokens)
-        stages = [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
-        return max(stages, key=lambda found: found.total)
+        return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         strategy, pack_tokens = bucket.strategy, bucket.room
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self.sizes.master(self.world_size)
-        in_flight = strategy.pp - stage if num_packs is None else min(strategy.pp - stage, num_packs)
-        held_tokens = min(in_flight * pack_tokens, bucket.most_tokens)
+        held_tokens, in_flight = bucket.most_tokens, most_packs(options.schedule, strategy.pp, stage, num_packs)
+        if in_flight is None:
+            in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
+        else:
+            held_tokens = min(in_flight * pack_tokens, held_tokens)
 
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
         last = stage == strategy.pp - 1 and in_flight > 0
@@ -196,8 +215,13 @@ class MemoryModel:
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
         if in_flight and not last:
-            # what a stage sends stays until its backward pass
-            layers += hidden / self._sharers(strategy) * held_tokens
+            # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
+            copies = 1 if options.schedule in ("auto", "own") else 2
+            layers += copies * hidden / self._sharers(strategy) * held_tokens
+        elif in_flight > 1:
+            # a loss keeps probabilities, or gradients of the hidden state and of the head (`runtime.head_loss`)
+            kept = rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden
+            logit_bytes += kept * held_tokens
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -329,78 +353,11 @@ class MemoryModel:
                 raise DeviceMemoryError(
                     f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is "
                     f"{limit_bytes / _GIB:,.2f} GiB",
-                    fix=f"use {smaller}a limit of {_round_up(found.total)}, or strategies with more tp or pp",
+                    fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
                 )
 
 
-@dataclass(frozen=True)
-class MemoryRooms:
-    """How many tokens a sequence and a pack of a strategy may have inside a pool, from the memory model.
-
-    Args:
-        model: The memory model.
-        limit_bytes: Memory of a device; None for no limit.
-    """
-
-    model: MemoryModel
-    limit_bytes: float | None
-
-    def arena(self, strategy: Strategy) -> int:
-        """Bytes that a pool must keep for the strategy's weights and gradients."""
-        return self.model.arena_bytes(strategy)
-
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence, with nothing beside it in a pipeline, in a pool with that arena; 0 when it cannot run."""
-        return self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
-
-    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
-        return self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
-
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
-        """The error that says what it takes to hold a sequence that fits nowhere."""
-        return too_long(
-            longest,
-            strategies,
-            self.limit_bytes or 0.0,
-            lambda strategy: self.tokens(strategy, 0),
-            lambda strategy: self.model.bytes_needed(strategy, longest, num_packs=1),
-        )
-
-
-def too_long(
-    longest: int,
-    strategies: Iterable[Strategy],
-    limit_bytes: float,
-    tokens: Callable[[Strategy], int],
-    needed: Callable[[Strategy], float],
-) -> DeviceMemoryError:
-    """The error for a sequence that no strategy can hold: names the smallest changes that would work.
-
-    Args:
-        longest: Its tokens.
-        strategies: What was tried.
-        limit_bytes: The limit.
-        tokens: The longest pack of a strategy under the limit.
-        needed: The limit under which a strategy would hold it.
-    """
-    tried = list(strategies)
-    cheapest = min(tried, key=needed)
-    roomiest = max(tried, key=tokens)
-    most = tokens(roomiest)
-    shorter = (
-        f", or sequences of at most {most} tokens ({roomiest} holds them under this limit)"
-        if most
-        else ", or more devices"
-    )
-    return DeviceMemoryError(
-        f"no strategy holds a sequence of {longest} tokens in {limit_bytes / _GIB:,.2f} GiB a device",
-        why=f"the smallest need is that of {cheapest}: {needed(cheapest) / _GIB:,.2f} GiB",
-        fix=f"a limit of {_round_up(needed(cheapest))} with {cheapest}{shorter}",
-    )
-
-
-def _round_up(num_bytes: float) -> str:
+def round_up(num_bytes: float) -> str:
     """A limit that one can type, rounded up to a mebibyte."""
     mebibytes = -(-int(num_bytes + 1) // (1 << 20))
     return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"

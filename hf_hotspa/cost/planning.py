@@ -15,8 +15,9 @@ from typing import Any
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
 from hf_hotspa.cost.histogram import DISTRIBUTIONS, load_histogram, synthetic_lengths
-from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, MemoryRooms
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions
 from hf_hotspa.cost.model_config import ModelConfig, load_model
+from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import Choice, search
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.cost.switch_time import estimate
@@ -55,6 +56,7 @@ class Setup:
         sequence_parallel: Whether norms and residuals are divided over tp.
         calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
         gradients: The dtypes in which gradients accumulate and travel.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
     """
 
     model: ModelConfig
@@ -67,6 +69,7 @@ class Setup:
     sequence_parallel: bool = False
     calibration: Calibration | None = None
     gradients: GradientDtypes = IN_FP32
+    schedule: str = "auto"
 
     @classmethod
     def read(
@@ -146,6 +149,7 @@ class Setup:
         options = MemoryOptions(
             compute_dtype=self.dtype,
             reserved_bytes=self.hardware.reserved_bytes if self.hardware is not None else 0,
+            schedule=self.schedule,
         )
         if self.calibration is not None:
             return self.calibration.memory_model(self.sizes, options, self.world_size)
@@ -159,8 +163,9 @@ class Setup:
         """
         assert self.hardware is not None
         if self.calibration is not None:
-            return self.calibration.time_model(self.sizes, self.world_size)
-        return TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
+            return replace(self.calibration.time_model(self.sizes, self.world_size), schedule=self.schedule)
+        found = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
+        return replace(found, schedule=self.schedule)
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy, with the options that are asked for."""
@@ -201,6 +206,7 @@ class Setup:
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
+            "pipeline_schedule": self.schedule,
         }
 
 
@@ -229,13 +235,12 @@ class Plan:
     def notes(self) -> list[str]:
         """What the reader must know before using the plan."""
         positions = self.setup.model.shape.max_position_embeddings
-        found = []
-        if positions is not None and self.longest > positions:
-            found.append(
-                f"The model has {positions} positions: the trainer refuses longer buckets until "
-                "max_position_embeddings is raised."
-            )
-        return found
+        if positions is None or self.longest <= positions:
+            return []
+        return [
+            f"The model has {positions} positions: the trainer refuses longer buckets until "
+            "max_position_embeddings is raised."
+        ]
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -276,7 +281,6 @@ def _check_calibration(
 ) -> None:
     """Refuses a calibration of another model, dtype or kind of node."""
     key, facts, shape = found.key, found.model, model.shape
-    other = []
     pairs = (
         ("family", facts.family, shape.family),
         ("hidden size", facts.hidden_size, shape.hidden_size),
@@ -285,7 +289,7 @@ def _check_calibration(
         ("dtype", key.dtype, dtype),
         ("devices a node", key.devices_per_node, devices),
     )
-    other += [f"{name} {measured} instead of {asked}" for name, measured, asked in pairs if measured != asked]
+    other = [f"{name} {measured} instead of {asked}" for name, measured, asked in pairs if measured != asked]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
         other.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
     if nodes > 1 and found.inter is None:

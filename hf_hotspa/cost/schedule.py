@@ -1,19 +1,20 @@
-"""How long a pipeline takes: an exact event simulation of our 1F1B schedule with unequal micro-batches.
+"""How long a pipeline takes: an exact event simulation of a schedule, ours or another, with unequal micro-batches.
 
 Follows `hf_hotspa/runtime/pipeline.py`: each stage runs the operations of `data.pipeline_order`. Sends do not block; a
-stage waits for what it needs next. The usual closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that the last stage also runs the head.
+stage waits for what it needs next. The usual closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that
+the last stage also runs the head.
 """
 
 from collections.abc import Sequence
 
-from hf_hotspa.data.pipeline_order import operations
+from hf_hotspa.data.pipeline_order import Operation, operations
 
 
 def one_forward_one_backward(
     forward: Sequence[Sequence[float]],
     backward: Sequence[Sequence[float]],
     hops: Sequence[float] | None = None,
-    reach: Sequence[int] | None = None,
+    order: Sequence[Sequence[Operation]] | None = None,
 ) -> float:
     """Seconds until the last stage operation of a replica has ended.
 
@@ -21,7 +22,7 @@ def one_forward_one_backward(
         forward: `forward[stage][micro-batch]` seconds.
         backward: `backward[stage][micro-batch]` seconds.
         hops: Seconds that the hidden state of each micro-batch, or its gradient, travels between two stages.
-        reach: How far forward passes may be ahead, see `pipeline_order.reaches`; None for no limit.
+        order: `order[stage]`: what each stage runs, in order; our 1F1B without a limit when None.
     """
     num_stages, total = len(forward), len(forward[0])
     if num_stages == 1:
@@ -30,7 +31,7 @@ def one_forward_one_backward(
         return 0.0
     if hops is None:
         hops = [0.0] * total
-    order = [operations(reach or [total] * total, num_stages, stage) for stage in range(num_stages)]
+    order = order or [operations([total] * total, num_stages, stage) for stage in range(num_stages)]
     clock = [0.0] * num_stages
     # when the forward (backward) of a micro-batch ended on each stage; they end in order, so a list grows
     forwards: list[list[float]] = [[] for _ in range(num_stages)]

@@ -9,7 +9,7 @@ is used.
 import heapq
 from collections.abc import Sequence
 
-from hf_hotspa.data.pipeline_order import operations
+from hf_hotspa.data.pipeline_order import Operation, operations
 
 
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
@@ -33,7 +33,7 @@ def shared_pipelines(
     hops: Sequence[Sequence[float]],
     ranks_per_stage: int,
     slots: float,
-    reaches: Sequence[Sequence[int]] | None = None,
+    orders: Sequence[Sequence[Sequence[Operation]]] | None = None,
 ) -> float:
     """Seconds until the last of several pipelines is done: `schedule.one_forward_one_backward` on shared processors.
 
@@ -47,11 +47,15 @@ def shared_pipelines(
         hops: `hops[replica][micro-batch]` seconds that a hidden state or its gradient travels between two stages.
         ranks_per_stage: Ranks that work on a stage together.
         slots: Ranks that compute at a time.
-        reaches: `reaches[replica]`: how far forward passes may be ahead, see `pipeline_order.reaches`; None for no limit.
+        orders: `orders[replica][stage]`: what each stage runs, in order; our 1F1B without a limit when None.
     """
-    reaches = reaches or [[len(ahead[0])] * len(ahead[0]) for ahead in forward]
+    if orders is None:
+        orders = [
+            [operations([len(ahead[0])] * len(ahead[0]), len(ahead), stage) for stage in range(len(ahead))]
+            for ahead in forward
+        ]
     stages = [
-        _Stage(index, stage, len(ahead), ahead[stage], back[stage], hops[index], reaches[index])
+        _Stage(index, stage, len(ahead), ahead[stage], back[stage], hops[index], orders[index][stage])
         for index, (ahead, back) in enumerate(zip(forward, backward, strict=True))
         for stage in range(len(ahead))
         if ahead[stage]
@@ -93,7 +97,7 @@ def shared_pipelines(
 
 
 class _Stage:
-    """One stage of one replica: which operation of the 1F1B schedule comes next, and what it waits for."""
+    """One stage of one replica: which operation of its order comes next, and what it waits for."""
 
     def __init__(
         self,
@@ -103,14 +107,14 @@ class _Stage:
         forward: Sequence[float],
         backward: Sequence[float],
         hops: Sequence[float],
-        reach: Sequence[int],
+        order: Sequence[Operation],
     ) -> None:
         self.replica, self.index, self.num_stages = replica, index, num_stages
         self.forward, self.backward, self.hops = forward, backward, hops
         total = len(forward)
         self.hidden: set[int] = set(range(total)) if index == 0 else set()
         self.gradients: set[int] = set(range(total)) if index == num_stages - 1 else set()
-        self._operations = operations(reach, num_stages, index)
+        self._operations = order
         self._ended = 0
         self.busy = False
 

@@ -2,8 +2,8 @@
 
 One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives
 included; embedding and head have costs of their own; a pipeline is simulated event by event (`schedule`); the busiest
-replica decides. Where ranks share cores (CPU) the fluid model of `sharing` says how long a phase takes. Coefficients come from measurements (`fit`), from data sheets (`analytic`), or from published tables of
-whole stages (`of_stages`). The model is plain data with a JSON form that people can read. No torch.
+replica decides. Where ranks share cores (CPU) the fluid model of `sharing` says how long a phase takes. Coefficients
+come from measurements (`fit`), from data sheets (`analytic`), or from published tables of whole stages (`of_stages`). The model is plain data with a JSON form that people can read. No torch.
 """
 
 import math
@@ -20,7 +20,7 @@ from hf_hotspa.cost.json_file import number, read_json, write_json
 from hf_hotspa.cost.schedule import one_forward_one_backward
 from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.data.pipeline_order import reaches
+from hf_hotspa.data.pipeline_order import SCHEDULES, Operation, choose_passes
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.strategy import Strategy
@@ -57,6 +57,7 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `cost.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         recompute: Every n-th layer is recomputed under strategies that do not say it themselves; 0 for none.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
     """
 
     source: str
@@ -75,6 +76,7 @@ class TimeModel:
     pipeline_factor: float = 1.0
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     recompute: int = 0
+    schedule: str = "auto"
 
     @classmethod
     def analytic(
@@ -238,8 +240,8 @@ class TimeModel:
             alone = [self._alone(strategy, packs, None) for packs in replicas]
             return shared_seconds(alone, strategy.tp, self.slots)
         piped = [self._pipeline(strategy, packs, most_tokens) for packs in replicas]
-        forward, backward, hops, reach = zip(*piped, strict=True)
-        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots, reach)
+        forward, backward, hops, orders = zip(*piped, strict=True)
+        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots, orders)
 
     def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
         """Seconds of a replica whose ranks have a core each."""
@@ -251,17 +253,22 @@ class TimeModel:
 
     def _pipeline(
         self, strategy: Strategy, packs: Packs, most_tokens: int | None
-    ) -> tuple[list[list[float]], list[list[float]], list[float], list[int]]:
-        """Forward and backward seconds `[stage][pack]`, the seconds of each pack's hop, and `pipeline_order.reaches`."""
-        tokens = [sum(pack) for pack in packs]
-        squares = [sum(length * length for length in pack) for pack in packs]
+    ) -> tuple[list[list[float]], list[list[float]], list[float], list[list[Operation]]]:
+        """Forward and backward seconds `[stage][pack]`, the seconds of each pack's hop, and what each stage runs."""
+        passes = choose_passes(self.schedule, [sum(pack) for pack in packs], strategy.pp, most_tokens)
+        tokens = passes.tokens
+        # what pads a pack is a sequence of its own
+        squares = [
+            sum(length * length for length in pack) + (padded - sum(pack)) ** 2
+            for pack, padded in zip(packs, tokens, strict=True)
+        ]
         costs = self.stage_costs(strategy)
         seconds = {c: [c.seconds(q, s) for q, s in zip(squares, tokens, strict=True)] for c in set(costs)}
         share, hop = self.forward_share, self.hop(strategy)
         forward = {c: [share * t for t in found] for c, found in seconds.items()}
         backward = {c: [(1 - share) * t for t in found] for c, found in seconds.items()}
-        hops, reach = [hop.seconds(s) for s in tokens], reaches(tokens, most_tokens)
-        return [forward[c] for c in costs], [backward[c] for c in costs], hops, reach
+        hops, order = [hop.seconds(s) for s in tokens], [passes.operations(stage) for stage in range(strategy.pp)]
+        return [forward[c] for c in costs], [backward[c] for c in costs], hops, order
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 
@@ -296,6 +303,7 @@ class TimeModel:
             "pipeline_factor": self.pipeline_factor,
             "phase_factors": {f"tp{tp}pp{pp}": factor for (tp, pp), factor in sorted(self.phase_factors.items())},
             "recompute": self.recompute,
+            "schedule": self.schedule,
         }
 
     @classmethod
@@ -340,12 +348,15 @@ class TimeModel:
                     ).items()
                 },
                 recompute=int(number(data.get("recompute", 0), "recompute", where, _REMEDY)),
+                schedule=str(data.get("schedule", "auto")),
             )
         except KeyError as error:
             raise HotspaConfigError(f"the field {error} is missing", where=where, fix=_REMEDY) from None
-        if model.forward_share > 1 or not (model.layers or model.stages):
+        if model.forward_share > 1 or not (model.layers or model.stages) or model.schedule not in SCHEDULES:
             raise HotspaConfigError(
-                "there are no coefficients, or the forward share is above 1", where=where, fix=_REMEDY
+                "there are no coefficients, the forward share is above 1, or the schedule unknown",
+                where=where,
+                fix=_REMEDY,
             )
         return model
 

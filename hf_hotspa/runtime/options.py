@@ -5,10 +5,10 @@ from datetime import timedelta
 
 import torch
 
+from hf_hotspa.data.pipeline_order import check_schedule
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.runtime.overlap import Overlap
-from hf_hotspa.runtime.pipeline import check_schedule
 from hf_hotspa.switch.planner import check_planner
 
 LONGEST_TIMEOUT_S = 1e8

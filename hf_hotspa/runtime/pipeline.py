@@ -1,17 +1,19 @@
 """Pipeline schedules: one stage interface, our own 1F1B and torch's schedules behind it.
 
 `PipelineRunner` runs the micro-batches of one replica through its stages, forward and backward, and returns the loss.
+Which schedule runs, in which order and with which padding, is said by `data.pipeline_order`.
 
-* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2; `data.pipeline_order`) takes
-  micro-batches of different shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing
-  is negotiated. It can limit the tokens in flight, so that a long micro-batch has few beside it.
-* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape; a schedule object is bound to
-  its first shape (another one aborts the process on gloo), so there is one object per shape.
+* Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
+  shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing is negotiated. It limits
+  the tokens in flight, so that a long micro-batch has few beside it.
+* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape, after padding. A schedule object
+  is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every micro-batch,
+  so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
 
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
 """
 
-from collections import OrderedDict
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -22,26 +24,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.data.pipeline_order import delays, operations, reaches
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.data.pipeline_order import SCHEDULES, Passes, choose_passes
 from hf_hotspa.runtime.mesh import StrategyMesh
 
-SCHEDULES = ("auto", "own", "1f1b", "gpipe")
-"""`own`: our 1F1B. `1f1b`, `gpipe`: torch's, padding the packs of a phase to one shape where needed. `auto`: torch's
-1F1B when all packs have one shape anyway and fill the pipeline, else our own (padding costs more than any schedule
-gains). Where tokens in flight are limited, and the limit matters, ours runs whatever was chosen: no other knows one."""
-
-_CACHED_SCHEDULES = 8
-
-
-def check_schedule(schedule: str) -> None:
-    """Refuses an unknown schedule.
-
-    Raises:
-        HotspaConfigError: it is not one of `SCHEDULES`.
-    """
-    if schedule not in SCHEDULES:
-        raise HotspaConfigError(f"there is no pipeline schedule {schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}")
+logger = logging.getLogger(__name__)
 
 
 class Stage(Protocol):
@@ -74,6 +60,7 @@ class PipelineRunner:
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
+        self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
@@ -88,13 +75,17 @@ class PipelineRunner:
         """
         if self._group is None:
             return self._run_alone(micro_batches, scale)
-        reach = reaches([m.num_tokens for m in micro_batches], most_tokens)
-        kind = self._choose(micro_batches, reach)
-        if kind == "own":
-            own = _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages)
-            return own.run(micro_batches, scale, reach)
-        longest = max(m.num_tokens for m in micro_batches)
-        return self._torch.run(kind, [m.padded_to(longest, self._pad_token_id) for m in micro_batches], scale)
+        tokens = [m.num_tokens for m in micro_batches]
+        passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens)
+        if passes.kind == "own":
+            self._say_once(passes, most_tokens)
+            own = _OneForwardOneBackward(self._stage, self._group, self._index)
+            return own.run(micro_batches, scale, passes)
+        loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
+        for first, end in passes.groups:
+            loss += self._torch.run(passes.kind, padded[first:end], scale)
+        return loss
 
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
@@ -104,18 +95,19 @@ class PipelineRunner:
             for micro_batch in micro_batches:
                 total += self._stage.forward(micro_batch, None, scale)
             return total
-        own = _OneForwardOneBackward(self._stage, self._group, self._index, self._num_stages)
+        own = _OneForwardOneBackward(self._stage, self._group, self._index)
         return own.run_forward(micro_batches, scale)
 
-    def _choose(self, micro_batches: Sequence[MicroBatch], reach: Sequence[int]) -> str:
-        if delays(reach, self._num_stages):
-            return "own"
-        fills = len(micro_batches) >= self._num_stages
-        if self._schedule == "auto":
-            return "1f1b" if fills and len({m.num_tokens for m in micro_batches}) == 1 else "own"
-        if (self._schedule == "1f1b" and not fills) or not micro_batches:
-            return "own"  # torch's 1F1B refuses fewer micro-batches than stages
-        return self._schedule
+    def _say_once(self, passes: Passes, most_tokens: int | None) -> None:
+        if passes.replaced and self._speaks:
+            self._speaks = False
+            logger.warning(
+                "%s: padded packs in flight under the schedule %s would be more than %s tokens on a stage; own (1F1B without"
+                " padding) runs in its place wherever that is so",
+                self._name,
+                self._schedule,
+                most_tokens,
+            )
 
     def _run_alone(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
@@ -146,15 +138,15 @@ class _OneForwardOneBackward:
     stage never waits for its receiver.
     """
 
-    def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int, num_stages: int) -> None:
-        self._stage, self._group, self._index, self._num_stages = stage, group, index, num_stages
+    def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int) -> None:
+        self._stage, self._group, self._index = stage, group, index
         self._pending: list[tuple[Any, Tensor | None]] = []
         self._in_flight: dict[int, _InFlight] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float, reach: Sequence[int]) -> Tensor:
+    def run(self, micro_batches: Sequence[MicroBatch], scale: float, passes: Passes) -> Tensor:
         message: _Message | None = None
-        for i, is_backward in operations(reach, self._num_stages, self._index):
+        for i, is_backward in passes.operations(self._index):
             wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(micro_batches, i)
             received = self._hand_over(message, wanted)
             if is_backward:
@@ -254,12 +246,11 @@ class _StageModule(nn.Module):
 
 
 class _TorchSchedules:
-    """torch's schedule objects, one per (kind, number of micro-batches, tokens), the least recently used one dropped."""
+    """Runs torch's schedules."""
 
     def __init__(self, stage: Stage, mesh: StrategyMesh) -> None:
         self._stage, self._mesh = stage, mesh
         self._module = _StageModule(stage)
-        self._cache: OrderedDict[tuple[str, int, int], Schedule1F1B | ScheduleGPipe] = OrderedDict()
 
     def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         self._module.micro_batches, self._module.scale = micro_batches, scale
@@ -267,19 +258,10 @@ class _TorchSchedules:
         losses: list[Tensor] = []
         first = (indices,) if self._stage.is_first else ()
         last: dict[str, Any] = {"target": indices, "losses": losses} if self._stage.is_last else {}
-        self._schedule(kind, micro_batches).step(*first, index=indices, return_outputs=False, **last)
+        self._make(kind, micro_batches).step(*first, index=indices, return_outputs=False, **last)
         self._module.micro_batches = ()
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         return total + sum(loss.detach() for loss in losses)
-
-    def _schedule(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Schedule1F1B | ScheduleGPipe:
-        key = (kind, len(micro_batches), micro_batches[0].num_tokens)
-        if key not in self._cache:
-            self._cache[key] = self._make(kind, micro_batches)
-            if len(self._cache) > _CACHED_SCHEDULES:
-                self._cache.popitem(last=False)
-        self._cache.move_to_end(key)
-        return self._cache[key]
 
     def _make(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Schedule1F1B | ScheduleGPipe:
         stage = self._stage

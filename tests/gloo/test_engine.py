@@ -58,7 +58,7 @@ def schedules(rank, world_size, schedule, lengths):
     [
         ("own", [12, 12, 11, 9, 8, 7, 7], False),
         ("own", [12], False),  # nothing at all on one replica
-        ("auto", [12] * 6, True),
+        ("auto", [12] * 6, False),
         ("auto", [12, 12, 11, 9, 8, 7, 7], False),
         ("1f1b", [12, 12, 11, 9, 8, 7, 7], True),  # padded to one shape
         ("1f1b", [12, 11], False),  # fewer packs than stages
@@ -72,38 +72,100 @@ def test_pipeline_schedules_are_exact(schedule, lengths, torch_1f1b):
     assert all(bool(runs) == torch_1f1b for _, runs in results)
 
 
-def limited_pipelines(rank, world_size, buckets, schedule):
-    from hf_hotspa.runtime.pipeline import _OneForwardOneBackward
+class _Held:
+    """A tensor that autograd keeps for the backward of a micro-batch."""
 
-    model = tiny_model("llama_gqa_bias", torch.float64)
-    engine = make_engine(model, buckets, pipeline_schedule=schedule)
-    held, original = [], _OneForwardOneBackward._forward
+    def __init__(self, tensor, of):
+        self.tensor, self.of = tensor, of
 
-    def watched(self, micro_batches, i, hidden, scale):
-        out = original(self, micro_batches, i, hidden, scale)
-        held.append([micro_batches[k].num_tokens for k in self._in_flight])
+
+def limited_pipelines(rank, world_size, cases):
+    """For each case the worst error, the tokens that were held after each forward, and which schedules of torch ran.
+
+    What is held is what autograd keeps, whoever calls forward and backward: a micro-batch counts as long as one tensor of
+    its forward is alive.
+    """
+    import weakref
+
+    from torch.autograd.graph import saved_tensors_hooks
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
+
+    from hf_hotspa.runtime.replica import Replica
+
+    alive, held, ran = weakref.WeakSet(), [], []
+    forward = Replica.forward
+
+    def watched(self, micro_batch, hidden, scale):
+        def keep(tensor):
+            alive.add(found := _Held(tensor, micro_batch))
+            return found
+
+        with saved_tensors_hooks(keep, lambda found: found.tensor):
+            out = forward(self, micro_batch, hidden, scale)
+        held.append([micro_batch.num_tokens for micro_batch in {id(each.of): each.of for each in alive}.values()])
         return out
 
-    _OneForwardOneBackward._forward = watched
-    errors = []
-    for seed in range(3):
-        rows = random_rows(14, model.config.vocab_size, longest=40, seed=seed)
-        errors.append(worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0])
-    return max(errors), held
+    Replica.forward = watched
+    for schedule in (Schedule1F1B, ScheduleGPipe):
+        step = schedule.step
+        schedule.step = lambda self, *a, step=step, **k: (ran.append(type(self).__name__), step(self, *a, **k))[1]
+    model, results = tiny_model("llama_gqa_bias", torch.float64), []
+    generator = torch.Generator().manual_seed(0)
+    for buckets, schedule, lengths, _, _ in cases:
+        engine = make_engine(model, buckets, pipeline_schedule=schedule)
+        tokens = [torch.randint(3, 160, (n,), generator=generator).tolist() for n in lengths]
+        rows = [{"input_ids": ids, "labels": ids} for ids in tokens]
+        held.clear(), ran.clear()
+        error, _ = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        assert not alive
+        results.append((error, list(held), sorted(ran)))
+        engine.close()
+    return results
 
 
-@pytest.mark.parametrize(
-    ("buckets", "most", "schedule"), [("pp4:40@9", 40, "auto"), ("dp2pp2:40@15", 40, "gpipe"), ("pp4:40@12", 48, "own")]
-)
-def test_a_long_sequence_has_few_beside_it_in_a_pipeline(buckets, most, schedule):
-    """Packs smaller than the longest sequence: exact, with no more tokens in flight than the bucket says."""
-    results = run_ranks(4, limited_pipelines, buckets, schedule)
-    assert max(error for error, _ in results) <= 1e-11
-    held = [tokens for _, of_rank in results for tokens in of_rank]
-    pp = Strategy.parse(buckets.split(":")[0]).pp
-    assert max(map(sum, held)) <= most
-    assert max(map(len, held)) == pp  # short ones fill the pipeline
-    assert any(len(tokens) < pp and sum(tokens) > most - 9 for tokens in held)  # and long ones did not get to
+MIXED = [40, 12, 33, 7, 9, 8, 5, 7, 6, 9, 4, 8, 7, 5]
+LIMITED = {  # strategy and packs, schedule, lengths, most tokens on a stage, schedules of torch that run on a stage
+    "own, packs of many sizes": ("pp4:40@9", "own", MIXED, 40, []),
+    "auto, packs of many sizes": ("dp2pp2:40@15", "auto", MIXED, 40, []),
+    "auto, equal packs": ("pp4:10@10", "auto", [10] * 8, 40, []),
+    "gpipe, equal packs": ("pp4:10@10", "gpipe", [10] * 8, 40, ["ScheduleGPipe"] * 2),
+    "gpipe, packs of many sizes": ("pp4:40@12", "gpipe", [40, 11, 10, 9, 11, 12, 8], 48, ["ScheduleGPipe"] * 3),
+    "gpipe, two replicas": ("dp2pp2:40@15", "gpipe", MIXED, 40, None),
+    "1f1b, equal packs": ("pp4:10@10", "1f1b", [10] * 8, 40, ["Schedule1F1B"]),
+    "1f1b, padded within the limit": ("pp4:12@12", "1f1b", [12, 11, 10, 9, 9, 8], 48, ["Schedule1F1B"]),
+    "1f1b, padding would pass it": ("pp4:40@12", "1f1b", [40, 11, 10, 9, 11], 48, []),
+}
+
+
+def test_no_pipeline_holds_more_tokens_than_its_bucket_says():
+    """Whatever the schedule, padding included; results are exact."""
+    cases = list(LIMITED.values())
+    for ranks in zip(*run_ranks(4, limited_pipelines, cases), LIMITED, strict=True):
+        *results, name = ranks
+        buckets, _, _, most, schedules = LIMITED[name]
+        pp = Strategy.parse(buckets.split(":")[0]).pp
+        assert max(error for error, _, _ in results) <= 1e-11, name
+        held = [tokens for _, of_rank, _ in results for tokens in of_rank]
+        assert max(map(sum, held)) <= most, name
+        assert max(map(sum, held)) > most - 12, name  # the limit is used
+        fullest = max(map(len, held))
+        assert fullest > pp if name == "gpipe, two replicas" else fullest == pp, name  # short ones fill the pipeline
+        assert schedules is None or all(ran == schedules for _, _, ran in results), name
+
+
+def test_a_schedule_that_gives_way_to_the_limit_is_named_once(caplog):
+    from types import SimpleNamespace
+
+    from hf_hotspa.data.pipeline_order import choose_passes
+    from hf_hotspa.runtime.pipeline import PipelineRunner
+
+    runner = object.__new__(PipelineRunner)
+    runner.__dict__.update(SimpleNamespace(_name="dp1tp1pp4", _schedule="1f1b", _speaks=True).__dict__)
+    for _ in range(2):
+        runner._say_once(choose_passes("1f1b", [40, 11, 10, 9, 11], 4, 48), 48)
+    (line,) = caplog.messages
+    assert "dp1tp1pp4" in line
+    assert "more than 48 tokens" in line
 
 
 def mixed_precision(rank, world_size):

@@ -30,7 +30,7 @@ from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import port_seconds
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import pack_sequences
-from hf_hotspa.data.pipeline_order import reaches
+from hf_hotspa.data.pipeline_order import operations, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, strategies_of
@@ -234,7 +234,8 @@ def test_shared_pipelines_against_small_steps(seed: int) -> None:
     plain = [[total] * total for total in totals]
     assert found == pytest.approx(stepped(forward, backward, hops, ranks, slots, plain), rel=0.01)
     limits = [reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20)) for total in totals]
-    limited = shared_pipelines(forward, backward, hops, ranks, slots, limits)
+    orders = [[operations(limit, stages, stage) for stage in range(stages)] for limit in limits]
+    limited = shared_pipelines(forward, backward, hops, ranks, slots, orders)
     assert limited == pytest.approx(stepped(forward, backward, hops, ranks, slots, limits), rel=0.01)
     # with cores for all, it is the schedule itself
     alone = max(map(one_forward_one_backward, forward, backward, hops))

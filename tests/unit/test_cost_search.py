@@ -10,8 +10,9 @@ from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.cost.hardware import load_hardware
 from hf_hotspa.cost.histogram import synthetic_lengths
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, MemoryRooms
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
 from hf_hotspa.cost.partition import best_partitions
+from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import Choice, FixedRooms, search
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate

@@ -21,7 +21,7 @@ from hf_hotspa.cost.schedule import closed_form, one_forward_one_backward
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate, from_pool
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.pipeline_order import reaches
+from hf_hotspa.data.pipeline_order import choose_passes, operations, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.strategy import Strategy, legal_strategies
@@ -68,12 +68,24 @@ def test_simulation_is_the_longest_path() -> None:
         plain = one_forward_one_backward(forward, backward, hops)
         assert plain == pytest.approx(longest_path(forward, backward, hops, [total] * total))
         reach = reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20))
-        limited = one_forward_one_backward(forward, backward, hops, reach)
+        order = [operations(reach, stages, stage) for stage in range(stages)]
+        limited = one_forward_one_backward(forward, backward, hops, order)
         assert limited == pytest.approx(longest_path(forward, backward, hops, reach))
         # with one micro-batch in flight they follow one another
-        single = one_forward_one_backward(forward, backward, hops, list(range(1, total + 1)))
+        order = [operations(range(1, total + 1), stages, stage) for stage in range(stages)]
+        single = one_forward_one_backward(forward, backward, hops, order)
         passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
         assert single == pytest.approx(passed)
+
+
+def test_gpipe_is_simulated_in_its_groups() -> None:
+    """A group is a pipeline of its own: (k + p - 1) packs forward, as many backward, and the next follows closely."""
+    for stages, group in ((2, 3), (4, 4), (3, 1)):
+        passes = choose_passes("gpipe", [5] * 2 * group, stages, 5 * group)
+        ones, twos = [[1.0] * 2 * group] * stages, [[2.0] * 2 * group] * stages
+        order = [passes.operations(stage) for stage in range(stages)]
+        # the first stage is the last to end a group, and the first to begin the next
+        assert one_forward_one_backward(ones, twos, order=order) == pytest.approx(2 * 3 * (group + stages - 1))
 
 
 def test_equal_micro_batches_follow_the_textbook() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_hotspa.data.pipeline_order import delays, operations, reaches
+from hf_hotspa.data.pipeline_order import SCHEDULES, Passes, choose_passes, delays, most_packs, operations, reaches
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -72,6 +72,64 @@ def test_no_pass_waits_that_the_limit_allows() -> None:
                 else:
                     held.append(i)
                     forwards += 1
+
+
+def held(passes: Passes, stage: int) -> list[list[int]]:
+    """Tokens of the packs that a stage holds, after each forward pass."""
+    now: dict[int, int] = {}
+    found = []
+    for i, is_backward in passes.operations(stage):
+        if is_backward:
+            del now[i]
+        else:
+            now[i] = passes.tokens[i]
+            found.append(list(now.values()))
+    assert not now
+    return found
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_no_schedule_holds_more_than_the_limit_padding_included(schedule: str) -> None:
+    kinds = set()
+    for seed in range(400):
+        tokens, limit, num_stages = drawn(seed)
+        limit = max([limit, *tokens])  # as a bucket gives it: the longest sequence is within it
+        passes = choose_passes(schedule, tokens, num_stages, limit)
+        kinds.add((passes.kind, passes.replaced))
+        assert all(padded >= n for padded, n in zip(passes.tokens, tokens, strict=True))
+        assert [at for group in passes.groups for at in range(*group)] == list(range(len(tokens)))
+        for stage in range(num_stages):
+            most = most_packs(schedule, num_stages, stage, len(tokens))
+            order = passes.operations(stage)
+            for kind in (False, True):
+                assert [i for i, is_backward in order if is_backward == kind] == list(range(len(tokens)))
+            for packs in held(passes, stage):
+                assert sum(packs) <= limit
+                assert most is None or len(packs) <= most
+        for first, end in passes.groups if passes.kind != "own" else []:
+            assert len(set(passes.tokens[first:end])) == 1  # one shape
+    assert (
+        kinds
+        == {
+            "auto": {("own", False)},
+            "own": {("own", False)},
+            "1f1b": {("own", False), ("own", True), ("1f1b", False)},  # too few packs, too many tokens, or as asked
+            "gpipe": {("own", False), ("gpipe", False)},  # nothing to run or no pipeline, or as asked
+        }[schedule]
+    )
+
+
+def test_a_schedule_that_was_asked_for_runs_where_the_limit_allows() -> None:
+    # 4 packs of 20,000 tokens where 32,768 are allowed
+    assert choose_passes("1f1b", [20000, 100, 100, 100], 4, 32768) == Passes(
+        "own", 4, (20000, 100, 100, 100), (4, 4, 4, 4), replaced=True
+    )
+    assert choose_passes("1f1b", [900, 800, 700, 600, 500], 4, 4000).tokens == (900,) * 5
+    # eight packs of 10 tokens where 40 are allowed: two groups
+    assert choose_passes("gpipe", [10] * 8, 4, 40).groups == [(0, 4), (4, 8)]
+    assert choose_passes("gpipe", [10] * 8, 4).groups == [(0, 8)]
+    # padded within a group only
+    assert choose_passes("gpipe", [20000, 100, 90, 80], 4, 32768).tokens == (20000, 100, 100, 100)
 
 
 Message = tuple[int, int, int, bool]
