@@ -219,15 +219,15 @@ MUTATIONS = [
     Mutation(
         "the loss is not scaled",
         "hf_hotspa/runtime/loss.py",
-        "total.log() - target, 0.0).sum(dtype=torch.float64) * scale",
-        "total.log() - target, 0.0).sum(dtype=torch.float64)",
+        "log_probs.sum(dtype=torch.float64) * -scale",
+        "-log_probs.sum(dtype=torch.float64)",
         ALONE,
     ),
     Mutation(
-        "the gradient is not scaled",
+        "the gradient of log-probabilities is not that of the loss",
         "hf_hotspa/runtime/loss.py",
-        "(grad * ctx.scale).to(probability.dtype)",
-        "grad.to(probability.dtype)",
+        "-grad.to(probability.dtype)",
+        "-torch.ones_like(grad).to(probability.dtype)",
         ALONE,
     ),
     Mutation(

@@ -7,6 +7,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.rows import RowRules
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.strategy import parse_buckets
@@ -18,7 +19,9 @@ def make_engine(model: PreTrainedModel, buckets: str, **options: Any) -> HotSPaE
     return HotSPaEngine(model, parse_buckets(buckets), **options)
 
 
-def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy: str = "error") -> MiniBatch:
+def make_mini_batch(
+    engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy: str = "error", columns: Sequence[str] = ()
+) -> MiniBatch:
     """One mini-batch of all rows, as the data loader would build it on this rank."""
     shape = engine.description.shape
     collator = PackedBucketCollator(
@@ -27,6 +30,7 @@ def make_mini_batch(engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy
         vocab_size=shape.vocab_size,
         quadratic_cost=shape.quadratic_cost,
         policy=policy,
+        rules=RowRules(columns=tuple(columns)),
     )
     return collator(rows)
 

@@ -150,7 +150,7 @@ class RankRows(Dataset[Any]):
 
     def __init__(self, dataset: Any, planner: Planner, collator: PackedBucketCollator) -> None:
         self.dataset, self.planner, self.collator = dataset, planner, collator
-        self._arrow: Any = arrow_view(dataset) if is_plain_arrow(dataset) else None
+        self._arrow: Any = arrow_view(dataset, collator.rules.columns) if is_plain_arrow(dataset) else None
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -37,7 +37,7 @@ def scanned(dataset: Any, processing_class: Any, args: TrainingArguments, rules:
     with args.main_process_first(desc="scan of the sequence lengths"):
         columns = getattr(dataset, "column_names", None)
         if columns and processing_class is not None and "input_ids" not in columns:
-            dataset = prepare_dataset(dataset, processing_class)
+            dataset = prepare_dataset(dataset, processing_class, keep=rules.columns)
             _check_labels_are_kept(dataset.column_names, rules)
         check_masks(getattr(dataset, "column_names", None) or ())
         quiet = args.disable_tqdm or args.process_index != 0
@@ -54,6 +54,8 @@ def tokenized_rows(examples: Sequence[Any], tokenizer: Any, rules: RowRules) -> 
     rows = tokenize_rows(examples, tokenizer)
     if rows and not had_ids:
         _check_labels_are_kept(rows[0], rules)
+        kept = [{name: example[name] for name in rules.columns if name in example} for example in examples]
+        rows = [{**row, **own} for row, own in zip(rows, kept, strict=True)]
     return rows
 
 

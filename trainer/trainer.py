@@ -6,6 +6,7 @@ of the data loader is one whole mini-batch.
 """
 
 import atexit
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model, refuse_quantized
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
+from hf_hotspa.runtime.own_loss import TokenSlice
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
@@ -40,6 +42,7 @@ from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
+from hf_hotspa.trainer.own_loss import OwnLossMixin
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
@@ -64,15 +67,9 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    ViewsMixin,
-    ModelSourceMixin,
-    OptimizationMixin,
-    EvaluationMixin,
-    HubMixin,
-    PreemptionMixin,
-    CheckpointingMixin,
-    Trainer,
-):
+    ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin, EvaluationMixin, HubMixin, PreemptionMixin,
+    CheckpointingMixin, Trainer,
+):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
     Takes the arguments of `Trainer`. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
@@ -81,6 +78,11 @@ class HotSPaTrainer(
     trained weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs;
     else its weights cannot be looked at in training (`materialize()` brings them). That of a folder never holds any,
     unless `materialize()` is called.
+
+    Args:
+        model: As above, and as the rest: arguments of `Trainer`, `compute_loss_func` among them.
+        token_loss: The sum of a loss of your own over a `TokenSlice`, instead of the cross entropy (docs/losses.md).
+        loss_columns: Columns of the data sets that it, or a `compute_loss` override, reads.
 
     Attributes:
         engine: The `HotSPaEngine`, from the start of `train()` on.
@@ -95,7 +97,10 @@ class HotSPaTrainer(
     callback_handler: CallbackHandler
     optimizer: torch.optim.Optimizer | None
 
-    def __init__(self, model: Any = None, args: HotSPaTrainingArguments | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, model: Any = None, args: HotSPaTrainingArguments | None = None, *,
+        token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
+    ) -> None:  # fmt: skip
         if not isinstance(args, HotSPaTrainingArguments):
             raise HotspaConfigError(
                 f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
@@ -116,6 +121,7 @@ class HotSPaTrainer(
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
         self._preemption = Preemption()
         self.args = args
+        self._takes_losses(token_loss, loss_columns, kwargs.get("compute_loss_func"))
         self._make_output_dir()
         super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
         if args.hotspa_deepspeed is not None and args.process_index == 0:
@@ -133,15 +139,6 @@ class HotSPaTrainer(
         atexit.register(_destroy_default_group)
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
-        overridden = type(self).compute_loss is not Trainer.compute_loss
-        if kwargs.get("compute_loss_func") is not None or overridden:
-            raise UnsupportedError(
-                "a loss of your own "
-                + ("(compute_loss is overridden)" if overridden else "(compute_loss_func)")
-                + " cannot be honoured",
-                why="the vocabulary and the mini-batch are spread over ranks; only the token mean of the cross entropy is exact",
-                fix="use the model's own causal language-model loss",
-            )
         if type(self).prediction_step is not Trainer.prediction_step:
             raise UnsupportedError(
                 "a prediction step of your own (prediction_step is overridden) cannot be honoured",
@@ -166,6 +163,7 @@ class HotSPaTrainer(
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         if args.hotspa_auto:
             self._auto = prepare_auto(self.model, args, self._table_for_auto, self.get_total_train_batch_size(args))
+        loss = self._own_loss()
         self.engine = HotSPaEngine(
             self.model,
             self._auto.buckets if self._auto is not None else args.hotspa_buckets,
@@ -181,7 +179,8 @@ class HotSPaTrainer(
             planner=args.hotspa_planner,
             second_source=ON_OFF[args.hotspa_second_source],
             memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
-            label_smoothing=args.label_smoothing_factor,
+            label_smoothing=args.label_smoothing_factor if loss is None else 0.0,
+            loss=loss,
             recompute_every=args.hotspa_recompute_every,
             neftune_alpha=args.neftune_noise_alpha,
             seed=args.seed,
@@ -263,7 +262,8 @@ class HotSPaTrainer(
         """What rows are read by: what the data collator and the model would make of their columns."""
         self._set_signature_columns_if_needed()
         vocab_size = self.engine.description.shape.vocab_size if self.engine is not None else None
-        return row_rules(self.data_collator, self.args, self.model.config, self._signature_columns, vocab_size)
+        rules = row_rules(self.data_collator, self.args, self.model.config, self._signature_columns, vocab_size)
+        return replace(rules, columns=self.loss_columns)
 
     def _scanned(self) -> tuple[Any, SequenceTable]:
         """The train data set with token ids, and its scan."""

@@ -5,7 +5,7 @@ Imports `datasets` and `pyarrow` only inside functions, and no torch.
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -103,15 +103,27 @@ def token_columns(dataset: Any) -> list[str]:
     return [name for name in TOKEN_COLUMNS if name in dataset.format["columns"]]
 
 
-def arrow_view(dataset: Any) -> Any:
-    """A `datasets.Dataset` reduced to its token columns and read as arrow tables."""
-    return dataset.select_columns(token_columns(dataset)).with_format("arrow")
+def arrow_view(dataset: Any, columns: Sequence[str] = ()) -> Any:
+    """A `datasets.Dataset` reduced to its token columns, and those of `columns` that it has, and read as arrow tables."""
+    own = [name for name in columns if name in dataset.format["columns"]]
+    return dataset.select_columns([*token_columns(dataset), *own]).with_format("arrow")
 
 
 def rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str, Any]]:
     """Rows of arrow columns, their lists as arrays."""
-    parts = {name: split_lists(column) for name, column in columns.items()}
+    parts = {name: _values(column) for name, column in columns.items()}
     return [{name: column[row] for name, column in parts.items()} for row in range(num_rows)]
+
+
+def _values(array: Any) -> list[Any]:
+    """The values of an arrow column: its lists as arrays, or numbers; None for null."""
+    import pyarrow as pa
+
+    kind = array.type
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return split_lists(array)
+    values: list[Any] = array.to_pylist()
+    return values
 
 
 def split_lists(array: Any) -> list[NDArray[Any] | None]:

@@ -11,7 +11,7 @@ Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,8 @@ class MicroBatch:
         lengths: The S sequence lengths, on the host.
         num_labels: Targets that count, on the host (no device is asked).
         keys: For each sequence the dataset row and the first token it was taken from; (-1, 0) for padding.
+        columns: What a loss of the user's own reads beside, by name: [1, T] with a number for each token of
+            `input_ids` (not shifted), or [S] with one for each sequence; int64 or float64.
     """
 
     input_ids: torch.Tensor
@@ -48,6 +50,7 @@ class MicroBatch:
     lengths: tuple[int, ...]
     num_labels: int
     keys: tuple[tuple[int, int], ...] = ()
+    columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -87,6 +90,10 @@ class MicroBatch:
             (*self.lengths, pad),
             self.num_labels,
             (*self.keys, (-1, 0)) if self.keys else (),
+            {
+                name: torch.cat([column, column.new_zeros((1, pad) if column.dim() == 2 else 1)], -1)
+                for name, column in self.columns.items()
+            },
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":
@@ -96,6 +103,7 @@ class MicroBatch:
             position_ids=function(self.position_ids),
             labels=function(self.labels),
             cu_seqlens=function(self.cu_seqlens),
+            columns={name: function(column) for name, column in self.columns.items()},
         )
 
 
@@ -147,10 +155,12 @@ class MiniBatch:
 
 
 def content_digest(rows: Iterable[Row]) -> str:
-    """Hex sha256 over the tokens and labels of rows."""
+    """Hex sha256 over the tokens and labels of rows, and over what a loss of the user's own reads beside."""
     content = hashlib.sha256()
     for row in rows:
         content.update(row.ids.tobytes() + (b"" if row.labels is None else row.labels.tobytes()))
+        for column in row.columns.values():
+            content.update(column.tobytes())
     return content.hexdigest()
 
 
@@ -290,6 +300,7 @@ class PackedBucketCollator:
             lengths,
             pack.num_labels,
             tuple((sequence.row, sequence.start) for sequence in pack.sequences),
+            {name: _packed(name, pack, rows) for name in rows[pack.sequences[0].row].columns},
         )
 
     def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]) -> None:
@@ -318,3 +329,19 @@ class PackedBucketCollator:
             why="the mini-batch was planned from the scan, and its loss divided by the labels counted there",
             fix="datasets must give the same row each time; remove random transforms, or delete the cached scan",
         )
+
+
+def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:
+    """A column of a pack as `MicroBatch.columns` has it."""
+    parts = [rows[s.row].columns[name] for s in pack.sequences]
+    other = next((s.row for s, part in zip(pack.sequences, parts, strict=True) if part.ndim != parts[0].ndim), None)
+    if other is not None:
+        raise DataError(
+            f"the column {name!r} has a number for each token in some rows and one number in others",
+            where=f"dataset rows {pack.sequences[0].row} and {other}",
+            fix="give every row the one or the other",
+        )
+    if parts[0].ndim == 0:
+        return torch.from_numpy(np.stack(parts))
+    cut = [part[s.start : s.stop] for s, part in zip(pack.sequences, parts, strict=True)]
+    return torch.from_numpy(np.concatenate(cut))[None]

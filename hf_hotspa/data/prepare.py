@@ -30,13 +30,14 @@ _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _Columns = dict[str, list[list[int]]]
 
 
-def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None) -> Any:
+def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = ()) -> Any:
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
     Args:
         dataset: A `datasets.Dataset` or a list of dictionaries, with columns as described above.
         tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
         num_proc: Processes that tokenise.
+        keep: Other columns to keep, where they are there.
 
     Returns:
         A `datasets.Dataset` with the columns `input_ids` and, where part of it is masked, `labels`.
@@ -61,19 +62,20 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     names = dataset.column_names
     if "input_ids" in names:
         check_masks(names)
-        return dataset.select_columns([name for name in TOKEN_COLUMNS if name in names])
+        return dataset.select_columns([name for name in (*TOKEN_COLUMNS, *keep) if name in names])
     function = _tokenizing(names)
     features = {"input_ids": List(Value("int32"))}
     if function is not _tokenize_texts:
         features["labels"] = List(Value("int32"))
+    kept = {name: dataset.features[name] for name in names if name in keep}
     return dataset.map(
         function,
         batched=True,
         batch_size=256,
         with_indices=True,
         fn_kwargs={"tokenizer": tokenizer},
-        remove_columns=names,
-        features=Features(features),
+        remove_columns=[name for name in names if name not in kept],
+        features=Features({**features, **kept}),
         num_proc=num_proc,
         desc="Tokenising",
     )

@@ -13,12 +13,13 @@ checked against a vocabulary here. Imports no torch.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from hf_hotspa.data.columns import number_columns
 from hf_hotspa.errors import DataError, UnsupportedError
 
 IGNORED_LABEL = -100
@@ -43,6 +44,7 @@ class RowRules:
         pads_left: The collator would pad rows on the left.
         absolute_positions: The model knows where a row begins, so padding on the left would shift it.
         refused: Columns that the model would be given, and that packing cannot honour.
+        columns: Other columns that a loss of the user's own reads.
     """
 
     labels_are_ids: bool = False
@@ -51,9 +53,10 @@ class RowRules:
     pads_left: bool = False
     absolute_positions: bool = False
     refused: frozenset[str] = frozenset()
+    columns: tuple[str, ...] = ()
 
     def key(self) -> str:
-        """Equal for equal rules, in every process."""
+        """Equal for rules that give equal tokens, in every process."""
         return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
 
 
@@ -71,6 +74,7 @@ class Row:
         cuts: Where documents after the first one begin; each is a sequence of its own.
         first: Padding that was cut off before.
         width: Tokens and padding of the row as the data set has it.
+        columns: What `RowRules.columns` name: int64 or float64, [length] with a number for each token, or [] with one.
     """
 
     ids: NDArray[np.int64]
@@ -78,6 +82,7 @@ class Row:
     cuts: NDArray[np.int64]
     first: int
     width: int
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
 
 
 def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
@@ -141,7 +146,11 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
     cuts = _NO_CUTS
     if any(example.get(name) is not None for name in CUT_COLUMNS):
         cuts = _cuts(example, len(ids), begin, stop, row)
-    return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids))
+    columns = {
+        name: values[begin:stop] if values.ndim else values
+        for name, values in number_columns(example, row, rules.columns, len(ids)).items()
+    }
+    return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids), columns)
 
 
 def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:

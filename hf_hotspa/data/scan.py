@@ -11,7 +11,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ def scan_dataset(
             that packing cannot express.
         DataError: it is empty, or a row is not as `rows.py` describes.
     """
+    rules = replace(rules, columns=())
     if isinstance(dataset, Mapping):
         raise DataError(
             f"a dictionary of splits is no dataset; it holds {sorted(map(str, dataset))}", fix="pass one of the splits"

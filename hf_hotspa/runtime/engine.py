@@ -35,12 +35,14 @@ from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.runtime.evaluation import Evaluation
 from hf_hotspa.runtime.faults import PhaseFailures
 from hf_hotspa.runtime.loading import fill_from_model, load_weights, write_to_model
+from hf_hotspa.runtime.loss_check import check_loss
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model
 from hf_hotspa.runtime.non_finite import raise_non_finite
 from hf_hotspa.runtime.options import EngineOptions, default_device
+from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.runtime.switching import Switching
@@ -80,6 +82,7 @@ class HotSPaEngine:
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
+        loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
@@ -116,6 +119,7 @@ class HotSPaEngine:
         loss_chunk_tokens: int | None = None,
         gradients: GradientDtypes = IN_FP32,
         offload_master: bool = False,
+        loss: TokenLoss | SequenceLoss | None = None,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -124,7 +128,7 @@ class HotSPaEngine:
         options = EngineOptions(
             compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
             switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
-            loss_chunk_tokens, gradients, offload_master,
+            loss_chunk_tokens, gradients, offload_master, loss,
         )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
@@ -167,6 +171,7 @@ class HotSPaEngine:
             description = describe_model(model, options.compute_dtype)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description, weights)
+            check_loss(model, description, options, self.rank)
         except HotspaError as found:
             error = found
         digests = {
@@ -359,14 +364,9 @@ class HotSPaEngine:
         )
 
     def _finish(
-        self,
-        mini_batch: MiniBatch,
-        order: Sequence[int],
-        loss: float,
-        measures: list[PhaseMeasure],
-        begin: float,
+        self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
         where: str,
-    ) -> StepReport:
+    ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
         rows = self._agreement.gather(values)

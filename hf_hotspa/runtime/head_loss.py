@@ -59,7 +59,7 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, run: Callable[[Tensor, slice], Tensor], chunk: int, hidden: Tensor, *parameters: Tensor
+        ctx: Any, run: Callable[[Tensor, slice], Tensor], chunks: Sequence[slice], hidden: Tensor, *parameters: Tensor
     ) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=hidden.device)
         wanted = [parameter for parameter in parameters if parameter.requires_grad]
@@ -68,8 +68,7 @@ class _ChunkedLoss(torch.autograd.Function):
         sums = [
             torch.zeros(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device) for p in wanted
         ]
-        for begin in range(0, hidden.shape[1], chunk):
-            place = slice(begin, min(begin + chunk, hidden.shape[1]))
+        for place in chunks:
             with torch.enable_grad():
                 part = hidden[:, place].detach().requires_grad_(needs_hidden)
                 loss = run(part, place)
@@ -94,8 +93,27 @@ class _ChunkedLoss(torch.autograd.Function):
         return None, None, *scaled
 
 
+def chunks_of_tokens(num_tokens: int, most: int) -> list[slice]:
+    """Cuts a pack into chunks of at most `most` tokens, wherever that falls."""
+    return [slice(begin, min(begin + most, num_tokens)) for begin in range(0, num_tokens, most)]
+
+
+def chunks_of_sequences(lengths: Sequence[int], most: int) -> list[slice]:
+    """Cuts a pack between its sequences into chunks of at most `most` tokens; a longer sequence is one of its own."""
+    chunks, begin, end = [], 0, 0
+    for length in lengths:
+        if end > begin and end + length - begin > most:
+            chunks.append(slice(begin, end))
+            begin = end
+        end += length
+    return [*chunks, slice(begin, end)]
+
+
 def chunked_loss(
-    run: Callable[[Tensor, slice], Tensor], hidden: Tensor, parameters: Sequence[nn.Parameter], chunk: int
+    run: Callable[[Tensor, slice], Tensor],
+    hidden: Tensor,
+    parameters: Sequence[nn.Parameter],
+    chunks: Sequence[slice],
 ) -> Tensor:
     """The loss of a pack, one chunk of tokens after the other.
 
@@ -104,12 +122,11 @@ def chunked_loss(
             of a tensor-parallel group calls it for the same chunks in the same order.
         hidden: [1, T, h], what the base model gives.
         parameters: Everything that `run` trains.
-        chunk: Tokens of a chunk.
+        chunks: The tokens of each chunk; each token is in one of them.
 
     Returns:
         The sum, an fp64 scalar; its backward may run once.
     """
     if torch.is_grad_enabled():
-        return _ChunkedLoss.apply(run, chunk, hidden, *parameters)
-    parts = [slice(begin, begin + chunk) for begin in range(0, hidden.shape[1], chunk)]
-    return torch.stack([run(hidden[:, part], part) for part in parts]).sum()
+        return _ChunkedLoss.apply(run, chunks, hidden, *parameters)
+    return torch.stack([run(hidden[:, part], part) for part in chunks]).sum()

@@ -1,4 +1,5 @@
-"""Cross entropy over a vocabulary that is cut over the tensor-parallel group: logits are never gathered.
+"""Log-probabilities of labels, and their cross entropy, over a vocabulary that is cut over the tensor-parallel group:
+logits are never gathered.
 
 The loss of a micro-batch is `sum(CE) / N` with N the label tokens of the whole mini-batch, so that plain sums over
 micro-batches, replicas and buckets give the token mean. With label smoothing e, CE becomes what the `LabelSmoother` of
@@ -16,11 +17,12 @@ IGNORE = -100
 """The label of a position without a target."""
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    """Per position `log(sum(exp(z))) - z[label]`, from one small exchange; the backward needs none.
+class _VocabParallelLogProbabilities(torch.autograd.Function):
+    """Per position `z[label] - log(sum(exp(z)))`, from one small exchange; the backward needs none.
 
-    With smoothing e the mean of z over the vocabulary joins the exchange: the loss is
-    `log(sum(exp(z))) - (1 - e) * z[label] - e * mean(z)`.
+    With smoothing e the mean of z over the vocabulary joins the exchange: the result is
+    `(1 - e) * z[label] + e * mean(z) - log(sum(exp(z)))`. Positions without a label have 0.
+    Every rank of the group must go on in the same way: what comes back is the gradient of a value that all of them have.
 
     Megatron-LM (Shoeybi et al., 2019, section 3) computes the loss of a parallel output embedding from two reductions,
     the peak and then the sum. Here every shard sums relative to a peak of its own, and the sums are rescaled when they
@@ -34,7 +36,6 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         labels: Tensor,
         first_row: int,
         group: dist.ProcessGroup | None,
-        scale: float,
         smoothing: float,
         vocab_size: int,
     ) -> Tensor:
@@ -59,12 +60,10 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             total = (totals * (peaks - peak).exp_()).sum(0)
         target = target - peak
         valid = labels != IGNORE
-        loss = torch.where(valid, total.log() - target, 0.0).sum(dtype=torch.float64) * scale
         probability.mul_(((own_peak - peak).exp_() / total)[:, None])
         ctx.save_for_backward(probability, row, mine, valid)
-        ctx.scale, ctx.dtype = scale, logits.dtype
-        ctx.smoothing, ctx.vocab_size = smoothing, vocab_size
-        return loss
+        ctx.dtype, ctx.smoothing, ctx.vocab_size = logits.dtype, smoothing, vocab_size
+        return torch.where(valid, target - total.log(), 0.0)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -73,8 +72,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             probability.scatter_add_(-1, row[:, None], (ctx.smoothing - 1) * mine.to(probability.dtype)[:, None])
             if ctx.smoothing:
                 probability.sub_(ctx.smoothing / ctx.vocab_size)
-        weight = valid.to(probability.dtype) * (grad * ctx.scale).to(probability.dtype)
-        return probability.mul_(weight[:, None]).to(ctx.dtype), None, None, None, None, None, None
+        weight = torch.where(valid, -grad.to(probability.dtype), 0.0)
+        return probability.mul_(weight[:, None]).to(ctx.dtype), None, None, None, None, None
 
 
 def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
@@ -83,6 +82,33 @@ def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
     dist.all_gather(shards, own, group=group)
     return torch.stack(shards, dim=1)
+
+
+def vocab_parallel_log_probabilities(
+    logits: Tensor,
+    labels: Tensor,
+    first_row: int = 0,
+    group: dist.ProcessGroup | None = None,
+    *,
+    smoothing: float = 0.0,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """The log-probability of each position's label. Its backward may run once.
+
+    Args:
+        logits: [T, V], this rank's rows of the vocabulary, in any floating dtype; computed in fp32 or wider.
+        labels: int64 [T], already shifted: the target of each position, `IGNORE` where there is none.
+        first_row: The vocabulary row of `logits[:, 0]`.
+        group: The tensor-parallel group, or None when the vocabulary is whole.
+        smoothing: Label smoothing, from 0 to 1: the smoothed targets' log-probability then.
+        vocab_size: Rows of the whole vocabulary; those of `logits` when None. Needed by smoothing over a group.
+
+    Returns:
+        [T], fp32 or wider, equal on all ranks of the group; 0 where there is no label.
+    """
+    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
+    found: Tensor = _VocabParallelLogProbabilities.apply(logits, labels, first_row, group, smoothing, vocab_size)
+    return found
 
 
 def vocab_parallel_cross_entropy(
@@ -95,19 +121,18 @@ def vocab_parallel_cross_entropy(
     smoothing: float = 0.0,
     vocab_size: int | None = None,
 ) -> Tensor:
-    """`scale * sum(CE)` over the positions that have a label.
+    """`scale * sum(CE)` over the positions that have a label: an fp64 scalar, equal on all ranks of the group.
 
     Args:
-        logits: [T, V], this rank's rows of the vocabulary, in any floating dtype; computed in fp32 or wider.
-        labels: int64 [T], already shifted: the target of each position, `IGNORE` where there is none.
+        logits: As the rest, see `vocab_parallel_log_probabilities`.
+        labels: int64 [T].
         scale: Factor on the sum, 1 / (label tokens of the mini-batch).
         first_row: The vocabulary row of `logits[:, 0]`.
-        group: The tensor-parallel group, or None when the vocabulary is whole.
-        smoothing: Label smoothing, from 0 to 1.
-        vocab_size: Rows of the whole vocabulary; those of `logits` when None. Needed by smoothing over a group.
-
-    Returns:
-        An fp64 scalar, equal on all ranks of the group.
+        group: The tensor-parallel group.
+        smoothing: Label smoothing.
+        vocab_size: Rows of the whole vocabulary.
     """
-    vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    return _VocabParallelCrossEntropy.apply(logits, labels, first_row, group, scale, smoothing, vocab_size)
+    log_probs = vocab_parallel_log_probabilities(
+        logits, labels, first_row, group, smoothing=smoothing, vocab_size=vocab_size
+    )
+    return log_probs.sum(dtype=torch.float64) * -scale

@@ -9,6 +9,7 @@ from hf_hotspa.data.pipeline_order import check_schedule
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.runtime.overlap import Overlap
+from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.switch.planner import check_planner
 
 LONGEST_TIMEOUT_S = 1e8
@@ -45,6 +46,7 @@ class EngineOptions:
     loss_chunk_tokens: int | None = None
     gradients: GradientDtypes = IN_FP32
     offload_master: bool = False
+    loss: TokenLoss | SequenceLoss | None = None
 
     def check(self) -> None:
         """Refuses values that cannot be meant.
@@ -63,6 +65,12 @@ class EngineOptions:
             raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
         if not 0.0 <= self.label_smoothing <= 1.0:
             raise HotspaConfigError(f"the label smoothing is {self.label_smoothing}", fix="use a number from 0 to 1")
+        if self.loss is not None and self.label_smoothing:
+            raise HotspaConfigError(
+                f"the label smoothing is {self.label_smoothing}, and the loss is {self.loss.name}",
+                why="a loss of your own replaces the smoothed cross entropy",
+                fix="leave label smoothing at 0",
+            )
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise HotspaConfigError(
                 f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"

@@ -7,7 +7,7 @@ and later stages get the hidden state as `inputs_embeds`: no family needs a forw
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -23,20 +23,21 @@ from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.runtime.attention import PackedSequences
 from hf_hotspa.runtime.dropout import DropoutMasks, use_keyed_dropout
-from hf_hotspa.runtime.head_loss import Tail, chunked_loss
+from hf_hotspa.runtime.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.runtime.isolation import run_alone
-from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
+from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy, vocab_parallel_log_probabilities
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.noise import EmbeddingNoise
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
+from hf_hotspa.runtime.own_loss import SequenceLoss, tokens_of
 from hf_hotspa.runtime.router_loss import AttachLoss, RouterLoss
 from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.runtime.skeleton import build_skeleton
-from hf_hotspa.runtime.specs import ModelDescription
+from hf_hotspa.runtime.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.runtime.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.runtime.storage import from_storage
-from hf_hotspa.runtime.tensor_parallel import apply_tensor_parallel, set_local_heads
+from hf_hotspa.runtime.tensor_parallel import apply_tensor_parallel, gather_shards, set_local_heads
 
 
 class Replica:
@@ -69,10 +70,8 @@ class Replica:
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
-        text = description.config.get_text_config()
-        # some heads are wider than the vocabulary, and the family drops the rest of the logits
-        self._vocab_size = getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
-        self._smoothing = options.label_smoothing
+        self._vocab_size = vocabulary_of_logits(description)
+        self._smoothing, self._own_loss = options.label_smoothing, options.loss
         strategy, coord = mesh.strategy, mesh.coord
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
@@ -97,7 +96,9 @@ class Replica:
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
-        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(max(self.vocabulary_widths))
+        whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
+        rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
+        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
         recompute_every = strategy.rc or options.recompute_every
         if recompute_every:
             if not self.model.supports_gradient_checkpointing:
@@ -281,7 +282,7 @@ class Replica:
         else:
             inputs["inputs_embeds"] = hidden
         if self.is_last:
-            out = self._loss(inputs, micro_batch.labels[0], scale, num_tokens)
+            out = self._loss(inputs, micro_batch, scale, num_tokens)
             beside = self._balance(micro_batch, scale)
             if beside is not None:
                 out = out + beside
@@ -308,10 +309,26 @@ class Replica:
             if random is not None:
                 random.step = step
 
-    def _loss(self, inputs: dict[str, Any], labels: Tensor, scale: float, num_tokens: int) -> Tensor:
-        """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
-        tensor = self.mesh.tensor
+    def _loss_of_logits(self, micro_batch: MicroBatch, scale: float) -> Callable[[Tensor, slice], Tensor]:
+        """What makes of the logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
+        tensor, own, labels = self.mesh.tensor, self._own_loss, micro_batch.labels[0]
         first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
+        if isinstance(own, SequenceLoss):
+            widths = self._logit_widths()
+
+            def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
+                whole = logits if tensor is None else gather_shards(logits, widths, tensor)
+                return own.of(whole, micro_batch, tokens, scale)
+
+            return of_sequences
+        if own is not None:
+            pack = tokens_of(micro_batch)
+
+            def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
+                found = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
+                return own.of(found, pack, tokens, scale)
+
+            return of_tokens
 
         def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
             return vocab_parallel_cross_entropy(
@@ -324,20 +341,35 @@ class Replica:
                 vocab_size=self._vocab_size,
             )
 
+        return cross_entropy
+
+    def _logit_widths(self) -> tuple[int, ...]:
+        """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
+        widths, left = [], self._vocab_size
+        for width in self.vocabulary_widths:
+            widths.append(min(width, max(left, 0)))
+            left -= width
+        return tuple(widths)
+
+    def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, scale: float, num_tokens: int) -> Tensor:
+        """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
+        loss_of, tensor = self._loss_of_logits(micro_batch, scale), self.mesh.tensor
         tail, sp = self._tail, self.mesh.strategy.sp
         in_chunks = self.logits is None and num_tokens > self._chunk_tokens
         if in_chunks or sp:
             assert tail is not None
             hidden = self._base(**inputs).last_hidden_state
             if sp:
-                assert group is not None
-                hidden = gather_tokens(hidden, group)
+                assert tensor is not None
+                hidden = gather_tokens(hidden, tensor.group)
             if in_chunks:
+                most = self._chunk_tokens
+                if isinstance(self._own_loss, SequenceLoss):
+                    chunks = chunks_of_sequences(micro_batch.lengths, most)
+                else:
+                    chunks = chunks_of_tokens(micro_batch.num_tokens, most)
                 return chunked_loss(
-                    lambda part, tokens: cross_entropy(tail(part, inputs), tokens),
-                    hidden,
-                    tail.parameters,
-                    self._chunk_tokens,
+                    lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks
                 )
             logits = tail(hidden, inputs)
         else:
@@ -345,7 +377,7 @@ class Replica:
             logits = self.model(**inputs).logits.squeeze(0)
         if self.logits is not None:
             self.logits.append(logits[:num_tokens])
-        return cross_entropy(logits, slice(None))
+        return loss_of(logits, slice(0, micro_batch.num_tokens))
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
         """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""

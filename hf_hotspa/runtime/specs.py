@@ -93,6 +93,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def vocabulary_of_logits(description: ModelDescription) -> int:
+    """Logits of a token; some heads are wider than the vocabulary, and the family drops the rest."""
+    text = description.config.get_text_config()
+    return getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
+
+
 def refuse_inexact(config: PreTrainedConfig) -> None:
     """Refuses what cannot train exactly in packs or across layouts.
 

@@ -80,6 +80,18 @@ class _GatherShards(torch.autograd.Function):
         return grad.narrow(-1, ctx.start, ctx.width).contiguous(), None, None
 
 
+def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
+    """The whole last dim of what the ranks of a group have shards of, for something that all of them do alike.
+
+    Args:
+        x: [..., own width].
+        widths: Of the last dim on each shard, in the order of shards.
+        tensor_group: The group.
+    """
+    whole: Tensor = _GatherShards.apply(x, widths, tensor_group)
+    return whole
+
+
 class _SplitToShards(torch.autograd.Function):
     """This shard's slice of a replicated last dim forward; the gathered gradient backward."""
 

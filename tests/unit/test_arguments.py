@@ -168,21 +168,12 @@ def test_overlap_flags_reach_the_engine(tmp_path):
     assert found[1] == found[3] == found[5]
 
 
-class _OwnLoss(HotSPaTrainer):
-    def compute_loss(self, model, inputs, *args, **kwargs):
-        return super().compute_loss(model, inputs, *args, **kwargs) * 2
-
-
 class _OwnPrediction(HotSPaTrainer):
     def prediction_step(self, *args, **kwargs):
         return super().prediction_step(*args, **kwargs)
 
 
-def test_a_loss_or_collator_of_ones_own_is_refused(tmp_path):
-    with pytest.raises(UnsupportedError, match="compute_loss is overridden"):
-        make_trainer(tmp_path, trainer_class=_OwnLoss)
-    with pytest.raises(UnsupportedError, match="compute_loss_func"):
-        make_trainer(tmp_path, compute_loss_func=lambda *a, **k: 0)
+def test_a_collator_or_optimizer_of_ones_own_is_refused(tmp_path):
     with pytest.raises(UnsupportedError, match="DataCollatorForLanguageModeling"):
         make_trainer(tmp_path, data_collator=DataCollatorForLanguageModeling.__new__(DataCollatorForLanguageModeling))
     with pytest.raises(UnsupportedError, match="prediction_step is overridden"):

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.cost.sizes import LOSS_CHUNK_BYTES, loss_chunk_tokens
-from hf_hotspa.runtime.head_loss import Tail, chunked_loss
+from hf_hotspa.runtime.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
 from tests.families import tiny_model
 
@@ -25,7 +25,7 @@ def one(model, ids, labels, chunk=None):
         def run(part, tokens):
             return vocab_parallel_cross_entropy(tail(part, {}), labels[tokens], 0.25)
 
-        loss = chunked_loss(run, hidden, tail.parameters, chunk)
+        loss = chunked_loss(run, hidden, tail.parameters, chunks_of_tokens(TOKENS, chunk))
     (3 * loss).backward()
     hook.remove()
     return loss.item(), {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}, seen
@@ -62,7 +62,8 @@ def test_without_gradients_nothing_is_kept():
     model = tiny_model("llama_gqa_bias", torch.float64)
     tail, hidden = Tail(model, "model"), torch.randn(1, TOKENS, model.config.hidden_size, dtype=torch.float64)
     with torch.no_grad():
-        loss = chunked_loss(lambda part, _: tail(part, {}).sum(dtype=torch.float64), hidden, tail.parameters, 5)
+        chunks = chunks_of_tokens(TOKENS, 5)
+        loss = chunked_loss(lambda part, _: tail(part, {}).sum(dtype=torch.float64), hidden, tail.parameters, chunks)
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(model.lm_head(hidden).sum().item())
 
@@ -70,3 +71,8 @@ def test_without_gradients_nothing_is_kept():
 def test_a_chunk_of_a_large_vocabulary_is_small():
     assert loss_chunk_tokens(152_064) * 152_064 * 4 <= LOSS_CHUNK_BYTES
     assert loss_chunk_tokens(1 << 40) == 1
+
+
+def test_chunks_of_whole_sequences():
+    assert chunks_of_sequences((3, 4, 9, 1, 2), 8) == [slice(0, 7), slice(7, 16), slice(16, 19)]
+    assert chunks_of_sequences((5,), 2) == [slice(0, 5)]
