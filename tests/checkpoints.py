@@ -80,11 +80,14 @@ def rank_records(manifest: Manifest, rank: int) -> list[tuple[TensorRecord, byte
 
 
 def write_rank(disk: Disk, folder: Path, step: int, rank: int) -> list[FileRecord]:
-    """The files of a rank; rank 0 writes `state.json`, too."""
+    """The files of a rank, one of them of the Hugging Face model; rank 0 writes the state and a config, too."""
     entries = rank_records(tiny_manifest(step), rank)
     records = [disk.write(folder, rank_tensors(rank, WORLD), tensor_file(entries, lambda data: data))]
+    name = f"model-{rank + 1:05d}-of-{WORLD:05d}.safetensors"
+    records.append(disk.write(folder, name, tensor_file(entries, lambda data: bytes(byte ^ 1 for byte in data))))
     if rank == 0:
         records.append(disk.write(folder, STATE, [b'{"step": %d}' % step]))
+        records.append(disk.write(folder, "config.json", [b'{"model_type": "%d"}' % step]))
     return records
 
 

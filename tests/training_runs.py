@@ -10,7 +10,7 @@ import torch
 from transformers import TrainerCallback
 
 from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import STATE, WEIGHT, read_manifest, verify
+from hf_hotspa.checkpoint.manifest import STATE_FOLDER, WEIGHT, read_manifest, verify
 from tests.families import tiny_model
 from tests.oracle import random_rows
 
@@ -79,7 +79,8 @@ def several_runs(rank: int, world: int, runs: list[tuple[str, Any, dict[str, Any
 def contents(path: Path) -> dict[str, str]:
     """What must be equal, byte for byte, in two runs that did the same: file -> SHA-256."""
     manifest = verify(path)
-    exact = {f.name: f.sha256 for f in manifest.files if f.name.startswith(("master", "random")) or f.name == STATE}
+    exact = {f.name: f.sha256 for f in manifest.files if f.name.startswith(f"{STATE_FOLDER}/")}
+    exact |= {f.name: f.sha256 for f in manifest.files if f.name.endswith("model.safetensors")}
     state = json.loads((path / "trainer_state.json").read_text())
     logs = [{k: v for k, v in log.items() if not k.startswith("hotspa/")} for log in state.pop("log_history")]
     for key in ("stateful_callbacks", "best_model_checkpoint"):
@@ -90,7 +91,7 @@ def contents(path: Path) -> dict[str, str]:
 
 def contents_of_shares(path: Path) -> dict[str, str]:
     """The same of weights and optimizer state alone, as the manifest has them."""
-    return {file.name: file.sha256 for file in read_manifest(path).files if file.name.startswith("master")}
+    return {file.name: file.sha256 for file in read_manifest(path).files if "master" in file.name}
 
 
 def newest(folder: Path) -> Path:

@@ -8,11 +8,11 @@ save that fails is a warning; only several in a row end training.
 import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
+from torch import Tensor
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
@@ -20,14 +20,15 @@ from hf_hotspa.checkpoint.disk import FileRecord, TensorRecord, tensor_file
 from hf_hotspa.checkpoint.folder import RunFolder, checkpoint_name, write_error
 from hf_hotspa.checkpoint.manifest import (
     BUFFERS,
-    MODEL_FOLDER,
     STATE,
+    STATE_FOLDER,
     TRAINER_STATE,
     TRAINING_ARGUMENTS,
     Manifest,
     rank_state,
     rank_tensors,
 )
+from hf_hotspa.checkpoint.model_files import ModelWeights, saved_state
 from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.saving import CheckpointWriter
 from hf_hotspa.checkpoint.tensors import (
@@ -189,6 +190,9 @@ class CheckpointingMixin(ResumeMixin):
         if args.hotspa_async_save:
             share = share.copy()
         rank, world = args.process_index, args.world_size
+        with structure_only():
+            files = ModelWeights(self.model, vector, engine.description.adapters is not None)
+        held = files.hold(self._weights(), rank, world) if args.hotspa_async_save else None
         random_text = json.dumps(random_state())
         texts: dict[str, str] = {}
         failure: Exception | None = None
@@ -198,16 +202,21 @@ class CheckpointingMixin(ResumeMixin):
             failure = error
 
         def write_files(temporary: Path) -> list[FileRecord]:
-            if failure is not None:
-                raise failure
-            disk = folder.disk
-            records = [disk.write(temporary, rank_tensors(rank, world), share.file())]
-            if optimizer is not None:
-                records.append(disk.write(temporary, rank_state(rank, world), [random_text.encode()]))
-            if rank == 0:
-                records += [disk.write(temporary, name, [text.encode()]) for name, text in texts.items()]
-                records += self._write_model_files(folder, temporary)
-            return records
+            disk, weights = folder.disk, iter(()) if held is not None else self._weights()
+            try:
+                if failure is not None:
+                    raise failure
+                records = []
+                if rank == 0:
+                    records += self._write_model_files(folder, temporary, {shard.name for shard in files.shards})
+                    records += [disk.write(temporary, name, [text.encode()]) for name, text in texts.items()]
+                if optimizer is not None:
+                    records.append(disk.write(temporary, rank_tensors(rank, world), share.file()))
+                    records.append(disk.write(temporary, rank_state(rank, world), [random_text.encode()]))
+                return records + files.write(disk, temporary, weights if held is None else held, rank, world)
+            finally:
+                for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
+                    pass
 
         def make_manifest(files: tuple[FileRecord, ...]) -> Manifest:
             model = self.model
@@ -215,7 +224,7 @@ class CheckpointingMixin(ResumeMixin):
             exported = set[str]()  # an adapter ties nothing
             if engine.description.adapters is None:
                 with structure_only():
-                    exported = set(remove_tied_weights_from_state_dict(dict(model.state_dict()), model))
+                    exported = set(saved_state(model))
             return Manifest(
                 step=step,
                 world_size=world,
@@ -256,13 +265,18 @@ class CheckpointingMixin(ResumeMixin):
             texts[STATE] = json.dumps(state) + "\n"
         return texts
 
-    def _write_model_files(self, folder: RunFolder, temporary: Path) -> list[FileRecord]:
-        """Config, generation config and tokenizer, as transformers writes them, and the model's buffers."""
-        model, target = self.model, temporary / MODEL_FOLDER
-        folder.disk.make_directory(target)
-        self._write_configs(target)
-        records = folder.disk.adopt(temporary, MODEL_FOLDER)
-        if is_adapted(model):  # the buffers are the base model's
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What is saved of the model, as `HotSPaEngine.weights`. Collective."""
+        assert self.engine is not None
+        return self.engine.weights(frozen=self.engine.description.adapters is None)
+
+    def _write_model_files(self, folder: RunFolder, temporary: Path, weights: set[str]) -> list[FileRecord]:
+        """Config, generation config and tokenizer, as transformers writes them, and what a resumed run needs of the model's
+        buffers. The other ranks may be writing files of weights meanwhile."""
+        model = self.model
+        self._write_configs(temporary)
+        records = folder.disk.adopt(temporary, {STATE_FOLDER, *weights})
+        if is_adapted(model) or self.args.save_only_model:  # an adapter's buffers are the base model's
             return records
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         with structure_only():
@@ -281,7 +295,7 @@ class CheckpointingMixin(ResumeMixin):
         if is_adapted(model):
             save_config(model, target)
         else:
-            config.architectures = [type(model).__name__]
+            config.architectures, config.dtype = [type(model).__name__], dtype_name(model.dtype)
             config.save_pretrained(target)
             if model.can_generate():
                 model.generation_config.save_pretrained(target)

@@ -8,33 +8,27 @@ like any other. With a model that has its weights, this only keeps them up to da
 
 import logging
 import os
-import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
-from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_hotspa.checkpoint.disk import Buffer, Disk, TensorRecord
-from hf_hotspa.checkpoint.export import write_shards
-from hf_hotspa.checkpoint.manifest import TRAINING_ARGUMENTS
-from hf_hotspa.checkpoint.tensors import tensor_bytes
+from hf_hotspa.checkpoint.disk import Disk
+from hf_hotspa.checkpoint.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
+from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import has_weights, open_model
 from hf_hotspa.runtime.model_check import weights_digest
-from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.stale_weights import guard, release
+from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
 logger = logging.getLogger(__name__)
-
-_WEIGHT_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 
 class ModelSourceMixin(Trainer):
@@ -182,42 +176,23 @@ class ModelSourceMixin(Trainer):
 
     def _write_model(self, target: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
         """New weights are written beside the old ones, and take their place when they are complete."""
+        engine = self.engine
+        assert engine is not None
         target.mkdir(parents=True, exist_ok=True)
         disk, beside = Disk(), target / f".model.{uuid.uuid4().hex[:12]}"
         disk.make_directory(beside)
         try:
-            write_shards(disk, beside, *self._entries(weights))
+            with structure_only():
+                files = ModelWeights(self.model, engine.description.vector, adapted=False)
+            files.write(disk, beside, weights)
             new = sorted(path.name for path in beside.iterdir())
             for name in new:
                 os.replace(beside / name, target / name)
             for path in target.iterdir():
-                if _WEIGHT_FILE.fullmatch(path.name) and path.name not in new:
+                if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
                     path.unlink()  # of an earlier model: it could be loaded instead
         finally:
             disk.remove(beside)
         self._write_configs(target)
         (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
         disk.sync_directory(target)
-
-    def _entries(
-        self, weights: Iterator[tuple[str, Tensor]]
-    ) -> tuple[list[tuple[TensorRecord, str]], Callable[[str], Buffer]]:
-        """What is saved in which order, and what gives the bytes: of the next one of the weights, or of a buffer."""
-        model, engine = self.model, self.engine
-        assert engine is not None
-        state: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
-        for name in model._keys_to_ignore_on_save or ():
-            state.pop(name, None)
-        names = [name for spec in engine.description.vector.specs for name in (spec.name, *spec.tied_names)]
-        names = [name for name in names if name in state] + [name for name in state if not state[name].is_meta]
-        entries = [
-            (TensorRecord(name, dtype_name(state[name].dtype), tuple(state[name].shape)), name) for name in names
-        ]
-
-        def data(name: str) -> Buffer:
-            if not state[name].is_meta:
-                return tensor_bytes(state[name])
-            whole = next(tensor for found, tensor in weights if found == name)
-            return tensor_bytes(whole.to(state[name].dtype))
-
-        return entries, data

@@ -2,7 +2,7 @@
 
 `ResumeMixin` replaces the methods of `transformers.Trainer` that read pickles. It promises: what is resumed from was
 verified; the same layout goes on bit for bit, another one from the same bits; nothing that would change the order of
-the data goes unnoticed; a finished run stays as it is.
+the data goes unnoticed; a finished run stays as it is. Checkpoints of the stock Trainer are gone on from, too.
 """
 
 import dataclasses
@@ -15,18 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
-from transformers import Trainer
 
 from hf_hotspa.checkpoint.disk import read_object
 from hf_hotspa.checkpoint.folder import check_step, checkpoints
 from hf_hotspa.checkpoint.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
 from hf_hotspa.checkpoint.rng import set_random_state
+from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock
 from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, restore_buffers, saved_vector
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.runtime.adapters import frozen_digest
 from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.resuming_stock import StockResumeMixin
 from hf_hotspa.trainer.stream_place import StreamProgress
 
 logger = logging.getLogger(__name__)
@@ -67,13 +68,13 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     return order
 
 
-class ResumeMixin(Trainer):
+class ResumeMixin(StockResumeMixin):
     """The reading side of the checkpoints of `HotSPaTrainer`."""
 
     args: HotSPaTrainingArguments
     engine: HotSPaEngine | None
     _model_is_current: bool
-    _resumption: Resumption | None = None
+    _resumption: Resumption | StockCheckpoint | None = None
     _data_order: dict[str, Any] | None = None
     _stream_progress: StreamProgress | None
     _steps_a_pass = sys.maxsize
@@ -120,7 +121,7 @@ class ResumeMixin(Trainer):
             return
         super()._run_epoch(**kwargs)
 
-    def _find_checkpoint(self, asked: Any) -> Resumption:
+    def _find_checkpoint(self, asked: Any) -> Resumption | StockCheckpoint:
         """The checkpoint to go on from, the same on all ranks."""
         agreement = self._agreement()
         if asked is not True:
@@ -146,9 +147,13 @@ class ResumeMixin(Trainer):
             fix="start without resume_from_checkpoint, or check output_dir",
         )
 
-    def _verified(self, path: Path, agreement: Agreement) -> tuple[HotspaError | None, Resumption | None]:
+    def _verified(
+        self, path: Path, agreement: Agreement
+    ) -> tuple[HotspaError | None, Resumption | StockCheckpoint | None]:
         """A checkpoint, or what is wrong with it. The ranks share the hashing; each may find something else."""
         try:
+            if is_stock(path):
+                return None, StockCheckpoint.open(path)
             manifest = read_manifest(path)
             check_step(path, manifest)
             verify_files(path, manifest, agreement.rank, self.args.world_size)
@@ -158,7 +163,7 @@ class ResumeMixin(Trainer):
                     where=str(path),
                     fix="export it, and start a new run with that model",
                 )
-            return None, Resumption(path, manifest, read_object(path, STATE))
+            return None, Resumption(path, manifest, read_object(path, manifest.located(STATE)))
         except HotspaError as error:
             return error, None
 
@@ -167,6 +172,9 @@ class ResumeMixin(Trainer):
         assert self.engine is not None
         self._data_order = data_order(self.args, loader, max(bucket.longest for bucket in self.engine.buckets))
         if self._resumption is None or self.args.hotspa_allow_data_order_change:
+            return
+        if isinstance(self._resumption, StockCheckpoint):
+            self._check_stock_order(self._resumption, loader)
             return
         saved = self._resumption.state.get("data", {}).get("order") or {}
         changed = [key for key in {**self._data_order, **saved} if self._data_order.get(key) != saved.get(key)]
@@ -191,16 +199,19 @@ class ResumeMixin(Trainer):
         assert engine is not None
         assert self.optimizer is not None
         before = [dict(group) for group in self.optimizer.param_groups]
-        self._read(resumption.path, resumption.manifest, resumption.state)
-        error = None
-        try:
-            self._load_scheduler(resumption)
-            load_state = getattr(self, "load_hotspa_state", None)
-            if load_state is not None:
-                load_state(resumption.state.get("hotspa", {}))
-        except HotspaError as found:
-            error = found
-        engine.agree(error, "resume")
+        if isinstance(resumption, StockCheckpoint):
+            self._restore_stock(resumption)
+        else:
+            self._read(resumption.path, resumption.manifest, resumption.state)
+            error = None
+            try:
+                self._load_scheduler(resumption)
+                load_state = getattr(self, "load_hotspa_state", None)
+                if load_state is not None:
+                    load_state(resumption.state.get("hotspa", {}))
+            except HotspaError as found:
+                error = found
+            engine.agree(error, "resume")
         for old, group in zip(before, self.optimizer.param_groups, strict=True):
             other = {k for k in old if k not in ("params", "lr") and old[k] != group[k]}
             if other and self.is_world_process_zero():
@@ -268,8 +279,11 @@ class ResumeMixin(Trainer):
             return
         resumption = self._resumption
         assert resumption is not None
+        if isinstance(resumption, StockCheckpoint):
+            self._set_stock_random_state(resumption)
+            return
         world = resumption.manifest.world_size
-        name = rank_state(self.args.process_index % world, world)
+        name = resumption.manifest.located(rank_state(self.args.process_index % world, world))
         set_random_state(read_object(resumption.path, name), str(resumption.path / name))
 
     def _load_best_model(self) -> None:
@@ -279,11 +293,14 @@ class ResumeMixin(Trainer):
         agreement, error, manifest = self._agreement(), None, None
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
         try:
-            manifest = read_manifest(Path(best))
-            verify_files(Path(best), manifest, agreement.rank, self.args.world_size)
+            if not is_stock(Path(best)):
+                manifest = read_manifest(Path(best))
+                verify_files(Path(best), manifest, agreement.rank, self.args.world_size)
         except HotspaError as found:
             error = found
         agreement.check({}, error, "load_best_model_at_end")
-        assert manifest is not None
-        self._read(Path(best), manifest, None)
+        if manifest is not None and manifest.has_masters:
+            self._read(Path(best), manifest, None)
+        else:
+            self._read_model_files(Path(best))
         self._update_model()

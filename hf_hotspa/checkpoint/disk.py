@@ -11,7 +11,7 @@ import os
 import re
 import stat
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
@@ -186,11 +186,16 @@ class Disk:
             os.fsync(file.fileno())
         return FileRecord(name, size, digest.hexdigest())
 
-    def adopt(self, folder: Path, below: str) -> list[FileRecord]:
-        """Syncs and hashes every file below `folder / below`, written by somebody else's code."""
+    def adopt(self, folder: Path, skipped: Collection[str] = ()) -> list[FileRecord]:
+        """Syncs and hashes every file in a folder that was written by somebody else's code.
+
+        Args:
+            folder: The directory of the checkpoint, which is itself not synced.
+            skipped: Names in it that are not looked at.
+        """
         records = []
-        self.sync_directory(folder / below)
-        for path in sorted((folder / below).rglob("*")):
+        found = [path for path in folder.iterdir() if path.name not in skipped]
+        for path in sorted([*found, *(below for top in found if top.is_dir() for below in top.rglob("*"))]):
             name = check_name(path.relative_to(folder).as_posix(), str(folder))
             if path.is_dir():
                 self.sync_directory(path)

@@ -2,15 +2,13 @@
 
 Streams: one parameter after the other is put together from the ranks' shares and written, so that a model larger than
 the memory can be exported. The result appears under its name when it is complete. Names are those of the model in
-memory, as `save_pretrained(save_original_format=False)` writes them; of tied weights one is written, the one that
-transformers keeps. A checkpoint of an adapter becomes what `PeftModel.save_pretrained` writes: one file of the trained
-weights, and the adapter's config.
+memory, as `save_pretrained(save_original_format=False)` writes them (or, of a checkpoint that holds the model only,
+those of its files); of tied weights one is written, the one that transformers keeps. A checkpoint of an adapter becomes
+what `PeftModel.save_pretrained` writes: one file of the trained weights, and the adapter's config.
 """
 
 import json
-import re
 import uuid
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +17,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside, tensor_file
-from hf_hotspa.checkpoint.manifest import BUFFERS, MODEL_FOLDER, Manifest, SavedParameter, verify
+from hf_hotspa.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUFFERS, Manifest, SavedParameter, verify
+from hf_hotspa.checkpoint.model_files import MAX_SHARD_BYTES, adapter_name, write_shards
 from hf_hotspa.checkpoint.tensors import ShareReader, tensor_bytes
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.runtime.weight_files import WeightFiles
 
 _CARD = """---
 library_name: transformers
@@ -47,10 +47,7 @@ A LoRA adapter for {model}, trained with hf_hotspa {version} (not affiliated wit
 - ranks: {world}
 - dtype of the weights: {dtype}
 """
-ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-"""PEFT's names."""
 _CHUNK = 16 << 20
-MAX_SHARD_BYTES = 5 * 10**9
 
 
 def export(
@@ -66,7 +63,7 @@ def export(
     Args:
         checkpoint: The checkpoint; it is verified first.
         target: A directory that does not exist, or is empty.
-        max_shard_bytes: A file is closed before it grows beyond this; a larger parameter has a file of its own.
+        max_shard_bytes: As of `model_files`.
         dtype: Of the exported floating-point weights; that of the model which was trained when None.
         mode: The permissions of the directory; those of a new one when None, which is not for threads.
 
@@ -88,7 +85,8 @@ def export(
     beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
     disk.make_directory(beside)
     try:
-        names = _write_weights(disk, ShareReader(checkpoint, manifest), manifest, beside, max_shard_bytes, dtype)
+        write = _write_weights if manifest.has_masters else _copy_weights
+        names = write(disk, checkpoint, manifest, beside, max_shard_bytes, dtype)
         _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
         beside.chmod(directory_mode() if mode is None else mode)
         disk.sync_directory(beside)
@@ -103,40 +101,19 @@ def export(
     return [target / name for name in names]
 
 
-def adapter_name(name: str) -> str:
-    """The name of an adapter's parameter in PEFT's files, which leave out what the adapter is called in the model.
-
-    Args:
-        name: As in `PeftModel.named_parameters`.
-    """
-    return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
-
-
-def _is_adapter(manifest: Manifest) -> bool:
-    return any(file.name == f"{MODEL_FOLDER}/{ADAPTER_CONFIG}" for file in manifest.files)
-
-
 def _weight_record(parameter: SavedParameter, dtype: str | None, adapter: bool) -> TensorRecord:
     name = adapter_name(parameter.name) if adapter else parameter.exported_name
     return TensorRecord(name, dtype or parameter.model_dtype, parameter.shape)
 
 
-def _num_bytes(record: TensorRecord) -> int:
-    size = DTYPES[record.dtype][1]
-    for dim in record.shape:
-        size *= dim
-    return size
-
-
 def _write_weights(
-    disk: Disk, reader: ShareReader, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
+    disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
 ) -> list[str]:
-    """The weights of a checkpoint; returns the names of the files."""
-    adapter = _is_adapter(manifest)
+    """The weights of a checkpoint, from the ranks' shares; returns the names of the files."""
+    adapter, reader = manifest.is_adapter, ShareReader(checkpoint, manifest)
     entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype, adapter), p) for p in manifest.parameters]
-    has_buffers = any(file.name == BUFFERS for file in manifest.files)
-    if has_buffers:
-        with safe_open(reader.folder / BUFFERS, framework="pt", device="cpu") as buffers:
+    if any(file.name == manifest.located(BUFFERS) for file in manifest.files):
+        with safe_open(checkpoint / manifest.located(BUFFERS), framework="pt", device="cpu") as buffers:
             found = {name: buffers.get_tensor(name) for name in buffers.keys()}  # noqa: SIM118
         entries += [
             (TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
@@ -154,64 +131,34 @@ def _write_weights(
     return write_shards(disk, folder, entries, data, max_shard_bytes)
 
 
-def write_shards(
-    disk: Disk,
-    folder: Path,
-    entries: list[tuple[TensorRecord, Any]],
-    data: Callable[[Any], Buffer],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
+def _copy_weights(
+    disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
 ) -> list[str]:
-    """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
+    """The same from the model files of a checkpoint that has nothing else (`save_only_model`)."""
+    files = WeightFiles(checkpoint, ADAPTER_WEIGHTS if manifest.is_adapter else None)
+    kinds = {kind: name for name, (kind, _) in DTYPES.items()}
+    entries: list[tuple[TensorRecord, Any]] = []
+    for name, saved in files.tensors.items():
+        own = kinds[saved.dtype]
+        kept = dtype is None or not getattr(torch, own).is_floating_point
+        entries.append((TensorRecord(name, own if kept else str(dtype), saved.shape), name))
 
-    Args:
-        disk: Writes.
-        folder: Where.
-        entries: The tensors in the order of writing, each with anything that `data` understands.
-        data: As of `tensor_file`; called once for each tensor, in order.
-        max_shard_bytes: See `export`.
+    def data(name: str) -> Buffer:
+        tensor = files.whole(name)
+        return tensor_bytes(tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor)
 
-    Returns:
-        The names of the files of tensors.
-    """
-    shards = list(_shards(entries, max_shard_bytes))
-    if len(shards) == 1:
-        names = ["model.safetensors"]
-    else:
-        names = [f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" for i in range(len(shards))]
-    for name, shard in zip(names, shards, strict=True):
-        disk.write(folder, name, tensor_file(shard, data))
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": sum(_num_bytes(record) for record, _ in entries)},
-            "weight_map": {r.name: name for name, shard in zip(names, shards, strict=True) for r, _ in shard},
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        disk.write(folder, "model.safetensors.index.json", [text.encode()])
-    return names
-
-
-def _shards(entries: list[tuple[TensorRecord, Any]], limit: int) -> Iterator[list[tuple[TensorRecord, Any]]]:
-    shard: list[tuple[TensorRecord, Any]] = []
-    size = 0
-    for entry in entries:
-        more = _num_bytes(entry[0])
-        if shard and size + more > limit:
-            yield shard
-            shard, size = [], 0
-        shard.append(entry)
-        size += more
-    yield shard
+    if manifest.is_adapter:
+        disk.write(folder, ADAPTER_WEIGHTS, tensor_file(entries, data))
+        return [ADAPTER_WEIGHTS]
+    return write_shards(disk, folder, entries, data, max_shard_bytes)
 
 
 def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:
     """Configs, tokenizer and whatever else transformers has written, as it is, and a model card."""
     model, first = "model", dtype or manifest.parameters[0].model_dtype
-    for record in manifest.files:
-        top, _, rest = record.name.partition("/")
-        if top != MODEL_FOLDER or not rest:
-            continue
+    for name_in_checkpoint, rest in manifest.model_files():
         (folder / rest).parent.mkdir(parents=True, exist_ok=True)
-        with open_inside(checkpoint, record.name) as file:
+        with open_inside(checkpoint, name_in_checkpoint) as file:
             if rest == ADAPTER_CONFIG:
                 model = str(
                     json.loads(file.read()).get("base_model_name_or_path") or "the model that it was trained on"
@@ -224,7 +171,7 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
         model = str((config.get("architectures") or [model])[0])
         disk.write(folder, rest, [(json.dumps({**config, "dtype": first}, indent=2) + "\n").encode()])
     if not (folder / "README.md").exists():
-        card = (_ADAPTER_CARD if _is_adapter(manifest) else _CARD).format(
+        card = (_ADAPTER_CARD if manifest.is_adapter else _CARD).format(
             name=name,
             model=model,
             version=manifest.versions.get("hf-hotspa", ""),

@@ -25,7 +25,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from hf_hotspa.checkpoint.disk import Disk, directory_mode
-from hf_hotspa.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from hf_hotspa.checkpoint.manifest import MANIFEST, STATE_FOLDER, Manifest, read_manifest, verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
 
 logger = logging.getLogger(__name__)
@@ -159,7 +159,7 @@ class RunFolder:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def begin(self, step: int) -> Path:
-        """A fresh, empty directory in which the checkpoint of a step is written.
+        """A fresh directory in which the checkpoint of a step is written; in it is an empty `hotspa/`.
 
         Raises:
             CheckpointError: it cannot be made.
@@ -171,7 +171,9 @@ class RunFolder:
             if path.exists():  # of a save of ours that could not even be removed
                 self.disk.remove(path)
             self.disk.make_directory(path)
+            self.disk.make_directory(path / STATE_FOLDER)
         except OSError as error:
+            self.abandon(path)
             raise self._failed(f"{checkpoint_name(step)} was not written", error) from error
         return path
 
@@ -190,6 +192,12 @@ class RunFolder:
         """
         target = self.path / checkpoint_name(manifest.step)
         try:
+            state = temporary / STATE_FOLDER
+            if any(state.iterdir()):
+                state.chmod(self._mode)
+                self.disk.sync_directory(state)
+            else:  # only the model is saved
+                self.disk.remove(state)
             self.disk.write(temporary, MANIFEST, [manifest.text().encode()])
             temporary.chmod(self._mode)
             self.disk.sync_directory(temporary)

@@ -7,12 +7,16 @@ directory can write a manifest that fits.
 The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
 the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter
 that falls in there, as 1-D tensors in storage order (the sharded dim outermost).
+
+In format 2 the root of a checkpoint is a Hugging Face model (or adapter) folder, and what only we read lies in
+`hotspa/`. Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
 """
 
 import hashlib
 import itertools
 import json
 import math
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,18 +28,23 @@ from hf_hotspa.errors import DamagedCheckpointError
 
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
-SCHEMA_VERSION = 1
-STATE = "state.json"
+SCHEMA_VERSION = 2
+STATE_FOLDER = "hotspa"
+"""What only we read; the names below it are as in `Manifest.located`."""
+STATE = f"{STATE_FOLDER}/state.json"
+BUFFERS = f"{STATE_FOLDER}/buffers.safetensors"
 TRAINER_STATE = "trainer_state.json"
 TRAINING_ARGUMENTS = "training_args.json"
-BUFFERS = "buffers.safetensors"
-MODEL_FOLDER = "model"
-"""What transformers writes beside the weights: configs, tokenizer."""
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names."""
+MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""The names under which transformers saves weights."""
 WEIGHT = "weight"
 """The state of a parameter that is the parameter itself; the others are the optimizer's (`exp_avg`, ...)."""
 
 _MAX_WORLD, _MAX_FILES, _MAX_PARAMETERS = 1 << 17, 1 << 20, 1 << 20
 _MAX_MANIFEST_BYTES = 512 << 20
+_OLD_MODEL_FOLDER = "model"
 
 
 @dataclass(frozen=True)
@@ -94,6 +103,7 @@ class Manifest:
         files: Every file but the manifest.
         segments: The segments of the vector.
         parameters: The parameters.
+        schema_version: The format, 1 or 2.
     """
 
     step: int
@@ -105,11 +115,36 @@ class Manifest:
     files: tuple[FileRecord, ...]
     segments: tuple[SavedSegment, ...]
     parameters: tuple[SavedParameter, ...]
+    schema_version: int = SCHEMA_VERSION
 
     @property
     def num_bytes(self) -> int:
         """Bytes of all files."""
         return sum(file.size for file in self.files)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the ranks' shares are there: with `save_only_model`, format 2 has the Hugging Face files alone."""
+        return self.resumable or self.schema_version == 1
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the model is an adapter of PEFT."""
+        return any(name == ADAPTER_CONFIG for _, name in self.model_files())
+
+    def located(self, name: str) -> str:
+        """Where a file of `hotspa/` lies in this checkpoint."""
+        return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
+
+    def model_files(self) -> Iterator[tuple[str, str]]:
+        """What belongs to the model but its weights (configs, tokenizer): name in the checkpoint, name in a model folder."""
+        for file in self.files:
+            top, _, rest = file.name.partition("/")
+            if self.schema_version == 1:
+                if top == _OLD_MODEL_FOLDER and rest:
+                    yield file.name, rest
+            elif top not in (STATE_FOLDER, TRAINER_STATE, TRAINING_ARGUMENTS) and not _is_weights(file.name):
+                yield file.name, file.name
 
     def share(self, parameter: SavedParameter, rank: int) -> tuple[int, int]:
         """Elements `[low, high)` of a parameter's storage that lie in the file of a rank."""
@@ -132,7 +167,7 @@ class Manifest:
 
     def text(self) -> str:
         """The contents of the file."""
-        data = {"kind": KIND, "schema_version": SCHEMA_VERSION, **asdict(self)}
+        data = {"kind": KIND, **asdict(self)}
         body = _render(data)
         return _render({**data, "sha256": hashlib.sha256(body.encode()).hexdigest()})
 
@@ -146,9 +181,9 @@ class Manifest:
         data = parse_object(text, MANIFEST, where)
         if data.get("kind") != KIND:
             raise DamagedCheckpointError(f"{MANIFEST} is no {KIND}", where=where)
-        if data.get("schema_version") != SCHEMA_VERSION:
+        if data.get("schema_version") not in (1, SCHEMA_VERSION):
             raise DamagedCheckpointError(
-                f"the checkpoint has format {data.get('schema_version')!r}, and this version reads {SCHEMA_VERSION}",
+                f"the checkpoint has format {data.get('schema_version')!r}, and this version reads 1 to {SCHEMA_VERSION}",
                 where=where,
                 fix="use the version of hf_hotspa that wrote it",
             )
@@ -170,12 +205,16 @@ class Manifest:
 
 def rank_tensors(rank: int, world_size: int) -> str:
     """The name of the file with a rank's share of the weights and optimizer states."""
-    return f"master-rank-{rank:05d}-of-{world_size:05d}.safetensors"
+    return f"{STATE_FOLDER}/master-rank-{rank:05d}-of-{world_size:05d}.safetensors"
 
 
 def rank_state(rank: int, world_size: int) -> str:
     """The name of the file with a rank's random number generators."""
-    return f"random-rank-{rank:05d}-of-{world_size:05d}.json"
+    return f"{STATE_FOLDER}/random-rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def _is_weights(name: str) -> bool:
+    return name == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
 
 
 def _render(data: dict[str, Any]) -> str:
@@ -212,6 +251,7 @@ def _manifest(data: dict[str, Any]) -> Manifest:
             )
             for p in data["parameters"]
         ),
+        schema_version=int(data["schema_version"]),
     )
 
 
@@ -225,8 +265,8 @@ def _problems(found: Manifest) -> Iterator[str]:
         yield "a file is listed twice"
     if any(file.size < 0 for file in found.files):
         yield "a file of negative size"
-    wanted = {rank_tensors(rank, found.world_size) for rank in range(found.world_size)}
-    if missing := wanted - names:
+    shares = [found.located(rank_tensors(rank, found.world_size)) for rank in range(found.world_size)]
+    if found.has_masters and (missing := set(shares) - names):
         yield f"no file {min(missing)!r}"
     end = 0
     for segment in found.segments:
@@ -268,14 +308,15 @@ def _problems(found: Manifest) -> Iterator[str]:
     if found.segments and end != found.segments[-1].stop:
         yield "the parameters do not fill the vector"
         return
+    if not found.has_masters:
+        return
     sizes = {file.name: file.size for file in found.files}
     needed = [0] * found.world_size
     for parameter in found.parameters:
         size = sum(DTYPES[dtype][1] for dtype in parameter.states.values())
         for rank, low, high in found.holders(parameter, 0, parameter.numel):
             needed[rank] += (high - low) * size
-    for rank, least in enumerate(needed):
-        name = rank_tensors(rank, found.world_size)
+    for name, least in zip(shares, needed, strict=True):
         if least > sizes.get(name, 0):
             yield f"{name!r} is too small for its tensors"
 

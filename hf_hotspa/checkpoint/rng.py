@@ -42,19 +42,26 @@ def set_random_state(state: dict[str, Any], where: str) -> None:
     """
     try:
         python, numpy_state = state["python"], state["numpy"]
-        torch_state = _bytes(state["torch"])
-        random.setstate((python["version"], tuple(python["words"]), python["gauss"]))
         key = np.array(numpy_state["key"], dtype=np.uint32)
-        np.random.set_state(
-            (numpy_state["generator"], key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"])
+        set_generators(
+            (python["version"], tuple(python["words"]), python["gauss"]),
+            (numpy_state["generator"], key, numpy_state["position"], numpy_state["has_gauss"], numpy_state["gauss"]),
+            _bytes(state["torch"]),
+            _bytes(state["cuda"]) if "cuda" in state else None,
         )
-        torch.set_rng_state(torch_state)
-        if torch.cuda.is_available() and "cuda" in state:
-            torch.cuda.set_rng_state(_bytes(state["cuda"]))
     except (KeyError, TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise DamagedCheckpointError(
             f"a random number generator cannot be set: {type(error).__name__}: {error}", where=where
         ) from error
+
+
+def set_generators(python: Any, numpy_state: Any, torch_state: torch.Tensor, cuda: torch.Tensor | None) -> None:
+    """Sets the generators to what they themselves gave. Raises whatever they raise for something else."""
+    random.setstate(python)
+    np.random.set_state(numpy_state)
+    torch.set_rng_state(torch_state)
+    if torch.cuda.is_available() and cuda is not None:
+        torch.cuda.set_rng_state(cuda)
 
 
 def _bytes(text: str) -> torch.Tensor:

@@ -27,7 +27,7 @@ from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.runtime.storage import from_storage, to_storage
 
-_HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
+HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""
 _SAME_STATE = {"AdamW", CPU_ADAM}
 """Optimizers that go on from one another's state."""
@@ -230,13 +230,14 @@ class ShareReader:
 
     def _file(self, rank: int) -> Any:
         if rank not in self._files:
-            name = check_name(rank_tensors(rank, self.manifest.world_size), str(self.folder))
-            self._files[rank] = safe_open(self.folder / name, framework="pt", device="cpu")
+            self._files[rank] = safe_open(self.folder / self._name(rank), framework="pt", device="cpu")
         return self._files[rank]
 
+    def _name(self, rank: int) -> str:
+        return check_name(self.manifest.located(rank_tensors(rank, self.manifest.world_size)), str(self.folder))
+
     def _damaged(self, rank: int, what: str) -> DamagedCheckpointError:
-        name = rank_tensors(rank, self.manifest.world_size)
-        return DamagedCheckpointError(f"{name!r}: {what}", where=str(self.folder))
+        return DamagedCheckpointError(f"{self._name(rank)!r}: {what}", where=str(self.folder))
 
 
 def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None:
@@ -280,7 +281,7 @@ def restore(
             }
     if optimizer is not None:
         assert saved is not None
-        _load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
+        load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
 
 
 @torch.no_grad()
@@ -290,26 +291,45 @@ def restore_buffers(folder: Path, manifest: Manifest, models: Iterable[nn.Module
     Raises:
         DamagedCheckpointError: the file cannot be read.
     """
-    if not any(file.name == BUFFERS for file in manifest.files):
+    name = manifest.located(BUFFERS)
+    if not any(file.name == name for file in manifest.files):
         return
     try:
-        with safe_open(folder / BUFFERS, framework="pt", device="cpu") as file:
+        with safe_open(folder / name, framework="pt", device="cpu") as file:
             saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise DamagedCheckpointError(f"{BUFFERS!r}: {error}", where=str(folder)) from error
+        raise DamagedCheckpointError(f"{name!r}: {error}", where=str(folder)) from error
+    copy_buffers(saved, models)
+
+
+@torch.no_grad()
+def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> None:
+    """Copies buffers by name into models, or into parts of them."""
     for model in models:
         for name, buffer in model.named_buffers():
             if name in saved:
                 buffer.copy_(saved[name])
 
 
-def _load_optimizer(
+def load_optimizer(
     optimizer: Optimizer,
     master: MasterStore,
     states: dict[str, dict[str, Any]],
     saved: Mapping[str, Any],
     where: str,
 ) -> None:
+    """Puts states into an optimizer.
+
+    Args:
+        optimizer: A torch optimizer on the master store.
+        master: The master store.
+        states: Parameter -> state -> this rank's share of it.
+        saved: As `optimizer_to_json` gives it.
+        where: The checkpoint, for messages.
+
+    Raises:
+        ResumeError: it is another optimizer.
+    """
     current = optimizer.state_dict()
     own = type(optimizer).__name__
     same = saved["class"] == own or {saved["class"], own} == _SAME_STATE
@@ -322,7 +342,7 @@ def _load_optimizer(
         )
     groups = []
     for group, kept in zip(current["param_groups"], saved["groups"], strict=True):
-        restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in _HERE_AND_NOW}
+        restored = {key: _scalar_from_json(value) for key, value in kept.items() if key not in HERE_AND_NOW}
         if saved["class"] != own:  # settings that only the other one has are at their defaults
             restored = {key: value for key, value in restored.items() if key in group}
         for key, value in restored.items():

@@ -402,8 +402,9 @@ class HotSPaEngine:
 
     def weights(self, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
         """Every weight whole, or every trained one, as `MasterStore.gather`. Collective: every rank takes all of them."""
-        self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
-        return self.master.gather(self._groups.switch, frozen=frozen)
+        # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
+        self._agreement.barrier()
+        return self.master.gather(self._groups.switch, frozen=frozen, before=self._agreement.barrier)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:

@@ -5,7 +5,7 @@ changes it. Optimizers see one 1-D view per parameter under its Hugging Face nam
 work as usual, but only elementwise optimizers are exact on such shards.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -107,7 +107,11 @@ class MasterStore:
 
     @torch.no_grad()
     def gather(
-        self, group: dist.ProcessGroup | None, gradients: bool = False, frozen: bool = True
+        self,
+        group: dist.ProcessGroup | None,
+        gradients: bool = False,
+        frozen: bool = True,
+        before: Callable[[], None] = lambda: None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, on every rank, in master precision; at most one segment exists at a time. Collective.
 
@@ -115,6 +119,7 @@ class MasterStore:
             group: All ranks; None with one rank.
             gradients: Gather the gradients of the trained parameters instead of the weights.
             frozen: Whether frozen weights are gathered, too.
+            before: Called ahead of each segment.
 
         Yields:
             The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
@@ -127,6 +132,7 @@ class MasterStore:
             sizes = [self.layout.sizes[rank][segment.index] for rank in range(self.world_size)]
             dtype = getattr(torch, segment.master_dtype)
             own = buffers[segment.index]
+            before()
             if group is None:
                 assert own is not None
                 flat = own

@@ -38,6 +38,7 @@ class WeightFiles:
 
     Args:
         folder: A folder with `model.safetensors`, or with an index and the files that it names.
+        only: The one file to read instead of those.
 
     Attributes:
         tensors: Saved name -> tensor.
@@ -48,10 +49,10 @@ class WeightFiles:
         DamagedCheckpointError: a file is missing, cannot be read, or repeats a tensor.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, only: str | None = None) -> None:
         self.folder = folder
         self.tensors: dict[str, SavedTensor] = {}
-        for file in self._files():
+        for file in [only] if only else self._files():
             for name, (shape, dtype) in self._reading(file, _header).items():
                 if name in self.tensors:
                     raise self._damaged(file, f"{name!r} is also in {self.tensors[name].file!r}")
@@ -102,7 +103,7 @@ class WeightFiles:
             return [WEIGHTS]
         if (self.folder / INDEX).is_file():
             return self._indexed()
-        pickles = sorted(path.name for path in self.folder.glob("*.bin"))
+        pickles = sorted(path.name for path in self.folder.glob("*model*.bin"))
         if pickles:
             raise UnsupportedError(
                 f"the weights are in the pickle {pickles[0]!r}",

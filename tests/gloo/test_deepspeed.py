@@ -48,7 +48,9 @@ def test_cpu_adam_steps_as_torchs_adamw_and_resumes_to_the_bit(tmp_path):
     assert losses[0] == losses[1]
     paths = {name: newest(tmp_path / name) for name in losses[0]}
     states = {name: whole_state(path) for name, path in paths.items()}
-    classes = {name: json.loads((path / "state.json").read_text())["optimizer"] for name, path in paths.items()}
+    classes = {
+        name: json.loads((path / "hotspa" / "state.json").read_text())["optimizer"] for name, path in paths.items()
+    }
     assert {name: found["class"] for name, found in classes.items()} == {
         "torch": "AdamW", "cpu": CPU_ADAM, "cpu again": CPU_ADAM, "cpu from torch": CPU_ADAM, "torch from cpu": "AdamW",
     }  # fmt: skip

@@ -183,7 +183,7 @@ def test_a_finished_run_stays_as_it_is(tmp_path):
 
 
 def damage(path, name="master-rank-00000"):
-    file = next(file for file in path.iterdir() if file.name.startswith(name))
+    file = next(file for file in path.rglob("*") if file.name.startswith(name))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 4
     file.write_bytes(data)
@@ -205,7 +205,7 @@ def walk_back(rank, world, folder):
 def test_the_newest_one_that_verifies_is_taken(tmp_path):
     [reference, _] = run_ranks(2, one_run, str(tmp_path), None, {})
     damage(tmp_path / "checkpoint-7", "master-rank-00001")
-    (tmp_path / "checkpoint-6" / "state.json").unlink()
+    (tmp_path / "checkpoint-6" / "hotspa" / "state.json").unlink()
     (tmp_path / "checkpoint-900").mkdir()
     for rank, (losses, messages, error) in enumerate(run_ranks(2, walk_back, str(tmp_path))):
         assert losses == {6: reference[6], 7: reference[7]}
@@ -332,7 +332,46 @@ def test_optimizer_settings_of_the_checkpoint_go_on_with_a_warning(saved, tmp_pa
 def test_a_checkpoint_of_the_model_only_is_no_run(saved, tmp_path):
     with pytest.raises(ResumeError, match="holds the model only"):
         train(make_trainer(str(tmp_path), 1), str(saved / "model" / "checkpoint-1"))
-    assert not list((saved / "model" / "checkpoint-1").glob("random*"))
+    assert not (saved / "model" / "checkpoint-1" / "hotspa").exists()
+
+
+def as_format_1(path):
+    """The same checkpoint as earlier versions wrote it: our files at the root, configs in `model/`, no model files."""
+    from dataclasses import replace
+
+    from hf_hotspa.checkpoint.manifest import MANIFEST
+
+    manifest, files = read_manifest(path), []
+    configs = dict(manifest.model_files())
+    (path / "model").mkdir()
+    for file in manifest.files:
+        name = file.name.removeprefix("hotspa/")
+        name = f"model/{name}" if file.name in configs else name
+        if name.startswith("model.safe"):
+            (path / name).unlink()
+            continue
+        (path / file.name).rename(path / name)
+        files.append(replace(file, name=name))
+    (path / "hotspa").rmdir()
+    (path / MANIFEST).write_text(replace(manifest, files=tuple(files), schema_version=1).text())
+
+
+def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    from hf_hotspa.checkpoint.export import export
+    from hf_hotspa.checkpoint.manifest import verify
+
+    losses = train(make_trainer(str(tmp_path / "a"), 1, max_steps=4))
+    expected = whole_state(tmp_path / "a" / "checkpoint-2")
+    as_format_1(tmp_path / "a" / "checkpoint-2")
+    assert verify(tmp_path / "a" / "checkpoint-2").schema_version == 1
+    assert same_bits(whole_state(tmp_path / "a" / "checkpoint-2"), expected)
+    found = train(make_trainer(str(tmp_path / "b"), 1, max_steps=4, model_seed=5), str(tmp_path / "a" / "checkpoint-2"))
+    assert found == {3: losses[3], 4: losses[4]}
+    export(tmp_path / "a" / "checkpoint-2", tmp_path / "exported")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
+    assert torch.equal(model.get_parameter("model.norm.weight"), expected["weight/model.norm.weight"])
 
 
 def refused_on_all_ranks(rank, world, folder, checkpoint, options):

@@ -1,5 +1,190 @@
 """Moves: checkpoints."""
 
-from tests.moves import Move
+import json
+from pathlib import Path
+from typing import Any
 
-MOVES: tuple[Move, ...] = ()
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+
+from tests.lora import tiny_lora
+from tests.moves import MINI_BATCH, Kit, Move, Seen
+
+
+def folders(kit: Kit, name: str = "out") -> list[str]:
+    """The checkpoints that are left."""
+    return sorted(path.name for path in (kit.folder / name).glob("checkpoint-*"))
+
+
+def flat(model: Any) -> Tensor:
+    """Its weights, end to end."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def loaded(path: Path) -> Tensor:
+    """What `from_pretrained` finds in a folder."""
+    return flat(AutoModelForCausalLM.from_pretrained(path))
+
+
+def everyone(kit: Kit) -> None:
+    """Waits for all ranks: a user's script looks at files after its own barrier."""
+    if not kit.stock and torch.distributed.is_initialized():
+        torch.distributed.barrier()
+
+
+def saved(**changes: Any) -> Any:
+    """The move of training with saves, and loading what was saved as a model."""
+
+    def run(kit: Kit) -> Seen:
+        rows = kit.rows()
+        args = kit.arguments(**{"save_strategy": "steps", "save_steps": 2, **changes})
+        seen = kit.train(kit.trainer(args=args, train_dataset=rows, eval_dataset=rows))
+        everyone(kit)
+        seen["folders"] = folders(kit)
+        seen["loaded"] = {name: loaded(kit.folder / "out" / name) for name in folders(kit)}
+        return seen
+
+    return run
+
+
+def best(**changes: Any) -> Any:
+    """The move of training for the best model, which is then evaluated and saved."""
+
+    def run(kit: Kit) -> Seen:
+        rows = kit.rows()
+        options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1, **changes}
+        # a rate that makes the last steps worse than the one before
+        args = kit.arguments(load_best_model_at_end=True, learning_rate=0.2, **options)
+        trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset=rows)
+        seen = kit.train(trainer)
+        seen["evaluated"] = trainer.evaluate()["eval_loss"]
+        trainer.save_model(str(kit.folder / "saved"))
+        everyone(kit)
+        state = trainer.state
+        seen["best"] = [state.best_metric, state.best_global_step, Path(state.best_model_checkpoint).name]
+        return {**seen, "folders": folders(kit), "saved": loaded(kit.folder / "saved")}
+
+    return run
+
+
+class StopAt(TrainerCallback):
+    """Ends a run early, as a job that is cut short."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_training_stop = control.should_training_stop or state.global_step >= self.step
+
+
+def resumed(resume: Any, **changes: Any) -> Any:
+    """The move of going on with a run that ended early; `resume` is True, or the name of a checkpoint."""
+
+    def run(kit: Kit) -> Seen:
+        args = kit.arguments(save_strategy="steps", save_steps=1, **changes)
+        kit.train(kit.trainer(args=args, callbacks=[StopAt(2)]))
+        kit.close()
+        everyone(kit)
+        again = kit.trainer(args=args, model=kit.model(seed=5))
+        return kit.train(again, resume_from_checkpoint=resume if resume is True else str(kit.folder / "out" / resume))
+
+    return run
+
+
+def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = None, **changes: Any) -> Any:
+    """The move of going on, with either Trainer, with a run of the stock one (on several processes with DDP)."""
+
+    def run(kit: Kit) -> Seen:
+        options = {"save_strategy": "steps", "save_steps": step, **changes}
+        writer = Kit(True, kit.world_size, kit.folder)
+        per_device = MINI_BATCH // kit.world_size // options.get("gradient_accumulation_steps", 1)
+        args = writer.arguments(**options, per_device_train_batch_size=per_device)
+        make, rows = model or kit.model, kit.rows(18)
+        writer.train(writer.trainer(args=args, model=make(), train_dataset=rows, callbacks=[StopAt(step)]))
+        checkpoint = kit.folder / "out" / f"checkpoint-{step}"
+        everyone(kit)
+        if damage is not None and int(torch.distributed.is_initialized() and torch.distributed.get_rank()) == 0:
+            damage(checkpoint)
+        everyone(kit)
+        options |= {"per_device_train_batch_size": per_device, "hotspa_mini_batch_size": MINI_BATCH}
+        args = kit.arguments(**{**options, "save_strategy": "no"})
+        trainer = kit.trainer(args=args, model=make(seed=5), train_dataset=rows)
+        return kit.train(trainer, resume_from_checkpoint=resume or str(checkpoint))
+
+    return run
+
+
+class Opens(TrainerCallback):
+    """Opens the folder in `on_save`, as a script that pushes or evaluates it does."""
+
+    def __init__(self) -> None:
+        self.found: list[Any] = []
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        config = json.loads((path / "config.json").read_text())
+        step = json.loads((path / "trainer_state.json").read_text())["global_step"]
+        self.found.append([config["architectures"], config["dtype"], step, loaded(path)])
+
+
+def opened_in_on_save(kit: Kit) -> Seen:
+    callback = Opens()
+    seen = kit.train(kit.trainer(args=kit.arguments(save_strategy="steps", save_steps=2), callbacks=[callback]))
+    return {**seen, "found": callback.found}
+
+
+def model_files(kit: Kit) -> Seen:
+    from tests.gloo.test_checkpoint import tokenizer
+
+    args = kit.arguments(save_strategy="steps", save_steps=4, save_only_model=True)
+    kit.train(kit.trainer(args=args, processing_class=tokenizer()))
+    everyone(kit)
+    path = kit.folder / "out" / "checkpoint-4"
+    own = {"training_args.bin", "training_args.json", "MANIFEST.json"}  # the arguments, pickled or not; our hashes
+    ids = AutoTokenizer.from_pretrained(path)("def return")["input_ids"]
+    return {"files": sorted({file.name for file in path.iterdir()} - own), "ids": ids, "weights": loaded(path)}
+
+
+def lora_model(seed: int = 0) -> Any:
+    return tiny_lora("llama_gqa_bias", seed=seed)
+
+
+def adapter(kit: Kit) -> Seen:
+    from peft import PeftModel
+
+    seen = kit.train(kit.trainer(model=lora_model(), args=kit.arguments(save_strategy="steps", save_steps=2)))
+    everyone(kit)
+    path = kit.folder / "out" / "checkpoint-2"
+    names = {"adapter_config.json", "adapter_model.safetensors", "trainer_state.json"}
+    seen["files"] = sorted(names & {file.name for file in path.iterdir()})
+    return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(), str(path)))}
+
+
+MOVES: tuple[Move, ...] = (
+    Move("`from_pretrained` of a `checkpoint-N`", saved()),
+    Move("`save_only_model=True`", saved(save_only_model=True)),
+    Move("files of a checkpoint: configs, weights, tokenizer", model_files),
+    Move("`save_total_limit=1`", saved(save_total_limit=1)),
+    Move('`save_strategy="epoch"`', saved(save_strategy="epoch", max_steps=-1, num_train_epochs=1)),
+    Move(
+        '`save_strategy="best"`',
+        saved(save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"),
+    ),
+    Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best()),
+    Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2)),
+    Move("an `on_save` that opens the folder", opened_in_on_save),
+    Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter),
+    Move("`resume_from_checkpoint=True`", resumed(True)),
+    Move("`resume_from_checkpoint` with a path", resumed("checkpoint-1")),
+    Move("going on from a checkpoint of the stock `Trainer`", from_stock(2)),
+    Move("the same with `True`, in the second epoch, with accumulation",
+         from_stock(4, resume=True, max_steps=6, gradient_accumulation_steps=3, warmup_steps=3)),
+    Move("the same with SGD and momentum",
+         from_stock(2, optim="sgd", optim_args="momentum=0.9", lr_scheduler_type="cosine")),
+    Move("the same with a LoRA adapter", from_stock(2, model=lora_model)),
+    Move("the same after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
+         refused="no optimizer.pt", instead="start a new run with its weights"),
+    Move("the same, written under DeepSpeed", from_stock(2, damage=lambda path: (path / "latest").write_text("x")),
+         refused="DeepSpeed", instead="start a new run with the weights that DeepSpeed's tools convert"),
+)  # fmt: skip

@@ -47,12 +47,12 @@ def test_inspect(output, capsys):
 def test_verify(output, capsys):
     assert command("verify", output) == 0
     assert capsys.readouterr().out.count("as they were written") == 2
-    file = output / "checkpoint-5" / "state.json"
+    file = output / "checkpoint-5" / "hotspa" / "state.json"
     file.write_text(file.read_text().replace("5", "6"))
     assert command("verify", output) == DAMAGED
     done = capsys.readouterr()
     assert "checkpoint-10" in done.out
-    assert "'state.json' was changed" in done.err
+    assert "'hotspa/state.json' was changed" in done.err
     assert "checkpoint-5" in done.err
 
 

@@ -64,7 +64,7 @@ def swap(rng, path, other):
 
 def stale(rng, path, other):
     file = rng.choice(files_of(path))
-    shutil.copy(other / file.name, file)
+    shutil.copy(other / file.relative_to(path), file)
 
 
 def link(rng, path, other):
@@ -131,6 +131,7 @@ def test_no_damage_goes_unnoticed(tmp_path):
         path = tmp_path / "damaged" / "checkpoint-10"
         path.mkdir(parents=True)
         for name, data in contents.items():
+            (path / name).parent.mkdir(exist_ok=True)
             (path / name).write_bytes(data)
         kind(rng, path, other)
         with pytest.raises(DamagedCheckpointError) as caught:  # noqa: PT012

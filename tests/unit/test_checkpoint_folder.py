@@ -137,9 +137,10 @@ def test_everything_is_synced_before_the_commit(tmp_path, new_run):
     created = {name for change, name in changes if change == "create"}
     synced = [name for change, name in changes[:commit] if change == "sync"]
     assert created <= set(synced)
-    assert len(created) == 4
+    assert len(created) == 7
     # the manifest after all other files, then the directory, and after the rename the directory of the run
     assert synced[-2] == "MANIFEST.json"
+    assert synced[-3] == "hotspa"
     assert synced[-1].startswith(".tmp-checkpoint-7-")
     assert changes[commit + 1] == ("sync", "run")
 
@@ -263,7 +264,7 @@ def test_forked_workers_do_not_keep_the_lock(tmp_path, new_run, monkeypatch):
 
 
 def damage(path):
-    file = next(path.glob("master*"))
+    file = next(path.rglob("master*"))
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)

@@ -1,0 +1,227 @@
+"""The weights of a model as the files that `from_pretrained` loads (PEFT's, for an adapter), written as they are gathered.
+
+Owns which tensors are in which file, under which names. Those are the names that `save_pretrained` writes: where
+transformers makes one weight of several saved ones (fused experts), it is taken apart again. Of tied weights one is
+written, the one that transformers keeps. No more than one weight has to be in memory at a time.
+"""
+
+import itertools
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.core_model_loading import revert_weight_conversion
+from transformers.modeling_utils import remove_tied_weights_from_state_dict
+
+from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.manifest import ADAPTER_WEIGHTS
+from hf_hotspa.checkpoint.tensors import tensor_bytes
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.runtime.specs import dtype_name
+
+MAX_SHARD_BYTES = 5 * 10**9
+"""A file is closed before it grows beyond this; a larger tensor has a file of its own."""
+
+Weights = Iterable[tuple[str, Tensor]]
+"""Every weight whole, by its name in memory, in the order of the vector; each is valid until the next one."""
+
+Entries = list[tuple[TensorRecord, Any]]
+"""Tensors in the order of writing, each with anything that gives its bytes."""
+
+
+def adapter_name(name: str) -> str:
+    """The name of an adapter's parameter in PEFT's files, which leave out what the adapter is called in the model.
+
+    Args:
+        name: As in `PeftModel.named_parameters`.
+    """
+    return re.sub(r"\.(lora_[AB])\.[^.]+\.(?=weight$)", r".\1.", name)
+
+
+def saved_state(model: nn.Module) -> dict[str, Tensor]:
+    """What `save_pretrained` saves of a transformers model, by its names in memory: each tied weight once."""
+    state: dict[str, Tensor] = remove_tied_weights_from_state_dict(dict(model.state_dict()), model)
+    for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
+        state.pop(name, None)
+    return state
+
+
+@dataclass(frozen=True)
+class WeightShard:
+    """One file of weights.
+
+    Args:
+        name: Its name.
+        entries: Its tensors, each with the name in memory of the weight that it is made of.
+    """
+
+    name: str
+    entries: list[tuple[TensorRecord, str]]
+
+
+class ModelWeights:
+    """The files of weights of a model, planned without its weights.
+
+    Args:
+        model: A transformers model, with weights or on the meta device; or a `PeftModel`, where `adapted`.
+        vector: The parameters, in the order in which they are gathered; of an adapter the trained ones.
+        adapted: Whether an adapter is saved.
+        max_shard_bytes: See `MAX_SHARD_BYTES`.
+
+    Attributes:
+        shards: The files.
+    """
+
+    def __init__(
+        self, model: Any, vector: ParameterVector, adapted: bool, max_shard_bytes: int = MAX_SHARD_BYTES
+    ) -> None:
+        self._model, self._adapted = model, adapted
+        if adapted:
+            named = dict(model.named_parameters())
+            state: dict[str, Tensor] = {spec.name: named[spec.name] for spec in vector.specs}
+        else:
+            state = saved_state(model)
+        weights = [name for spec in vector.specs for name in (spec.name, *spec.tied_names)]
+        self._buffers = {name: state[name] for name in sorted(state.keys() - set(weights))}
+        names = [*(name for name in weights if name in state), *self._buffers]
+        empty = {name: torch.empty_like(state[name], device="meta") for name in names}
+        self._dtypes = {name: tensor.dtype for name, tensor in empty.items()}
+        self._converts = not adapted and self._is_convertible(empty)
+        entries = [
+            (TensorRecord(saved, dtype_name(tensor.dtype), tuple(tensor.shape)), name)
+            for name in names
+            for saved, tensor in self._saved(name, empty[name]).items()
+        ]
+        if adapted:  # PEFT reads one file
+            self.shards = [WeightShard(ADAPTER_WEIGHTS, entries)]
+        else:
+            self.shards = [WeightShard(name, shard) for name, shard in named_shards(entries, max_shard_bytes)]
+
+    def write(
+        self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
+    ) -> list[FileRecord]:
+        """Writes every `parts`-th file, from number `part` on; the first part writes the index, too.
+
+        Args:
+            disk: Writes.
+            folder: Where.
+            weights: The weights, or what `hold` gave.
+            part: Which part of the files: the ranks share the work.
+            parts: In how many.
+        """
+        shards = self.shards[part::parts]
+        ready = weights.items() if isinstance(weights, dict) else self._made(weights, shards)
+        stream = iter(ready)
+
+        def data(record: TensorRecord) -> Buffer:
+            return tensor_bytes(next(tensor for name, tensor in stream if name == record.name))
+
+        records = []
+        for shard in shards:
+            chunks = tensor_file([(record, record) for record, _ in shard.entries], data)
+            records.append(disk.write(folder, shard.name, chunks))
+        if part == 0 and len(self.shards) > 1:
+            named = [(shard.name, [record for record, _ in shard.entries]) for shard in self.shards]
+            records.append(disk.write(folder, *index_file(named)))
+        return records
+
+    def hold(self, weights: Weights, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
+        """What `write` needs for its files, copied to host memory: later steps do not change it."""
+        made = self._made(weights, self.shards[part::parts])
+        return {name: tensor.detach().to("cpu", copy=True) for name, tensor in made}
+
+    def _made(self, weights: Weights, shards: list[WeightShard]) -> Iterator[tuple[str, Tensor]]:
+        """The tensors of the files in order, as the weights come along, under their saved names."""
+        wanted = {record.name for shard in shards for record, _ in shard.entries}
+        sources = {source for shard in shards for _, source in shard.entries}
+        for name, tensor in itertools.chain(weights, self._buffers.items()):
+            if name in sources:
+                made = self._saved(name, tensor.to(self._dtypes[name]))
+                yield from ((saved, found) for saved, found in made.items() if saved in wanted)
+
+    def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
+        """What is saved of one weight, by saved name."""
+        if self._adapted:
+            return {adapter_name(name): tensor}
+        return dict(revert_weight_conversion(self._model, {name: tensor})) if self._converts else {name: tensor}
+
+    def _is_convertible(self, empty: dict[str, Tensor]) -> bool:
+        """Whether names change at all, and each weight can be converted on its own. `from_pretrained` reads the names in
+        memory, too, so those are kept where it cannot (saved tensors that are split in memory)."""
+        try:
+            whole = revert_weight_conversion(self._model, dict(empty))
+            if whole.keys() == empty.keys():
+                return False
+            single = [revert_weight_conversion(self._model, {name: tensor}) for name, tensor in empty.items()]
+        except Exception:  # whatever an operation of transformers raises when a part is missing
+            return False
+        found = [(name, tensor.shape) for made in single for name, tensor in made.items()]
+        return sorted(found) == sorted((name, tensor.shape) for name, tensor in whole.items())
+
+
+def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES) -> list[tuple[str, Entries]]:
+    """The files of a model, in the order of the tensors.
+
+    Args:
+        entries: The tensors.
+        limit: See `MAX_SHARD_BYTES`.
+
+    Returns:
+        Name and tensors of each.
+    """
+    shards: list[Entries] = [[]]
+    size = 0
+    for entry in entries:
+        more = _num_bytes(entry[0])
+        if shards[-1] and size + more > limit:
+            shards.append([])
+            size = 0
+        shards[-1].append(entry)
+        size += more
+    if len(shards) == 1:
+        return [("model.safetensors", shards[0])]
+    return [(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors", shard) for i, shard in enumerate(shards)]
+
+
+def index_file(shards: list[tuple[str, list[TensorRecord]]]) -> tuple[str, list[Buffer]]:
+    """Name and contents of the index of several files, each given by its name and tensors."""
+    index = {
+        "metadata": {"total_size": sum(_num_bytes(record) for _, records in shards for record in records)},
+        "weight_map": {record.name: name for name, records in shards for record in records},
+    }
+    return "model.safetensors.index.json", [(json.dumps(index, indent=2, sort_keys=True) + "\n").encode()]
+
+
+def write_shards(
+    disk: Disk, folder: Path, entries: Entries, data: Callable[[Any], Buffer], max_shard_bytes: int = MAX_SHARD_BYTES
+) -> list[str]:
+    """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
+
+    Args:
+        disk: Writes.
+        folder: Where.
+        entries: The tensors in the order of writing, each with anything that `data` understands.
+        data: As of `tensor_file`; called once for each tensor, in order.
+        max_shard_bytes: See `MAX_SHARD_BYTES`.
+
+    Returns:
+        The names of the files of tensors.
+    """
+    shards = named_shards(entries, max_shard_bytes)
+    for name, shard in shards:
+        disk.write(folder, name, tensor_file(shard, data))
+    if len(shards) > 1:
+        disk.write(folder, *index_file([(name, [record for record, _ in shard]) for name, shard in shards]))
+    return [name for name, _ in shards]
+
+
+def _num_bytes(record: TensorRecord) -> int:
+    size = DTYPES[record.dtype][1]
+    for dim in record.shape:
+        size *= dim
+    return size

@@ -1,0 +1,290 @@
+"""A checkpoint of the stock `transformers.Trainer`, to go on from: what is in it, and whose state is whose.
+
+Promises that nothing of it is left out in silence: weights, optimizer states by parameter, the state of the scheduler,
+step and epoch, random states. What cannot be mapped is refused by name; there is never a fresh optimizer instead.
+"""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hf_hotspa.checkpoint.disk import read_object
+from hf_hotspa.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
+from hf_hotspa.checkpoint.model_files import adapter_name
+from hf_hotspa.checkpoint.pickles import read_pickle
+from hf_hotspa.checkpoint.rng import set_generators
+from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, bare_optimizer, load_optimizer
+from hf_hotspa.errors import DamagedCheckpointError, ResumeError
+from hf_hotspa.runtime.cpu_adam import CPU_ADAM
+from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.storage import to_storage
+from hf_hotspa.runtime.weight_files import WeightFiles
+
+OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
+_OF_OTHERS = {
+    "DeepSpeed": ("latest", "zero_to_fp32.py", "global_step*"),
+    "FSDP": ("pytorch_model_fsdp*", "optimizer_*", "*.distcp"),
+    "model parallelism of SageMaker": ("optimizer.pt_*",),
+}
+_NEW_RUN = "start a new run with its weights: hotspa_model_path, or from_pretrained, and no resume_from_checkpoint"
+_ADAM = {"exp_avg", "exp_avg_sq", "step"}
+
+
+def is_stock(path: Path) -> bool:
+    """Whether a directory is a checkpoint that we did not write."""
+    ours = any((path / name).exists() for name in (MANIFEST, STATE_FOLDER)) or any(path.glob("master-rank-*"))
+    return (path / TRAINER_STATE).is_file() and not ours
+
+
+@dataclass(frozen=True)
+class StockCheckpoint:
+    """An opened checkpoint of the stock Trainer.
+
+    Args:
+        path: Its directory.
+        trainer_state: The Trainer's own state.
+        optimizer: The optimizer's `state_dict`; its tensors lie in the file.
+        scheduler: The scheduler's.
+        weights: The files of the model, or of the adapter.
+        adapted: Whether they are those of an adapter.
+        state: What only our checkpoints hold: nothing.
+    """
+
+    path: Path
+    trainer_state: dict[str, Any]
+    optimizer: dict[str, Any]
+    scheduler: dict[str, Any]
+    weights: WeightFiles
+    adapted: bool
+    state: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def open(cls, path: Path) -> "StockCheckpoint":
+        """Reads everything but the tensors.
+
+        Raises:
+            ResumeError: it holds the model only, or is one of a wrapper whose state cannot be mapped.
+            DamagedCheckpointError: a file is missing, damaged, or not what its name says.
+            HotspaError: its weights cannot be read; see `WeightFiles`.
+        """
+        for other, patterns in _OF_OTHERS.items():
+            if any(True for pattern in patterns for _ in path.glob(pattern)):
+                raise ResumeError(
+                    f"the checkpoint was written with {other}",
+                    where=str(path),
+                    why="the state of its optimizer is cut in another way, and cannot be mapped",
+                    fix="start a new run with the weights that its own tools convert, and no resume_from_checkpoint",
+                )
+        missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
+        if missing:
+            raise ResumeError(
+                f"the stock Trainer's checkpoint has no {missing[0]}",
+                where=str(path),
+                why="it holds the model only (save_only_model), or its save was cut short; the optimizer would start anew",
+                fix=_NEW_RUN,
+            )
+        adapted = (path / ADAPTER_CONFIG).is_file()
+        trainer_state = read_object(path, TRAINER_STATE)
+        if not isinstance(trainer_state.get("global_step"), int):
+            raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
+        optimizer, scheduler = read_pickle(path, OPTIMIZER), read_pickle(path, SCHEDULER)
+        if (
+            not isinstance(optimizer, dict)
+            or not isinstance(scheduler, dict)
+            or not {"state", "param_groups"} <= set(optimizer)
+        ):
+            raise DamagedCheckpointError(f"{OPTIMIZER!r} or {SCHEDULER!r} holds no state", where=str(path))
+        weights = WeightFiles(path, ADAPTER_WEIGHTS if adapted else None)
+        return cls(path, trainer_state, optimizer, scheduler, weights, adapted)
+
+    def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:
+        """Gives this rank's optimizer its share of the saved states.
+
+        Args:
+            optimizer: The optimizer, on the master store; its groups are made as with the stock Trainer.
+            master: The master store.
+
+        Raises:
+            ResumeError: it is another optimizer, or one of other parameters.
+        """
+        bare, named = bare_optimizer(optimizer), {id(p): name for name, p in master.parameters.items()}
+        groups = [[named[id(parameter)] for parameter in group["params"]] for group in bare.param_groups]
+        saved_groups = self.optimizer["param_groups"]
+        kind = self._kind(bare, saved_groups[0] if saved_groups else {})
+        counts = [[len(group) for group in found] for found in (groups, [g["params"] for g in saved_groups])]
+        if counts[0] != counts[1]:
+            raise ResumeError(
+                f"{OPTIMIZER!r} has parameter groups of {counts[1]} parameters, and those of the run are of {counts[0]}",
+                where=str(self.path),
+                why="the optimizer was made in another way, or the model is another one",
+                fix="go on with the same model, and an optimizer that is made in the same way",
+            )
+        states, ranges = {}, master.owned_ranges()
+        for names, group in zip(groups, saved_groups, strict=True):
+            for name, index in zip(names, group["params"], strict=True):
+                spec, start, stop = ranges[name]
+                found = self.optimizer["state"].get(index, {})
+                states[name] = {
+                    key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {name}")
+                    for key, value in found.items()
+                }
+        wanted = _ADAM if kind in ("AdamW", "Adam") else set[str]()
+        if wanted and not any(wanted <= set(state) for state in states.values()):
+            raise ResumeError(f"{OPTIMIZER!r} holds no state of {kind}", where=str(self.path), fix=_NEW_RUN)
+        plain = [{key: value for key, value in group.items() if key != "params"} for group in saved_groups]
+        load_optimizer(bare, master, states, {"class": kind, "groups": plain, "scalars": {}}, str(self.path))
+
+    def _kind(self, optimizer: Optimizer, group: Mapping[str, Any]) -> str:
+        """The class that wrote the states, as far as the names of its settings tell."""
+
+        def settings(group: Mapping[str, Any]) -> set[str]:
+            # of Adam and AdamW, which older versions of torch told apart by the class alone
+            return {*group} - {"params", "initial_lr", "decoupled_weight_decay", *HERE_AND_NOW}
+
+        own = type(optimizer).__name__
+        if settings(group) == settings(optimizer.param_groups[0]):
+            return own
+        if own == CPU_ADAM and settings(group) == settings(torch.optim.AdamW([torch.zeros(1)]).param_groups[0]):
+            return "AdamW"
+        raise ResumeError(
+            f"{OPTIMIZER!r} holds the state of another optimizer than {own}",
+            where=str(self.path),
+            why=f"its settings are {', '.join(sorted(settings(group)))}",
+            fix="go on with the same optim",
+        )
+
+    def _share(
+        self, value: Any, shape: tuple[int, ...], shard_dim: int | None, start: int, stop: int, what: str
+    ) -> Any:
+        if not isinstance(value, Tensor) or value.dim() == 0:
+            return value
+        if value.shape != shape:
+            raise ResumeError(
+                f"{what} is {list(value.shape)} in {OPTIMIZER!r}, and the parameter is {list(shape)}",
+                where=str(self.path),
+                fix="go on with the same model and the same optim",
+            )
+        return to_storage(value, shard_dim)[start:stop].clone()
+
+    @torch.no_grad()
+    def restore_adapter(self, master: MasterStore) -> None:
+        """Fills this rank's share of the trained weights from an adapter.
+
+        Raises:
+            ResumeError: the adapter is another one.
+            DamagedCheckpointError: the file cannot be read.
+        """
+        restore_adapter(self.weights, master)
+
+    def check_scheduler(self, scheduler: Any) -> None:
+        """Raises `ResumeError` when the saved state is one of another kind of scheduler."""
+        own = scheduler.state_dict()
+        if own.keys() != self.scheduler.keys():
+            raise ResumeError(
+                f"{SCHEDULER!r} holds the state of another scheduler than {type(scheduler).__name__}",
+                where=str(self.path),
+                fix="go on with the same lr_scheduler_type",
+            )
+
+    def set_random_state(self, rank: int) -> bool:
+        """Sets the generators of this process; those of rank `r mod saved ranks`. False where none were saved.
+
+        Raises:
+            DamagedCheckpointError: the file holds no such states.
+        """
+        several = len(list(self.path.glob("rng_state_*.pth")))
+        name = f"rng_state_{rank % several}.pth" if several else "rng_state.pth"
+        if not (self.path / name).is_file():
+            return False
+        saved = read_pickle(self.path, name)
+        try:
+            cuda = saved.get("cuda")
+            set_generators(
+                saved["python"], saved["numpy"], saved["cpu"], cuda[0] if isinstance(cuda, list) and cuda else cuda
+            )
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError, RuntimeError) as error:
+            raise DamagedCheckpointError(
+                f"{name!r} holds no random states: {type(error).__name__}: {error}", where=str(self.path)
+            ) from error
+        return True
+
+    def check_order(self, rows: int, steps_in_epoch: int, mini_batch: int, drop_last: bool) -> None:
+        """Compares the mini-batches that were trained with those of the run, as far as step and epoch tell.
+
+        Args:
+            rows: Rows of the data set.
+            steps_in_epoch: Optimizer steps of an epoch of the run.
+            mini_batch: Rows of a mini-batch of the run.
+            drop_last: Whether a last one that is not full is left out.
+
+        Raises:
+            ResumeError: they are others.
+        """
+        step, epoch = self.trainer_state["global_step"], self.trainer_state.get("epoch")
+        per_device = self.trainer_state.get("train_batch_size")
+        if not isinstance(epoch, int | float) or not isinstance(per_device, int) or per_device < 1:
+            return
+        found = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
+        if not any(abs(value - epoch) < 1e-6 for value in found):
+            raise ResumeError(
+                f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, and a run "
+                f"with mini-batches of {mini_batch} out of {rows} rows never is",
+                where=str(self.path),
+                why="sequences would be trained twice or not at all",
+                fix="use the same data set and set hotspa_mini_batch_size to the rows of one step of that run (rows per "
+                "device x processes x gradient accumulation), or say hotspa_allow_data_order_change=True",
+            )
+
+
+def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_batch: int, drop_last: bool) -> set[float]:
+    """What the stock Trainer says of the epoch at a step, for every split of a mini-batch over processes and accumulation."""
+    found = set[float]()
+    share, rest = divmod(mini_batch, per_device)
+    if rest or not steps_in_epoch:
+        return found
+    batches = rows // per_device if drop_last else -(-rows // per_device)
+    for processes in (count for count in range(1, share + 1) if share % count == 0):
+        accumulation = share // processes
+        micro_steps = batches // processes if drop_last else -(-batches // processes)
+        if not micro_steps or max(-(-micro_steps // accumulation), 1) != steps_in_epoch:
+            continue
+        epochs, steps = divmod(step, steps_in_epoch)
+        found.add(epochs + min(steps * accumulation / micro_steps, 1.0))
+    return found
+
+
+@torch.no_grad()
+def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
+    """Fills this rank's share of the trained weights from a file of PEFT's.
+
+    Args:
+        files: The file.
+        master: The master store of a model with an adapter.
+
+    Raises:
+        ResumeError: the file holds another adapter.
+        DamagedCheckpointError: it cannot be read.
+    """
+    trained = {
+        adapter_name(name): (name, *entry) for name, entry in master.owned_ranges().items() if entry[0].trainable
+    }
+    differences = itertools.chain(
+        (name for name in trained if name not in files.tensors),
+        (name for name in files.tensors if name not in trained),
+        (name for name in trained if files.tensors[name].shape != trained[name][1].shape),
+    )
+    for name in differences:
+        raise ResumeError(
+            f"{name!r} of the adapter is not the same in the checkpoint and in the model",
+            where=str(files.folder),
+            fix="make the adapter with the config that it was saved with",
+        )
+    for saved, (name, spec, start, stop) in trained.items():
+        if stop > start:
+            master.parameters[name].copy_(files.read(saved, spec.shard_dim, start, stop))
