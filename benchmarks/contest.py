@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets, strategies_of
 
 MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value heads
@@ -40,16 +41,18 @@ def pack_limit(strategy: Strategy, budget: int, rule: str) -> int:
 
 
 def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[list[Side], list[str]]:
-    """The contestants, and a line for each static strategy that does not fit."""
+    """The contestants, and a line for each static strategy that is not legal for the model, or does not fit."""
     longest = max(lengths)
     shape = describe(options).shape
     sides, left_out = [], []
     for strategy in strategies_of(options.ranks):
         limit = pack_limit(strategy, options.budget, options.budget_rule)
         if why := strategy.misfit(shape):
-            left_out.append(f"{short_name(strategy)}: {why}")
+            left_out.append(f"{short_name(strategy)} is not legal: {why}")
         elif limit < longest:
-            left_out.append(f"{short_name(strategy)}: its packs of {limit} tokens cannot hold a sequence of {longest}")
+            left_out.append(
+                f"{short_name(strategy)} does not fit: its packs of {limit} tokens cannot hold a sequence of {longest}"
+            )
         else:
             sides.append(Side(f"static {short_name(strategy)}", (Bucket(strategy, longest, limit),)))
     texts = options.hot or default_hot(options, longest, sides)
@@ -104,7 +107,20 @@ def describe(options: argparse.Namespace) -> Any:
     from hf_hotspa.runtime.specs import describe_model
 
     with torch.device("meta"):
-        return describe_model(LlamaForCausalLM(model_config(options.model)))
+        found = describe_model(LlamaForCausalLM(model_config(options.model)))
+    check_runs_everywhere(found.shape)
+    return found
+
+
+def check_runs_everywhere(shape: ModelShape) -> None:
+    """Stops where the model would be kept from tp or pp: the strongest sides would be missing, and nobody would see it.
+
+    Raises:
+        SystemExit: saying why. A Llama runs under every strategy that its heads and layers allow.
+    """
+    plans = shape.has_tp_plan and shape.has_pp_plan
+    if obstacle := shape.tp_obstacle or shape.pp_obstacle or (None if plans else "a parallel plan is missing"):
+        raise SystemExit(f"sides that are legal cannot run: {obstacle}")
 
 
 def make_model(name: str) -> Any:
@@ -135,4 +151,4 @@ def mini_batch_lengths(options: argparse.Namespace) -> list[int]:
         if not lengths:
             raise SystemExit(f"{options.lengths} holds no lengths")
         return lengths
-    return [256] * options.num_short + [options.long]
+    return [min(256, options.budget)] * options.num_short + [options.long]

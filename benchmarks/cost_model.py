@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from contest import MODELS, make_model, make_rows, model_config, short_name
+from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_config, short_name
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
 from worlds import run_world
 
@@ -221,7 +221,9 @@ def _count_seconds(runner: Any) -> list[float]:
 def _shape_of(model: Any) -> Any:
     from hf_hotspa.runtime.specs import describe_model
 
-    return describe_model(model).shape
+    shape = describe_model(model).shape
+    check_runs_everywhere(shape)
+    return shape
 
 
 # -- both sides -------------------------------------------------------------------------------------------------------
@@ -310,7 +312,7 @@ def machine_facts(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Predicted against measured.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -333,7 +335,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--cache", default=".cache/calibration", help="folder of calibrations")
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         options.ranks, options.model, options.rounds, options.patience = 2, ["0.9M"], 2, 2
         options.lengths, options.tokens, options.pack_tokens, options.memory_tokens = [32, 64], 256, 128, [256]
@@ -343,8 +345,8 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
     facts = machine_facts(options)
     print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     cases = make_cases(options)

@@ -15,7 +15,7 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -256,7 +256,7 @@ def table(found: dict[str, list[Found]], options: argparse.Namespace, tokens: in
     return "\n".join(lines)
 
 
-def main() -> None:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--lengths", default="commoncrawl", choices=list(LENGTHS))
     parser.add_argument("--longest", type=int, default=32768, help="tokens at which lengths are cut")
@@ -272,8 +272,18 @@ def main() -> None:
     parser.add_argument("--padded-rows", type=int, nargs="*", default=[1], help="likewise, where it pads")
     parser.add_argument("--pack-tokens", type=int, default=32768, help="packs of ours without auto")
     parser.add_argument("--profile", action="store_true", help="also profile one mini-batch of each side")
+    parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     parser.add_argument("--json", type=Path)
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.hidden, options.layers, options.longest, options.pack_tokens = 256, 2, 1024, 2048
+        options.rows, options.steps, options.warmup, options.rounds = 8, 3, 1, 1
+        options.flattened_rows, options.padded_rows = [4], [1]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs an NVIDIA GPU, and torch sees none")
     AttentionInterface.register(STOCK_KERNEL, varlen_of_stock)

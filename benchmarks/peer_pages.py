@@ -32,7 +32,7 @@ FAMILIES = (
     ("FSDP2 of transformers", ("FSDP2 of transformers",)),
     ("DeepSpeed ZeRO-1, 2 or 3", ("DeepSpeed ZeRO",)),
     ("DeepSpeed Ulysses", ("DeepSpeed Ulysses",)),
-    ("tensor parallelism of transformers", ("tp4 of transformers",)),
+    ("tensor parallelism of transformers", ("tp",)),
     ("ours, one static strategy, packed: the best", STATIC),
     ("ours, the paper's way: fixed buckets", ("ours, the paper's way",)),
     ("**ours, `auto`**", (AUTO,)),

@@ -6,7 +6,7 @@ One world calibrates (or finds the machine's calibration in the cache), and the 
 from collections.abc import Sequence
 from typing import Any
 
-from contest import make_model, short_name
+from contest import check_runs_everywhere, make_model, short_name
 from peer_work import Work
 
 from hf_hotspa.cost.rooms import MemoryRooms
@@ -17,18 +17,17 @@ LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.07
 times it: their part is what they predict of that strategy, the rest (rows, what Python and the libraries add) all have.
 Which it is, the memory model says: what a pipeline takes depends on what else a mini-batch holds, and it needs to hold
 the longest sequence in any."""
-_PAPER = (("dp", 8), ("dp2tp2", 2), ("tp", 1))
-"""Strategies and where their buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on
-8 GPUs have these three kinds, with edges at an eighth and a half."""
+_PAPER_EDGES = (8, 2, 1)
+"""Where the paper's buckets end, as parts of the longest sequence: the published runs of 7B and 13B models on 8 GPUs have
+three kinds of strategies (dp, both, tp), with edges at an eighth and a half."""
 
 
 def paper_buckets(ranks: int, longest: int) -> str:
     """The paper's way: fixed buckets, and packs as long as the longest sequence of their bucket."""
-    entries = []
-    for text, part in _PAPER:
-        strategy = Strategy.parse(text if text[-1].isdigit() else f"{text}{ranks}")
-        entries.append(f"{strategy}:{longest // part}@{longest // part}")
-    return ",".join(entries)
+    both = Strategy(dp=ranks // 2, tp=2) if ranks % 2 == 0 else Strategy(dp=ranks)
+    kinds = zip((Strategy(dp=ranks), both, Strategy(tp=ranks)), _PAPER_EDGES, strict=True)
+    edges = {strategy: longest // part for strategy, part in kinds}  # with few ranks some are one: its longest edge
+    return ",".join(f"{strategy}:{edge}@{edge}" for strategy, edge in edges.items())
 
 
 def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, Any]:
@@ -119,6 +118,7 @@ class _Planner:
         model = make_model(work.model)
         description = describe_model(model, torch.bfloat16 if work.dtype == "bf16" else None)
         self.work, self.shape = work, description.shape
+        check_runs_everywhere(self.shape)
         self.given_bytes = sum(each.numel() * each.element_size() for each in model.parameters())
         self.strategies = legal_strategies(world_size, self.shape)
         dtype = description.compute_dtype

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from peer_memory import Ladder
-from peer_sides import SIDES
+from peer_sides import sides_of
 from peer_work import Work
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspeed", "hf-hotspa")
@@ -78,7 +78,8 @@ class Results:
             "warmup": options.warmup,
         }
         cell = self.data["cells"].get(key)
-        if cell is None or any(cell[name] != facts[name] for name in ("lengths", "mini_batch_rows", "warmup")):
+        same = cell is not None and cell["machine"]["ranks"] == work.ranks
+        if not same or any(cell[name] != facts[name] for name in ("lengths", "mini_batch_rows", "warmup")):
             cell = self.data["cells"][key] = {"sides": {}}
         cell |= facts
         self._fresh = set()
@@ -124,9 +125,8 @@ class Results:
 
     def save(self) -> None:
         """Writes the file."""
-        order = [side.name for side in SIDES]
         for cell in self.data["cells"].values():
-            sides = cell["sides"]
+            sides, order = cell["sides"], [side.name for side in sides_of(cell["machine"]["ranks"])]
             cell["sides"] = {
                 name: sides[name] for name in sorted(sides, key=lambda n: order.index(n.split(" (limit)")[0]))
             }

@@ -33,7 +33,7 @@ from peer_pages import details_block, readme_block, update_block
 from peer_plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
 from peer_profile import profile_tables
 from peer_results import Results, json_text, published
-from peer_sides import SIDES, Side
+from peer_sides import Side, sides_of
 from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
 from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
@@ -67,7 +67,9 @@ class CellRun:
         rows = rows_of_mini_batch(self.lengths_name, options.longest, options.tokens, options.ranks)
         lengths = draw(self.lengths_name, rows * options.steps, options.longest, seed=1)
         self.work = Work(self.model, self.dtype, options.ranks, tuple(lengths), rows, options.steps, folder)
-        self.sides = [side for side in SIDES if _chosen(side.name, options.sides)]
+        self.all_sides = sides_of(options.ranks)
+        self.sides = [side for side in self.all_sides if _chosen(side.name, options.sides)]
+        self.broken: list[str] = []  # of ours, which are legal and should run
         self.short_peaks: dict[str, float] = {}  # of our static strategies, by bucket list
 
     def say(self, text: str) -> None:
@@ -131,7 +133,7 @@ class CellRun:
 
     def _measure_short_packs(self, plan: dict[str, Any]) -> None:
         """What static strategies take with packs as short as the longest sequence: the limit follows from it."""
-        sides, shown = {side.name: side for side in SIDES}, []
+        sides, shown = {side.name: side for side in self.all_sides}, []
         for short, strategies in plan["short"].items() if self.options.memory and self.options.limit != "off" else ():
             side = sides[f"ours, {short}"]
             try:
@@ -145,6 +147,7 @@ class CellRun:
                 )
             except SideError as error:
                 self.say(f"memory of {short}: {error.reason}")
+                self.broken.append(f"{self.key}: memory of ours, {short}: {error.reason}")
                 continue
             self.short_peaks[strategies] = found["peak_bytes"]
             shown.append(f"{short} {found['peak_bytes'] / 2**20:.0f} MiB")
@@ -244,6 +247,8 @@ class CellRun:
     def _failed(self, name: str, error: SideError) -> None:
         self.say(f"{name}: {error.reason}")
         self.results.fail(self.key, name, error.reason, text=str(error))
+        if name.startswith("ours, "):
+            self.broken.append(f"{self.key}: {name}: {error.reason}")
 
     def _log(self, name: str) -> Path:
         return self.logs / "".join(letter if letter.isalnum() else "-" for letter in name)
@@ -267,10 +272,10 @@ def _groups(contestants: Sequence[Contestant], together: int) -> list[list[Conte
     return [list(contestants[part::parts]) for part in range(parts)]
 
 
-def run_cells(options: argparse.Namespace, results: Results) -> None:
-    """Runs the cells that were asked for."""
+def run_cells(options: argparse.Namespace, results: Results) -> list[str]:
+    """Runs the cells that were asked for; what of ours should have run and did not."""
     cells = [(m, d, n) for m in options.model for d in options.dtype for n in options.lengths]
-    began = time.monotonic()
+    began, broken = time.monotonic(), []
     for number, cell in enumerate(cells):
         with tempfile.TemporaryDirectory(prefix="hotspa-peers-") as folder:
             run = CellRun(options, results, cell, folder)
@@ -278,16 +283,20 @@ def run_cells(options: argparse.Namespace, results: Results) -> None:
                 run.run()
             except WorldError as error:
                 print(f"  {run.key} failed: {error}", flush=True)
+                broken.append(f"{run.key}: {error}")
                 continue
+            finally:
+                broken += run.broken
         print("\n" + cell_tables(results.data, [run.key]), flush=True)
         took, left = time.monotonic() - began, len(cells) - number - 1
         print(
             f"{took / 60:.1f} min so far, {left} cells left, about {took / (number + 1) * left / 60:.0f} min",
             flush=True,
         )
+    return broken
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Side by side with what people use today.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -319,7 +328,7 @@ def parse_options() -> argparse.Namespace:
         help="only write --model and --dtype into README.md, and all cells into docs/side-by-side.md and .json",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         options.steps, options.warmup, options.trial_steps, options.rounds = 4, 1, 2, 1
         options.tokens, options.longest = 512, 256
@@ -328,9 +337,9 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_options()
-    results = Results(Path(options.json))
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
+    results, broken = Results(Path(options.json)), []
     if options.pages:
         kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
         root = Path(__file__).resolve().parents[1]
@@ -346,13 +355,15 @@ def main() -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         os.environ["HF_HOTSPA_CACHE"] = str(Path(options.cache).resolve())
         print(", ".join(f"{key} {value}" for key, value in results.begin_run(options).items()), flush=True)
-        run_cells(options, results)
+        broken = run_cells(options, results)
         print(f"\nresults: {options.json}; what the sides printed: {options.logs}")
     if options.png:
         from peer_picture import save_picture
 
         save_picture(results.data, Path(options.png))
         print(f"picture: {options.png}")
+    if broken:
+        raise SystemExit("sides of ours that are legal did not run:\n" + "\n".join(broken))
 
 
 if __name__ == "__main__":

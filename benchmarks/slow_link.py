@@ -15,7 +15,7 @@ compared with what should have, element by element.
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -206,7 +206,7 @@ def table(rows: list[dict[str, Any]]) -> str:
     return markdown(header, cells)
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Relay against Algorithm 1 over slow links.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -226,15 +226,15 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--json", help="also write the result here")
     parser.add_argument("--quick", action="store_true", help="seconds: does it run at all?")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.pairs, options.rounds, options.calibration_mb = "0.2M", "master->dp4", 2, 1
         options.ranks, options.per_node = 4, 2
     return options
 
 
-def main() -> None:
-    options = parse_options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
     facts = machine_facts(options.ranks)
     print(", ".join(f"{key} {value}" for key, value in facts.items()), flush=True)
     with tempfile.TemporaryDirectory(prefix="hotspa-nics-") as folder:

@@ -234,6 +234,9 @@ def print_table(rows: Sequence[dict[str, Any]], ranks: int) -> None:
 def compare_steps(options: argparse.Namespace, lengths: list[int]) -> dict[str, Any]:
     """Runs the contest and prints it."""
     sides, left_out = make_sides(options, lengths)
+    names = {side.name for side in sides}
+    if unknown := [name for name in options.only or () if name not in names]:
+        raise SystemExit(f"there are no sides {unknown}; there are {sorted(names)}, and\n" + "\n".join(left_out))
     if options.only:
         sides = [side for side in sides if side.name in options.only]
     if not sides:
@@ -243,14 +246,14 @@ def compare_steps(options: argparse.Namespace, lengths: list[int]) -> dict[str, 
     rows = table_rows(sides, timings, sum(lengths), options.ranks)
     print_table(rows, options.ranks)
     for line in left_out:
-        print(f"does not fit: {line}")
+        print(line)
     print(f"\nfirst mini-batch, same weights: losses agree to {worst:.1e} (relative)")
     for name, (loss, norm) in losses.items():
         print(f"  {name:30s} loss {loss:.8f}  gradient norm {norm:.8f}")
     return {"rows": rows, "left_out": left_out, "losses": losses}
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="Static strategies against hot switching.", formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -273,7 +276,9 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--only", action="append", metavar="SIDE", help="run only this side (its name in the table)")
     parser.add_argument("--lengths", help="JSON file: the list of the sequence lengths of a mini-batch")
-    parser.add_argument("--num-short", type=int, default=64, help="sequences of 256 tokens, without --lengths")
+    parser.add_argument(
+        "--num-short", type=int, default=64, help="sequences of 256 tokens (or the budget), without --lengths"
+    )
     parser.add_argument("--long", type=int, default=4096, help="tokens of the one long sequence, without --lengths")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile")
     parser.add_argument("--trainer-overhead", action="store_true", help="only the overhead of HotSPaTrainer")
@@ -284,19 +289,19 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=6144, help="tokens of a mini-batch, about, with --distributions")
     parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")
     parser.add_argument("--json", metavar="FILE", help="also write everything to a file")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.rounds < 1 or options.ranks < 1 or options.trainer_steps in (1, *range(-9, 0)):
         parser.error("--rounds and --ranks must be at least 1, --trainer-steps at least 2, or 0")
     if options.distributions == []:
         options.distributions = list(NAMES)
     if options.quick:
-        options.model, options.rounds, options.warmup, options.budget, options.trainer_steps = "0.9M", 2, 1, 64, 0
-        options.num_short, options.long, options.tokens = 8, 256, 512
+        options.model, options.rounds, options.warmup, options.budget, options.trainer_steps = "0.9M", 2, 1, 64, 2
+        options.num_short, options.long, options.tokens = 8, options.budget * options.ranks, 512
     return options
 
 
-def main() -> None:
-    options = parse_options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
     lengths = mini_batch_lengths(options)
     facts = machine_facts(options)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))

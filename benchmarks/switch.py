@@ -15,7 +15,7 @@ other sides are.
 import argparse
 import statistics
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -246,7 +246,7 @@ def print_tables(rows: list[dict[str, Any]]) -> None:
     print("\n" + markdown(header, cells))
 
 
-def parse_options() -> argparse.Namespace:
+def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description="The switch executor against other ways to move the same parameters.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -259,7 +259,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5, help="measurements of each side")
     parser.add_argument("--json", help="also write the result here")
     parser.add_argument("--quick", action="store_true", help="seconds: does it run at all?")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.quick:
         options.model, options.pairs, options.rounds = "0.2M", "master->dp2tp2,dp4->master", 2
     options.model = options.model or ("137M" if options.ranks == 4 else "67M")
@@ -267,8 +267,8 @@ def parse_options() -> argparse.Namespace:
     return options
 
 
-def main() -> None:
-    options = parse_options()
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse_options(arguments)
     facts = machine_facts(options.ranks)
     print(", ".join(f"{key} {value}" for key, value in facts.items()))
     vector = model_vector(options.model, DTYPES[options.dtype])

@@ -8,6 +8,10 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+from contest import short_name
+
+from hf_hotspa.strategy import strategies_of
+
 
 @dataclass(frozen=True)
 class Side:
@@ -43,42 +47,53 @@ class Side:
         return importlib.import_module(f"peer_sides.{self.module}").run(work, turns, **self.options)
 
 
-STATIC = ("dp4", "dp2tp2", "tp4", "dp2pp2", "pp4", "tp2pp2")
-"""Our strategies for four ranks."""
+def static_names(ranks: int) -> tuple[str, ...]:
+    """Our strategies for so many ranks; those without a pipeline first."""
+    found = sorted(strategies_of(ranks), key=lambda s: (s.pp > 1, s.tp, s.pp))
+    return tuple(map(short_name, found))
 
-SIDES: tuple[Side, ...] = (
-    Side("Trainer + DDP, padded", "stock", {"kind": "padded"}, tuned=True),
-    Side("Trainer + DDP, batch_rebalance", "stock", {"kind": "rebalanced"}, tuned=True),
-    Side("Trainer + DDP, flattened", "stock", {"kind": "flattened"}, tuned=True),
-    Side(
-        "TRL SFTTrainer, bfd",
-        "trl_sft",
-        ladder=False,
-        differs="packs over the whole data set: its mini-batches hold other sequences",
-        own_batches=True,
-    ),
-    Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, tuned=True),
-    Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}),
-    Side("tp4 of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
-    Side("tp4 of transformers, plain loop, packed", "tensor_parallel", {"kind": "loop"}, divisible=True, ladder=False),
-    *(
+
+def sides_of(ranks: int) -> tuple[Side, ...]:
+    """All contestants, on so many ranks."""
+    return (
+        Side("Trainer + DDP, padded", "stock", {"kind": "padded"}, tuned=True),
+        Side("Trainer + DDP, batch_rebalance", "stock", {"kind": "rebalanced"}, tuned=True),
+        Side("Trainer + DDP, flattened", "stock", {"kind": "flattened"}, tuned=True),
         Side(
-            f"DeepSpeed ZeRO-{stage}, flattened",
+            "TRL SFTTrainer, bfd",
+            "trl_sft",
+            ladder=False,
+            differs="packs over the whole data set: its mini-batches hold other sequences",
+            own_batches=True,
+        ),
+        Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, tuned=True),
+        Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}),
+        Side(f"tp{ranks} of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
+        Side(
+            f"tp{ranks} of transformers, plain loop, packed",
+            "tensor_parallel",
+            {"kind": "loop"},
+            divisible=True,
+            ladder=False,
+        ),
+        *(
+            Side(
+                f"DeepSpeed ZeRO-{stage}, flattened",
+                "deepspeed_zero",
+                {"stage": stage},
+                tuned=True,
+            )
+            for stage in (1, 2, 3)
+        ),
+        Side(
+            f"DeepSpeed Ulysses (sp{ranks}), padded to the longest",
             "deepspeed_zero",
-            {"stage": stage},
-            tuned=True,
-        )
-        for stage in (1, 2, 3)
-    ),
-    Side(
-        "DeepSpeed Ulysses (sp4), padded to the longest",
-        "deepspeed_zero",
-        {"stage": 3, "ulysses": True},
-        ladder=False,
-        differs="the mean over a micro-batch: every row weighs the same, however long",
-        steps=2,
-    ),
-    *(Side(f"ours, {name}", "ours", ours=True) for name in STATIC),
-    Side("ours, the paper's way", "ours", ours=True),
-    Side("ours, auto", "ours", ours=True),
-)
+            {"stage": 3, "ulysses": True},
+            ladder=False,
+            differs="the mean over a micro-batch: every row weighs the same, however long",
+            steps=2,
+        ),
+        *(Side(f"ours, {name}", "ours", ours=True) for name in static_names(ranks)),
+        Side("ours, the paper's way", "ours", ours=True),
+        Side("ours, auto", "ours", ours=True),
+    )

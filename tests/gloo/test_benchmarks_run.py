@@ -1,8 +1,13 @@
-"""The switch benchmarks run, print a table and write what they found. Nothing here looks at a time."""
+"""The quick form of every benchmark that a page quotes runs, and has the sides that it must have. No look at a time.
 
+They run in this process, and so share its server of ranks. (`planner.py`: tests/unit/test_planner_benchmark.py;
+`bf16_products.py`: test_bf16_products.py; `one_gpu.py`: tests/gpu; the rules of `peers.py`: tests/unit/test_peers.py.)
+"""
+
+import importlib
 import json
-import subprocess
-import sys
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +15,28 @@ import pytest
 
 pytestmark = pytest.mark.gloo
 
-ROOT = Path(__file__).resolve().parents[2]
+
+@pytest.fixture(autouse=True)
+def own_environment(tmp_path: Path) -> Iterator[None]:
+    """What a benchmark sets does not stay, and calibrations come from nowhere else."""
+    before = dict(os.environ)
+    os.environ["HF_HOTSPA_CACHE"] = str(tmp_path / "cache")
+    yield
+    os.environ.clear()
+    os.environ.update(before)
 
 
-def run_quick(script: str, path: Path, *arguments: str) -> tuple[str, dict[str, Any]]:
-    """What a benchmark prints, and what it writes."""
-    command = [sys.executable, str(ROOT / "benchmarks" / script), "--quick", "--json", str(path), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
+def run_quick(name: str, path: Path, *arguments: str) -> dict[str, Any]:
+    """What a benchmark writes."""
+    importlib.import_module(name).main(["--quick", "--json", str(path), *arguments])
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("switch", tmp_path / "out" / "switch.json")
+    text = capsys.readouterr().out
     assert found["machine"]["ranks"] == found["options"]["ranks"]
-    assert "| " in done.stdout
-    return done.stdout, found
-
-
-def test_switch(tmp_path: Path) -> None:
-    text, found = run_quick("switch.py", tmp_path / "out" / "switch.json")
     load, returned = found["rows"]
     assert load["pair"] in text
     assert returned["pair"] in text
@@ -39,10 +50,10 @@ def test_switch(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("nics", [(), ("--nics-per-node", "1")])
-def test_slow_link(tmp_path: Path, nics: tuple[str, ...]) -> None:
-    text, found = run_quick("slow_link.py", tmp_path / "slow_link.json", *nics)
+def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("slow_link", tmp_path / "slow_link.json", *nics)
     (row,) = found["rows"]
-    assert row["pair"] in text
+    assert row["pair"] in capsys.readouterr().out
     direct, relay = row["algorithm1"], row["relay"]
     # two nodes of two: every node lacks half of what each of its ranks needs
     assert direct["inter_bytes"] == 2 * relay["inter_bytes"] > 0
@@ -52,9 +63,49 @@ def test_slow_link(tmp_path: Path, nics: tuple[str, ...]) -> None:
         assert side["predicted"]["groups"] >= side["predicted"]["ports"] > 0
 
 
+def test_step_with_all_static_pipelines_and_hot_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Beside what the budget keeps out, every legal strategy is a side, and each with dp beside it; and the Trainer."""
+    found = run_quick("step", tmp_path / "step.json")
+    model_parallel = ("tp4", "pp4", "tp2pp2")
+    hot = {f"hot dp4 + {name}" for name in model_parallel}
+    assert {row["side"] for row in found["rows"]} == {f"static {name}" for name in model_parallel} | hot
+    assert {line.split(" does not fit: ")[0] for line in found["left_out"]} == {"dp4", "dp2tp2", "dp2pp2"}
+    for row in found["rows"]:
+        assert len(row["all_seconds"]) == found["options"]["rounds"]
+        assert len(row["packs"]) == (2 if row["side"] in hot else 1)  # phases that had work
+    assert found["trainer_overhead"]["steps"] > 0
+    text = capsys.readouterr().out
+    assert "HotSPaTrainer, 1 steps after the first" in text
+    assert all(row["side"] in text for row in found["rows"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "static"), [(2, {"tp2", "pp2"}), (4, {"tp4", "pp4", "tp2pp2"}), (8, {"tp8", "tp4pp2", "tp2pp4"})]
+)
+def test_the_sides_of_a_step_follow_from_the_ranks(ranks: int, static: set[str]) -> None:
+    step = importlib.import_module("step")
+    options = step.parse_options(["--quick", "--ranks", str(ranks)])
+    sides, left_out = step.make_sides(options, step.mini_batch_lengths(options))
+    assert {side.name for side in sides} == {f"{kind} {n}" for n in static for kind in ("static", f"hot dp{ranks} +")}
+    legal = {line.split()[0]: "does not fit: its packs of" in line for line in left_out}
+    assert legal.pop("pp8", False) is False  # more stages than the model has layers
+    assert all(legal.values())
+
+
+def test_a_side_that_is_legal_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_hotspa.runtime import specs
+
+    step = importlib.import_module("step")
+    with pytest.raises(SystemExit, match="there are no sides"):
+        step.main(["--quick", "--only", "static tp3"])
+    monkeypatch.setattr(specs, "stage_obstacle", lambda *_: "llama cannot run as a later pipeline stage: why")
+    with pytest.raises(SystemExit, match="sides that are legal cannot run: llama cannot run as a later"):
+        step.main(["--quick"])
+
+
 @pytest.mark.slow
-def test_cost_model(tmp_path: Path) -> None:
-    text, found = run_quick("cost_model.py", tmp_path / "cost_model.json", "--cache", str(tmp_path / "cache"))
+def test_cost_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("cost_model", tmp_path / "cost_model.json", "--cache", str(tmp_path / "cache"))
     (model,) = found["models"]
     assert len(list((tmp_path / "cache").glob("*.json"))) == 1
     cases = {row["case"] for row in model["rows"]}
@@ -68,44 +119,43 @@ def test_cost_model(tmp_path: Path) -> None:
         assert row["measured_cpu_s"] > 0
     assert -1 <= model["summary"]["all"]["tau"] <= 1
     assert model["summary"]["all"]["worst_regret"] >= 0
-    assert "over all: tau" in text
+    assert "over all: tau" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_auto_over_distributions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_HOTSPA_CACHE", str(tmp_path / "cache"))
-    path = tmp_path / "auto.json"
+def test_auto_over_distributions(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names = ["all equal", "commoncrawl"]
-    command = [sys.executable, str(ROOT / "benchmarks" / "step.py"), "--quick", "--json", str(path)]
-    done = subprocess.run([*command, "--distributions", *names], cwd=ROOT, capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
+    found = run_quick("step", tmp_path / "auto.json", "--distributions", *names)
+    text = capsys.readouterr().out
     assert [row["distribution"] for row in found["rows"]] == names
     for row in found["rows"]:
         assert {"auto", "static again"} < set(row["seconds"])
+        assert any("pp" in name for name in row["seconds"])
         assert all(
             len(values) == found["options"]["rounds"] == len(row["phases"]) for values in row["seconds"].values()
         )
         assert row["wall"]["noise"] >= 0
-        assert row["distribution"] in done.stdout
+        assert row["distribution"] in text
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_peers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "peers.json"
-    command = [sys.executable, str(ROOT / "benchmarks" / "peers.py"), "--quick", "--json", str(path)]
-    command += ["--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache"), "--lengths", "commoncrawl"]
-    sides = ["--sides", "DDP, padded", "accelerate", "plain loop", "ours, dp4", "ours, tp4", "ours, auto"]
-    done = subprocess.run([*command, *sides], cwd=ROOT, capture_output=True, text=True, timeout=800)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (cell,) = json.loads(path.read_text())["cells"].values()
+    command = ["--ranks", f"{ranks}", "--logs", str(tmp_path / "logs"), "--cache", str(tmp_path / "cache")]
+    mine = [f"ours, dp{ranks}", f"ours, tp{ranks}", f"ours, pp{ranks}", "ours, the paper's way", "ours, auto"]
+    peers = ["Trainer + DDP, padded", f"tp{ranks} of transformers, plain loop, packed"]
+    found = run_quick(
+        "peers", path, *command, "--lengths", "commoncrawl", "--sides", "DDP, padded", "accelerate", "plain loop", *mine
+    )
+    (cell,) = found["cells"].values()
+    assert {*mine, *(f"{name} (limit)" for name in mine), *peers} < cell["sides"].keys()
     found = cell["sides"]
     assert "distributed type MULTI_CPU" in found["FSDP2 of accelerate, flattened"]["reason"]
-    assert "reason" in found["ours, dp4 (limit)"]
+    assert "reason" in found[f"ours, dp{ranks} (limit)"]
     ran = {name: each for name, each in found.items() if "loss" in each}
-    assert {"Trainer + DDP, padded", "tp4 of transformers, plain loop, packed", "ours, dp4", "ours, tp4"} <= ran.keys()
-    assert {"ours, auto", "ours, auto (limit)"} <= ran.keys()
+    assert {*peers, *mine, "ours, auto (limit)"} <= ran.keys()
     losses = [each["loss"] for each in ran.values()]
     assert max(losses) - min(losses) < 1e-4
     for name, each in ran.items():
@@ -113,4 +163,4 @@ def test_peers(tmp_path: Path) -> None:
         assert each["tokens"] == sum(cell["lengths"]), name
         assert each["slots"] >= each["tokens"]
         assert each["peak_bytes"] > 0
-    assert "losses of the exact sides agree to" in done.stdout
+    assert "losses of the exact sides agree to" in capsys.readouterr().out

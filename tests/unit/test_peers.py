@@ -18,7 +18,7 @@ from benchmarks.peer_pages import (  # type: ignore[import-not-found]
 from benchmarks.peer_plan import our_works, paper_buckets  # type: ignore[import-not-found]
 from benchmarks.peer_profile import profile_tables  # type: ignore[import-not-found]
 from benchmarks.peer_results import Results, json_text, published  # type: ignore[import-not-found]
-from benchmarks.peer_sides import SIDES  # type: ignore[import-not-found]
+from benchmarks.peer_sides import sides_of  # type: ignore[import-not-found]
 from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     cell_tables,
     fit_text,
@@ -40,7 +40,7 @@ from benchmarks.peer_work import (  # type: ignore[import-not-found]
     rows_of_mini_batch,
 )
 from benchmarks.peers import CellRun  # type: ignore[import-not-found]
-from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.strategy import check_launch, parse_buckets
 
 MIB = 1 << 20
 
@@ -322,11 +322,11 @@ def test_a_ladder_is_climbed_once(tmp_path: Path):
         return {"peaks": [float(max(work.lengths[at : at + 4])) for at in range(0, len(work.lengths), 4)]}
 
     work, ladder = Work("0.9M", "fp32", 4, (1024,) * 8, 4, 2, str(tmp_path)), Ladder(1024)
-    side = next(side for side in SIDES if side.name.startswith("Trainer + DDP, padded"))
+    side = next(side for side in sides_of(4) if side.name.startswith("Trainer + DDP, padded"))
     assert [ladder.peaks(side, work, run) for _ in range(2)] == [[(2**n, 2.0**n) for n in range(5, 11)]] * 2
     assert len(runs) == 1
     assert runs[0].steps == 7
-    packing = next(side for side in SIDES if not side.ladder)
+    packing = next(side for side in sides_of(4) if not side.ladder)
     assert Ladder(1024).peaks(packing, work, run) == ladder.peaks(side, work, run)
     assert [each.lengths[0] for each in runs[1:]] == [32, 64, 128, 256, 512, 1024]
 
@@ -406,6 +406,54 @@ def test_what_our_sides_are_given():
         ("auto", 5.0),
     ]
     assert free["ours, pp4"] == "pp4 is not legal for this model on 4 ranks"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "static"),
+    [
+        (1, ["dp1"]),
+        (2, ["dp2", "tp2", "pp2"]),
+        (4, ["dp4", "dp2tp2", "tp4", "dp2pp2", "pp4", "tp2pp2"]),
+        (6, ["dp6", "dp3tp2", "dp2tp3", "tp6", "dp3pp2", "dp2pp3", "pp6", "tp2pp3", "tp3pp2"]),
+    ],
+)
+def test_sides_follow_from_the_ranks(ranks: int, static: list[str]):
+    names = [side.name for side in sides_of(ranks)]
+    ours = [name.removeprefix("ours, ") for name in names if name.startswith("ours, ")]
+    assert ours == [*static, "the paper's way", "auto"]
+    assert {f"tp{ranks} of transformers, Trainer", f"DeepSpeed Ulysses (sp{ranks}), padded to the longest"} < set(names)
+    assert len(set(names)) == len(names)
+    check_launch(parse_buckets(paper_buckets(ranks, 4096)), ranks)
+
+
+def test_a_cell_of_other_ranks_begins_anew(tmp_path: Path):
+    for ranks, sides in ((4, ["ours, tp4"]), (2, ["ours, tp2"])):
+        results = Results(tmp_path / "peers.json")
+        results.begin_run(Namespace(ranks=ranks, warmup=1))
+        results.begin_cell("0.9M fp32 chat", Work("0.9M", "fp32", ranks, (30,) * 8, 4, 2, ""), Namespace(warmup=1))
+        results.note("0.9M fp32 chat", sides[0], fits=True)
+        results.save()
+        assert list(results.data["cells"]["0.9M fp32 chat"]["sides"]) == sides
+
+
+def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from benchmarks import peers
+
+    options = peers.parse_options(["--quick", "--lengths", "chat", "--json", str(tmp_path / "peers.json")])
+
+    def run(self: CellRun) -> None:
+        self.results.begin_cell(self.key, self.work, self.options)
+        for name in ("TRL SFTTrainer, bfd", "ours, tp4"):
+            self._failed(name, SideError("RuntimeError: no"))
+
+    monkeypatch.setattr(CellRun, "run", run)
+    monkeypatch.setattr(peers, "cell_tables", lambda *_: "")
+    results = Results(tmp_path / "peers.json")
+    results.begin_run(options)
+    assert peers.run_cells(options, results) == ["0.9M fp32 chat: ours, tp4: RuntimeError: no"]  # peers may fail
+    monkeypatch.setattr(peers, "run_cells", lambda *_: ["0.9M fp32 chat: ours, tp4: RuntimeError: no"])
+    with pytest.raises(SystemExit, match="ours, tp4: RuntimeError: no"):
+        peers.main(["--quick", "--json", str(tmp_path / "peers.json")])
 
 
 def test_the_papers_buckets_are_legal():
