@@ -1,0 +1,87 @@
+"""Runs transformers' own tests of its Trainer with the stock Trainer and with ours, and says what became of each.
+
+    python -m tests.upstream_trainer FOLDER [--json FILE] [-k EXPRESSION]
+
+FOLDER is the folder `tests` of the source of transformers in the pinned release; nothing of it is in this repository. Its
+`trainer/test_trainer*.py` run on one CPU process four times: with either Trainer, with the toy regression models as they
+are and with a tiny language model in their place. Only tests that pass with the stock Trainer count. With ours each must
+pass, or be refused by name before the first step; what is neither is listed, and makes the exit code 1.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+PLUGIN = Path(__file__).resolve().parent
+PASSES, REFUSED, THIRD = "passes", "refused by name", "neither"
+
+
+def run(folder: Path, trainer: str, swap: bool, expression: str) -> dict[str, dict[str, Any]]:
+    """What became of every test, by its id: `outcome`, and for a failure `error`, the `code` of ours and the `steps` begun."""
+    files = sorted(str(path) for path in (folder / "trainer").glob("test_trainer*.py"))
+    if not files:
+        raise SystemExit(f"{folder} has no trainer/test_trainer*.py: give the folder tests of transformers' source")
+    with tempfile.TemporaryDirectory() as scratch:
+        notes = Path(scratch) / "notes.json"
+        environment = {
+            **os.environ, "HOTSPA_UPSTREAM": trainer, "HOTSPA_UPSTREAM_SWAP": str(int(swap)),
+            "HOTSPA_UPSTREAM_NOTES": str(notes), "PYTHONPATH": str(PLUGIN), "OMP_NUM_THREADS": "1",
+            "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1",
+        }  # fmt: skip
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "hotspa_upstream_plugin"]
+        command += ["--rootdir", str(folder.parent), "-o", "addopts=", "-p", "no:cacheprovider", "--timeout", "300"]
+        command += ["-k", expression] if expression else []
+        done = subprocess.run([*command, *files], cwd=folder.parent, env=environment, capture_output=True, text=True)
+        if not notes.exists():
+            raise SystemExit(f"pytest did not run:\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+        return json.loads(notes.read_text())
+
+
+def verdict(note: dict[str, Any] | None) -> str:
+    """What a test that passes with the stock Trainer comes to with ours."""
+    if note is not None and note["outcome"] == "passed":
+        return PASSES
+    if note is not None and note.get("code") and note.get("steps") == 0:
+        return REFUSED
+    return THIRD
+
+
+def compared(stock: dict[str, Any], ours: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The tests that pass with the stock Trainer, and what they come to with ours."""
+    passing = [name for name, note in stock.items() if note["outcome"] == "passed"]
+    return {name: {"verdict": verdict(ours.get(name)), **(ours.get(name) or {})} for name in passing}
+
+
+def main() -> int:
+    """The command."""
+    parser = argparse.ArgumentParser(description="Transformers' own Trainer tests, with ours in its place.")
+    parser.add_argument("folder", type=Path, help="the folder tests of transformers' source, of the pinned release")
+    parser.add_argument("--json", type=Path, help="write what became of each test here")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="as for pytest")
+    options = parser.parse_args()
+    results, wrong = {}, 0
+    for swap in (False, True):
+        kind = "toy models swapped for a tiny language model" if swap else "as they are"
+        found = compared(*(run(options.folder.resolve(), trainer, swap, options.k) for trainer in ("stock", "ours")))
+        count = Counter(entry["verdict"] for entry in found.values())
+        print(f"{kind}: {len(found)} pass with the stock Trainer; with ours " + ", ".join(
+            f"{count[name]} {name}" for name in (PASSES, REFUSED, THIRD)
+        ))  # fmt: skip
+        for name, entry in found.items():
+            if entry["verdict"] == THIRD:
+                print(f"  {name}: {entry.get('error', entry.get('outcome', 'it did not run'))}")
+        wrong += count[THIRD]
+        results[kind] = found
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
