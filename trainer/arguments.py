@@ -4,6 +4,7 @@ What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpee
 Everything else of `TrainingArguments` works as it is.
 """
 
+from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -20,7 +21,7 @@ from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.optimizers import check_optimizer_name
-from hf_hotspa.trainer.refused_arguments import refuse_arguments
+from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
 
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
@@ -38,6 +39,9 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 @dataclass
 class HotSPaTrainingArguments(TrainingArguments):
     """The arguments of `HotSPaTrainer`.
+
+    `gradient_accumulation_steps` is a part of the mini-batch: it reads 1 in the steps of the training loop, which does not
+    accumulate, and what was given everywhere else.
 
     Raises:
         HotspaConfigError: a `hotspa_*` flag does not parse, or the number of processes does not fit.
@@ -231,10 +235,23 @@ class HotSPaTrainingArguments(TrainingArguments):
         self._check_types()
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
-        self._deepspeed = self._map_deepspeed(given)
+        self._deepspeed: DeepSpeedMapping | None = self._map_deepspeed(given)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
         super().__post_init__()
         self.deepspeed = given
+        self.complete()
+
+    def without_deepspeed(self) -> None:
+        """There is no DeepSpeed config."""
+        self._deepspeed = None
+
+    def complete(self) -> None:
+        """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up.
+
+        Raises:
+            HotspaConfigError: a flag does not fit.
+            UnsupportedError: a setting cannot be honoured.
+        """
         self.bf16 = self.bf16 or wants_bf16()
         check_processes(self.world_size)
         if not self.hotspa_strategies:
@@ -278,8 +295,10 @@ class HotSPaTrainingArguments(TrainingArguments):
                 f"hotspa_skip_non_finite is {self.hotspa_skip_non_finite}", fix="use 0 to skip none, or a small number"
             )
         refuse_arguments(self)
+        explain_arguments(self)
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
+        self._read_accelerator_config()
         if self._deepspeed is not None:
             self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is None:
@@ -287,8 +306,22 @@ class HotSPaTrainingArguments(TrainingArguments):
             self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
         if self.hotspa_mini_batch_size < 1:
             raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
-        # accumulation is part of the mini-batch from here on; the Trainer's loop must not accumulate a second time
-        self.gradient_accumulation_steps = 1
+
+    def _read_accelerator_config(self) -> None:
+        """Accumulation is that of the arguments: accelerate has nothing to accumulate."""
+        config: Any = self.accelerator_config
+        given = config.gradient_accumulation_kwargs
+        if not given:
+            return
+        steps: int = vars(self)["gradient_accumulation_steps"]
+        if given.get("num_steps", 1) != 1 and steps != 1:
+            raise HotspaConfigError(
+                f"accelerator_config says num_steps={given['num_steps']}, and gradient_accumulation_steps is {steps}",
+                fix="set one of them",
+            )
+        self.gradient_accumulation_steps = steps if steps != 1 else given.get("num_steps", 1)
+        self.accelerator_config = copy(config)  # not the user's object
+        self.accelerator_config.gradient_accumulation_kwargs = None
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""

@@ -21,12 +21,14 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.data.arrow import arrow_view, is_plain_arrow, rows_of_columns
@@ -69,6 +71,31 @@ class Planner:
         return plan_mini_batch(rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
 
 
+class LengthGroupedRows(Sampler[int]):
+    """Rows of about the same length beside one another, in an order that depends on ``seed + epoch`` only; else as
+    transformers' `LengthGroupedSampler`, whose order hangs on the state of torch's generator.
+
+    Args:
+        table: The lengths.
+        group_size: Rows of a mini-batch, inside which lengths are sorted.
+        seed: The seed.
+    """
+
+    def __init__(self, table: SequenceTable, group_size: int, seed: int) -> None:
+        self._lengths, self._group_size, self._seed, self._epoch = table.lengths, group_size, seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self._epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self._lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed + self._epoch)
+        return iter(get_length_grouped_indices(self._lengths.tolist(), self._group_size, generator=generator))
+
+
 class MiniBatchSampler(Sampler[list[int]]):
     """The rows of one mini-batch after the other.
 
@@ -78,6 +105,7 @@ class MiniBatchSampler(Sampler[list[int]]):
         seed: Seed of the order; the order of epoch e depends on ``seed + e`` only. None keeps the rows in their order.
         drop_last: Leave out a last mini-batch that is not full.
         chooser: Chooses the buckets of each mini-batch; None for those of the planner.
+        row_sampler: Gives the order instead of the seed.
     """
 
     def __init__(
@@ -88,18 +116,19 @@ class MiniBatchSampler(Sampler[list[int]]):
         seed: int | None,
         drop_last: bool = False,
         chooser: PhaseChooser | None = None,
+        row_sampler: Sampler[int] | None = None,
     ) -> None:
         self.num_rows, self.mini_batch_size, self.drop_last = num_rows, mini_batch_size, drop_last
         self.chooser, self.epoch = chooser, 0
         rows = range(num_rows)
-        self.row_sampler: Sampler[int] = (
-            SequentialSampler(rows) if seed is None else SeedableRandomSampler(rows, data_seed=seed)
-        )
+        if row_sampler is None:
+            row_sampler = SequentialSampler(rows) if seed is None else SeedableRandomSampler(rows, data_seed=seed)
+        self.row_sampler = row_sampler
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, hence the order, of the next iteration."""
         self.epoch = epoch
-        if isinstance(self.row_sampler, SeedableRandomSampler):
+        if hasattr(self.row_sampler, "set_epoch"):
             self.row_sampler.set_epoch(epoch)
 
     def __len__(self) -> int:
@@ -216,6 +245,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         rules: What rows are read by.
         seed: `data_seed` of the training arguments, or `seed` where that is None.
         shuffle: False keeps the rows in the order of the dataset.
+        by_length: Shuffled so that a mini-batch has rows of about the same length (`LengthGroupedRows`).
         drop_last: Leave out a last mini-batch that is not full.
         num_workers: As for torch's DataLoader, like the rest up to `worker_init_fn`.
         prefetch_factor: Mini-batches that a worker makes ahead.
@@ -247,6 +277,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         rules: RowRules = DEFAULT_RULES,
         seed: int = 42,
         shuffle: bool = True,
+        by_length: bool = False,
         drop_last: bool = False,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
@@ -272,8 +303,14 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
         collator = PackedBucketCollator(buckets, rank=rank, vocab_size=vocab_size, rules=rules, table=table)
         rows = RankRows(dataset, self.planner, collator)
+        grouped = LengthGroupedRows(table, mini_batch_size, seed) if by_length and shuffle else None
         sampler = MiniBatchSampler(
-            len(dataset), mini_batch_size, seed=seed if shuffle else None, drop_last=drop_last, chooser=chooser
+            len(dataset),
+            mini_batch_size,
+            seed=seed if shuffle else None,
+            drop_last=drop_last,
+            chooser=chooser,
+            row_sampler=grouped,
         )
         if chooser is not None and chooser.delay < (needed := planned_ahead(num_workers, prefetch_factor)):
             raise HotspaConfigError(f"the chooser's delay is {chooser.delay} mini-batches", fix=f"use {needed} or more")
@@ -307,9 +344,13 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
     def plans(self, epoch: int = 0) -> Iterator[MiniBatchPlan]:
         """The plans of an epoch without reading a row; iterating does not disturb the loader."""
         sampler = self.batch_sampler
-        seed = sampler.row_sampler.initial_seed if isinstance(sampler.row_sampler, SeedableRandomSampler) else None
         fresh = MiniBatchSampler(
-            sampler.num_rows, sampler.mini_batch_size, seed=seed, drop_last=sampler.drop_last, chooser=sampler.chooser
+            sampler.num_rows,
+            sampler.mini_batch_size,
+            seed=None,
+            drop_last=sampler.drop_last,
+            chooser=sampler.chooser,
+            row_sampler=copy(sampler.row_sampler),
         )
         fresh.set_epoch(epoch)
         yield from map(self.planner, fresh)

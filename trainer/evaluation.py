@@ -91,8 +91,18 @@ class _EvaluationSampler(Sampler[list[int]]):
 
     grouped = False
 
-    def __init__(self, table: SequenceTable, buckets: Sequence[Bucket], mini_batch_size: int) -> None:
-        self._lengths, self._buckets, self.mini_batch_size = table.longest_of_rows, buckets, mini_batch_size
+    def __init__(
+        self, table: SequenceTable, buckets: Sequence[Bucket], mini_batch_size: int, drop_last: bool = False
+    ) -> None:
+        kept = len(table) // mini_batch_size * mini_batch_size if drop_last else len(table)
+        if not kept and len(table):
+            raise DataError(
+                f"the evaluation set has {len(table)} rows, fewer than a batch of {mini_batch_size}, and "
+                "dataloader_drop_last is set",
+                why="nothing would be evaluated",
+                fix="make per_device_eval_batch_size smaller, or do not set dataloader_drop_last",
+            )
+        self._lengths, self._buckets, self.mini_batch_size = table.longest_of_rows[:kept], buckets, mini_batch_size
 
     def __len__(self) -> int:
         return sum(-(-len(group) // self.mini_batch_size) for group in self._groups())
@@ -231,7 +241,7 @@ class EvaluationMixin:
                     table=table,
                 ),
             ),
-            batch_sampler=_EvaluationSampler(table, buckets, size),
+            batch_sampler=_EvaluationSampler(table, buckets, size, args.dataloader_drop_last),
             collate_fn=as_it_is,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,

@@ -19,7 +19,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -41,15 +41,21 @@ class CallbackEvents(CallbackHandler):
     Args:
         handler: The Trainer's own; its callbacks are taken over.
         before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
+        around: Makes a context in which events of transformers call them.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
     """
 
-    def __init__(self, handler: CallbackHandler, before: Callable[[str], None] = lambda event: None) -> None:
+    def __init__(
+        self,
+        handler: CallbackHandler,
+        before: Callable[[str], None] = lambda event: None,
+        around: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
-        self._before = before
+        self._before, self._around = before, around
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = False
@@ -111,10 +117,11 @@ class CallbackEvents(CallbackHandler):
             "train_dataloader": self.train_dataloader,
             "eval_dataloader": self.eval_dataloader,
         }
-        for callback in self.callbacks:
-            result = self._call(callback, event, state.global_step, args, state, control, **shared, **kwargs)
-            if result is not None:
-                control = result
+        with self._around():
+            for callback in self.callbacks:
+                result = self._call(callback, event, state.global_step, args, state, control, **shared, **kwargs)
+                if result is not None:
+                    control = result
         return control
 
     def defined(self, event: str) -> bool:

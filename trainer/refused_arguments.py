@@ -3,6 +3,7 @@
 A setting that would be ignored silently, or that would make training inexact, is refused by name. The rest works as it is.
 """
 
+import logging
 from typing import Any
 
 from transformers import TrainingArguments
@@ -10,13 +11,14 @@ from transformers import TrainingArguments
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
+logger = logging.getLogger(__name__)
+
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
 
 # name -> (values that are fine, why another one is refused or what to use instead)
 _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "loss scaling is not supported; use bf16 or fp32"),
     "fp16_full_eval": ((False,), _EVALUATION),
-    "bf16_full_eval": ((False,), _EVALUATION),
     "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
     "fsdp": ((None, False, "", []), OWN_LAYOUTS),
     "parallelism_config": ((None,), OWN_LAYOUTS),
@@ -25,24 +27,36 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "ddp_broadcast_buffers": ((None,), "there is no DistributedDataParallel; drop the option"),
     "ddp_static_graph": ((None,), "there is no DistributedDataParallel; drop the option"),
     "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
-    "auto_find_batch_size": ((False,), "memory is bounded by the tokens per pack: strategy:longest@tokens"),
     "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
-    "torch_empty_cache_steps": ((None,), "the engine keeps its memory between phases; drop the option"),
     "enable_jit_checkpoint": ((False,), "SIGTERM saves and stops on all ranks alike without it; drop the option"),
     "save_on_each_node": (
         (False,),
         "a checkpoint is one directory that all ranks write into; use a shared file system",
     ),
     "train_sampling_strategy": (
-        ("random", "sequential"),
-        "lengths are grouped inside each mini-batch, without changing which sequences it holds; use random",
+        ("random", "sequential", "group_by_length"),
+        "packs are balanced over ranks inside each mini-batch anyway; use random",
     ),
     "dataloader_in_order": ((True,), "every rank must get the mini-batches in the same order; drop the option"),
     "label_names": ((None, ["labels"]), "the loss of a causal language model knows 'labels' only; rename the column"),
-    "eval_use_gather_object": ((False,), "every rank has all predictions anyway; drop the option"),
     "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
     "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
 }
+
+# name -> (the value that asks for nothing, what becomes of another one)
+_NOTHING_TO_DO: dict[str, tuple[Any, str]] = {
+    "bf16_full_eval": (False, "evaluation runs in the dtype of training, bf16 with bf16=True"),
+    "auto_find_batch_size": (False, "the tokens of a pack bound the memory, not the batch size; it reads False"),
+    "eval_use_gather_object": (False, "every rank has all predictions anyway"),
+}
+
+
+def explain_arguments(args: TrainingArguments) -> None:
+    """Accepts what asks for nothing that is not there already, and says so in a line each on the main process."""
+    for name, (nothing, text) in _NOTHING_TO_DO.items():
+        if getattr(args, name, nothing) != nothing and args.process_index == 0:
+            logger.warning("%s=%r: %s", name, getattr(args, name), text)
+    args.auto_find_batch_size = False  # transformers would start training again where memory ran out
 
 
 def refuse_arguments(args: TrainingArguments) -> None:

@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
@@ -23,16 +24,18 @@ from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.data.rows import RowRules
 from hf_hotspa.data.table import SequenceTable
-from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model, refuse_quantized
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.runtime.own_loss import TokenSlice
+from hf_hotspa.trainer.accumulation import AccumulationMixin
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.collators import check_collator, row_rules
+from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
@@ -43,6 +46,7 @@ from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
 from hf_hotspa.trainer.own_loss import OwnLossMixin
+from hf_hotspa.trainer.plain_arguments import completed
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
@@ -67,12 +71,12 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin, EvaluationMixin, HubMixin, PreemptionMixin,
-    CheckpointingMixin, Trainer,
+    AccumulationMixin, CountingMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin, EvaluationMixin,
+    HubMixin, PreemptionMixin, CheckpointingMixin, Trainer,
 ):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
+    Takes the arguments of `Trainer`; plain `TrainingArguments`, or none, stand for the defaults of the `hotspa_*` flags. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
     share only. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as `processing_class`, one of
     the columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the
     trained weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs;
@@ -98,13 +102,10 @@ class HotSPaTrainer(
     optimizer: torch.optim.Optimizer | None
 
     def __init__(
-        self, model: Any = None, args: HotSPaTrainingArguments | None = None, *,
+        self, model: Any = None, args: TrainingArguments | None = None, *,
         token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
     ) -> None:  # fmt: skip
-        if not isinstance(args, HotSPaTrainingArguments):
-            raise HotspaConfigError(
-                f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
-            )
+        args = completed(args)
         check_collator(kwargs.get("data_collator"), args)
         self._refuse(kwargs)
         if isinstance(model, nn.Module):
@@ -127,7 +128,7 @@ class HotSPaTrainer(
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(args.hotspa_deepspeed, flush=True)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
-        self.callback_handler = CallbackEvents(self.callback_handler, self._show_model)
+        self.callback_handler = CallbackEvents(self.callback_handler, self._show_model, self._arguments_as_given)
         if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
             self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
         if args.hotspa_report and not any(isinstance(c, TraceCallback) for c in self.callback_handler.callbacks):
@@ -194,7 +195,7 @@ class HotSPaTrainer(
         elif args.process_index == 0:
             warn_of_known(args.output_dir, args.hotspa_buckets)
         self._model_agrees(self.engine.model_digest)
-        self._wrapped = None
+        self._wrapped = self._num_parameters = None
         self.model_wrapped = self.model
         return self.engine
 
@@ -248,7 +249,8 @@ class HotSPaTrainer(
             policy=args.hotspa_overlong,
             rules=self._row_rules(),
             seed=args.seed if args.data_seed is None else args.data_seed,
-            shuffle=args.train_sampling_strategy == "random",
+            shuffle=args.train_sampling_strategy != "sequential",
+            by_length=args.train_sampling_strategy == "group_by_length",
             drop_last=args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -316,6 +318,9 @@ class HotSPaTrainer(
             self._take_over_optimizer()
         return self._wrapped
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: see `place_model_on_device`."""
+
     def get_total_train_batch_size(self, args: HotSPaTrainingArguments) -> int:
         """Sequences of one optimizer step."""
         assert args.hotspa_mini_batch_size is not None
@@ -338,15 +343,15 @@ class HotSPaTrainer(
         except NonFiniteError as failure:
             return self._skipped.skip(self.engine, failure).to(self.args.device)
         self._skipped.trained(report.loss)
+        steps: int | None = self.args.torch_empty_cache_steps
+        if steps is not None and self.state.global_step % steps == 0:
+            clear_device_cache()
         foretold = self._auto or self._predictions
         if foretold is not None:
             report = foretold.trained(self.state.global_step, inputs["mini_batch"].plan, report)
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)
-
-    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int | None:
-        return sum(batch["mini_batch"].num_labels for batch in batch_samples) if batch_samples else None
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
         assert self.engine is not None
@@ -355,19 +360,6 @@ class HotSPaTrainer(
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
         assert self.engine is not None
         return self.engine.grad_norm
-
-    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
-        """6 FLOP per parameter and token of the whole mini-batch, 4 per frozen one, which needs no gradient; counted by
-        one rank (the Trainer sums over ranks)."""
-        assert self.engine is not None
-        if self.args.process_index != 0:
-            return 0
-        per_token = sum((6.0 if s.trainable else 4.0) * s.numel for s in self.engine.description.vector.segments)
-        return per_token * inputs["mini_batch"].plan.num_tokens
-
-    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
-        if self.args.include_num_input_tokens_seen != "no":
-            self.state.num_input_tokens_seen += inputs["mini_batch"].plan.num_tokens
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""

@@ -1,6 +1,10 @@
 """Moves: training arguments."""
 
-from tests.moves import Kit, Move, Seen, with_arguments
+from typing import Any
+
+from transformers import TrainerCallback, TrainingArguments
+
+from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Kit, Move, Seen, with_arguments
 
 
 def _accumulation(kit: Kit) -> Seen:
@@ -9,7 +13,83 @@ def _accumulation(kit: Kit) -> Seen:
     return kit.train(kit.trainer(args=args, train_dataset=kit.rows(18)))
 
 
+def _accumulation_of_accelerate(kit: Kit) -> Seen:
+    config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
+    changes = {"hotspa_mini_batch_size": MINI_BATCH} if not kit.stock else {}
+    args = kit.arguments(per_device_train_batch_size=3, accelerator_config=config, **changes)
+    return kit.train(kit.trainer(args=args, train_dataset=kit.rows(18)))
+
+
+def _accumulation_read(kit: Kit) -> Seen:
+    seen: list[int] = []
+
+    class Reads(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            seen.append(args.gradient_accumulation_steps)
+
+    args = kit.arguments(per_device_train_batch_size=3, gradient_accumulation_steps=2)
+    trainer = kit.trainer(args=args, callbacks=[Reads()])
+    trainer.train()
+    return {"in training": seen, "afterwards": trainer.args.gradient_accumulation_steps}
+
+
+def _of_one_length(kit: Kit) -> list[dict[str, Any]]:
+    long = [row for row in kit.rows(80) if len(row["input_ids"]) >= 24]
+    return [{name: value[:24] for name, value in row.items()} for row in long[:20]]
+
+
+def _tokens(kit: Kit, kind: str, rows: Any = None) -> Seen:
+    trainer = kit.trainer(args=kit.arguments(include_num_input_tokens_seen=kind), train_dataset=rows)
+    trainer.train()
+    logged = [log["num_input_tokens_seen"] for log in trainer.state.log_history]
+    seen = {"seen": trainer.state.num_input_tokens_seen, "logged": logged}
+    return seen if rows is None else {**seen, "flos": float(trainer.state.total_flos)}
+
+
+def _last_dropped(kit: Kit) -> Seen:
+    rows = kit.rows()
+    size = 18 if kit.stock else 18 // kit.world_size  # one batch: the stock loss is a mean over batches
+    args = kit.arguments(
+        dataloader_drop_last=True, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=size
+    )
+    trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset=rows)
+    seen = kit.train(trainer)
+    predicted = trainer.predict(rows)
+    return {**seen, "rows": len(predicted.predictions), "loss": predicted.metrics["test_loss"]}
+
+
+def _plain(kit: Kit) -> Seen:
+    size = MINI_BATCH if kit.stock else MINI_BATCH // kit.world_size
+    args = TrainingArguments(
+        **{**COMMON, "output_dir": str(kit.folder / "out"), "per_device_train_batch_size": size, "max_steps": 9}
+    )
+    if not kit.stock:
+        args.hotspa_strategies, args.hotspa_report = STRATEGIES[kit.world_size], False
+    trainer = kit.trainer(args=args)
+    args.max_steps = 4
+    return kit.train(trainer)
+
+
+def _by_length(kit: Kit) -> Seen:
+    # one mini-batch of all rows: their order is this trainer's own
+    changes = {"per_device_train_batch_size": 20, "train_sampling_strategy": "group_by_length"}
+    return kit.train(kit.trainer(args=kit.arguments(**changes)))
+
+
 MOVES: tuple[Move, ...] = (
+    Move("`accelerator_config` with `num_steps=2`", _accumulation_of_accelerate),
+    Move("`args.gradient_accumulation_steps` read by a callback and afterwards", _accumulation_read),
+    Move('`include_num_input_tokens_seen="non_padding"`', lambda kit: _tokens(kit, "non_padding")),
+    Move(
+        '`include_num_input_tokens_seen="all"`, and `total_flos`', lambda kit: _tokens(kit, "all", _of_one_length(kit)),
+        ours="pads are not there to be counted",
+    ),
+    Move("`dataloader_drop_last` in evaluation and prediction", _last_dropped),
+    Move("plain `TrainingArguments`, changed afterwards", _plain, ours="every `hotspa_*` flag at its default"),
+    Move('`train_sampling_strategy="group_by_length"`', _by_length, ours="the order depends on the seed and the epoch only"),
+    Move("`bf16_full_eval=True` in fp32 training", with_arguments(bf16_full_eval=True, eval_strategy="steps", eval_steps=2)),
+    Move("`auto_find_batch_size=True`", with_arguments(auto_find_batch_size=True), ours="packs bound the memory"),
+    Move("`torch_empty_cache_steps=1`", with_arguments(torch_empty_cache_steps=1)),
     Move("`gradient_accumulation_steps=2`", _accumulation, ours="the epoch in the log counts optimizer steps"),
     Move("`weight_decay`, `warmup_steps`, a cosine schedule", with_arguments(weight_decay=0.1, warmup_steps=2, lr_scheduler_type="cosine")),
     Move("`label_smoothing_factor`", with_arguments(label_smoothing_factor=0.1)),

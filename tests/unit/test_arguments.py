@@ -1,13 +1,23 @@
 """`HotSPaTrainingArguments` and what `HotSPaTrainer` takes: parsed, or refused by name with what to use instead."""
 
+from dataclasses import dataclass, field
+
 import pytest
 import torch
-from transformers import DataCollatorForLanguageModeling, DataCollatorWithFlattening, HfArgumentParser, Trainer
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    HfArgumentParser,
+    Trainer,
+    TrainingArguments,
+)
+from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
+from hf_hotspa.trainer.plain_arguments import completed
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.oracle import random_rows, relative_error
@@ -41,16 +51,11 @@ REFUSED = [
     {"ddp_find_unused_parameters": False},
     {"ddp_bucket_cap_mb": 25},
     {"use_liger_kernel": True},
-    {"auto_find_batch_size": True},
     {"average_tokens_across_devices": False},
-    {"torch_empty_cache_steps": 4},
     {"save_on_each_node": True},
     {"enable_jit_checkpoint": True},
-    {"train_sampling_strategy": "group_by_length"},
     {"train_sampling_strategy": "batch_rebalance"},
     {"fp16_full_eval": True},
-    {"bf16_full_eval": True},
-    {"eval_use_gather_object": True},
     {"dataloader_in_order": False},
     {"label_names": ["targets"]},
     {"accelerator_config": {"use_seedable_sampler": False}},
@@ -138,7 +143,14 @@ def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
 
 def test_accumulation_is_folded_into_the_mini_batch(tmp_path):
     args = make_arguments(tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5)
-    assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (15, 1)
+    assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (15, 5)
+    kwargs = {"gradient_accumulation_kwargs": {"num_steps": 4}}
+    for given in (kwargs, AcceleratorConfig(**kwargs)):
+        args = make_arguments(tmp_path, per_device_train_batch_size=3, accelerator_config=given)
+        assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (12, 4)
+    assert given.gradient_accumulation_kwargs == {"num_steps": 4}
+    with pytest.raises(HotspaConfigError, match=r"num_steps=4, and gradient_accumulation_steps is 2"):
+        make_arguments(tmp_path, gradient_accumulation_steps=2, accelerator_config=kwargs)
     args = make_arguments(
         tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5, hotspa_mini_batch_size=7
     )
@@ -180,7 +192,46 @@ def test_a_collator_or_optimizer_of_ones_own_is_refused(tmp_path):
         make_trainer(tmp_path, trainer_class=_OwnPrediction)
     make_trainer(tmp_path, data_collator=DataCollatorWithFlattening())
     with pytest.raises(HotspaConfigError, match="HotSPaTrainingArguments"):
-        HotSPaTrainer(model=tiny_model("llama_gqa_bias"))
+        HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args={"output_dir": str(tmp_path)})
+
+
+@dataclass
+class _OwnArguments(TrainingArguments):
+    """Arguments as scripts subclass them."""
+
+    temperature: float = field(default=0.5)
+
+    @property
+    def doubled(self):
+        return 2 * self.temperature
+
+
+def test_what_asks_for_nothing_is_accepted_with_a_line(tmp_path, caplog):
+    args = make_arguments(tmp_path, bf16_full_eval=True, auto_find_batch_size=True, eval_use_gather_object=True)
+    assert not args.auto_find_batch_size  # transformers would start training again where memory ran out
+    for name in ("bf16_full_eval=True", "auto_find_batch_size=True", "eval_use_gather_object=True"):
+        assert sum(name in line for line in caplog.messages) == 1
+
+
+def test_arguments_of_transformers_are_completed(tmp_path, monkeypatch):
+    given = _OwnArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none", temperature=0.7, max_steps=2)
+    trainer = HotSPaTrainer(tiny_model("llama_gqa_bias"), given)
+    args = trainer.args
+    assert isinstance(args, HotSPaTrainingArguments)
+    assert isinstance(args, _OwnArguments)
+    assert (args.doubled, args.hotspa_auto, args.hotspa_mini_batch_size, args.place_model_on_device) == (
+        1.4,
+        True,
+        8,
+        False,
+    )
+    assert args.to_dict()["temperature"] == 0.7
+    given.max_steps = 5  # as with the stock Trainer, which holds the same object
+    assert args.max_steps == 5
+    with pytest.raises(UnsupportedError, match="fp16=True"):
+        completed(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True))
+    monkeypatch.chdir(tmp_path)
+    assert HotSPaTrainer(tiny_model("llama_gqa_bias")).args.output_dir == "tmp_trainer"
 
 
 @pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - {o.value for o in ELEMENTWISE_OPTIMIZERS}))

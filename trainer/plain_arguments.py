@@ -1,0 +1,62 @@
+"""`TrainingArguments` of transformers, or none, where `HotSPaTrainingArguments` are expected.
+
+What is made of them shares their attributes: what a script sets on its own object later counts, as with the stock Trainer.
+A class of the user's stays one of the bases, with its fields, properties and methods.
+"""
+
+import dataclasses
+import logging
+from typing import Any
+
+from transformers import TrainingArguments
+
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.launcher import refuse_launcher_settings
+
+logger = logging.getLogger(__name__)
+
+
+def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
+    """The arguments of `HotSPaTrainer` for what a script passes to a `Trainer`, with every `hotspa_*` flag at its default.
+
+    Raises:
+        HotspaConfigError: they are none, or do not fit.
+        UnsupportedError: a setting cannot be honoured.
+    """
+    if isinstance(args, HotSPaTrainingArguments):
+        return args
+    if args is None:
+        return HotSPaTrainingArguments(output_dir="tmp_trainer")  # as the stock Trainer
+    if not isinstance(args, TrainingArguments):
+        raise HotspaConfigError(
+            f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
+        )
+    if vars(args).get("deepspeed"):
+        raise UnsupportedError(
+            "TrainingArguments(deepspeed=...) has started DeepSpeed already",
+            why="here its config is mapped onto arguments, field by field",
+            fix="give deepspeed= to HotSPaTrainingArguments",
+        )
+    kind: Any = type(args)
+    cls: Any = HotSPaTrainingArguments
+    if kind is not TrainingArguments:
+        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+        made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
+        cls = dataclasses.dataclass(init=False, repr=False, eq=False)(made)
+    own: HotSPaTrainingArguments = object.__new__(cls)
+    own.__dict__ = vars(args)
+    for field in dataclasses.fields(HotSPaTrainingArguments):
+        if field.name.startswith("hotspa_"):
+            vars(own).setdefault(field.name, field.default)
+    own.hotspa_mini_batch_size = None  # anew from the batch size, which may have changed since another trainer
+    refuse_launcher_settings()
+    own.without_deepspeed()
+    own.complete()
+    if own.process_index == 0:
+        logger.warning(
+            "%s: every hotspa_* flag is at its default (hotspa_strategies=%s); HotSPaTrainingArguments set them",
+            kind.__name__,
+            own.hotspa_strategies,
+        )
+    return own
