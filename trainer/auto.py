@@ -37,6 +37,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
 from hf_hotspa.runtime.memory import device_limit
+from hf_hotspa.runtime.model_check import model_facts
 from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
@@ -157,9 +158,11 @@ def prepare_auto(
         with collected() as found:
             description = describe_model(model, compute_dtype)
             table = read_table()
-        lengths = f"{len(table)} rows, {table.num_tokens} tokens" if table is not None else ""
-        digests = {"model": description.digest() if description is not None else "", "lengths of the data set": lengths}
-        agreement.check(digests, found.error, "auto strategies")
+        facts = model_facts(model)
+        if table is not None:
+            facts |= {"rows of the data set": str(len(table)), "tokens of the data set": str(table.num_tokens)}
+        digests = {"model": description.digest() if description is not None else ""}
+        agreement.check(digests, found.error, "auto strategies", facts=facts)
         assert description is not None
         assert table is not None
 

@@ -45,6 +45,7 @@ from hf_hotspa.errors import CheckpointError
 from hf_hotspa.runtime.adapters import is_adapted, save_config
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.resuming import ResumeMixin
+from hf_hotspa.trainer.same_settings import argument_facts, text_of
 from hf_hotspa.trainer.stale_weights import structure_only
 
 logger = logging.getLogger(__name__)
@@ -80,6 +81,9 @@ class CheckpointingMixin(ResumeMixin):
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
             asked = asked.lower() == "true"
+        # before anything that ranks do together because of an argument: it may have been changed since the Trainer was made
+        facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
+        self._agreement().check({}, None, "start of training", facts=facts)
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 self._writer().lock()

@@ -31,12 +31,14 @@ from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import Planner, RankRows
 from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.rows import as_it_is, is_stream, scanned
+from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 from hf_hotspa.trainer.worker_processes import worker_context
 
 LONGEST, PER_BUCKET = "longest", "buckets"
 """Values of `hotspa_eval_strategy` beside a strategy of the pool."""
 
+_DECIDE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 _IGNORED = -100
 _SCANS_KEPT = 8
 
@@ -179,12 +181,15 @@ class EvaluationMixin:
 
     def _evaluation_loader(self: Any, dataset: Any) -> DataLoader[Any]:
         engine = self._start_engine(training=False)
-        loader, error = None, None
+        loader, error, facts = None, None, None
         try:
             loader = self._make_evaluation_loader(engine, dataset)
+            _, tokens, table = self._evaluation_scans.get(id(dataset), (dataset, dataset, None))
+            facts = data_facts(tokens, table, self._row_rules())
+            facts |= {name: str(getattr(self, name) is not None) for name in _DECIDE_LOGITS}
         except HotspaError as found:
             error = found
-        engine.agree(error, "evaluation data set")
+        engine.agree(error, "evaluation data set", facts)
         return loader
 
     def _stream_rows(

@@ -17,6 +17,7 @@ from hf_hotspa.runtime.cpu_adam import cpu_adam_class, load_cpu_adam
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
+from hf_hotspa.trainer.same_settings import group_facts, optimizer_facts, text_of
 from hf_hotspa.trainer.user_optimizer import give_back, take_over
 
 logger = logging.getLogger(__name__)
@@ -100,7 +101,10 @@ class OptimizationMixin(Trainer):
             self._on_master_store(self.optimizer)
         except UnsupportedError as found:
             error = found
-        self.engine.agree(error, "optimizer")
+        facts = (
+            optimizer_facts(self.optimizer, self.lr_scheduler) if error is None and self.optimizer is not None else None
+        )
+        self.engine.agree(error, "optimizer", facts)
 
     def _on_master_store(self, optimizer: Optimizer) -> None:
         assert self.engine is not None
@@ -115,6 +119,11 @@ class OptimizationMixin(Trainer):
     def _take_over_added(self, optimizer: Optimizer) -> None:
         if self.engine is not None and self._watched is not None and self._watched() is optimizer:
             take_over(optimizer, self.engine, self.model)
+
+    def _settings(self) -> dict[str, str]:
+        """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""
+        assert self.optimizer is not None
+        return group_facts(self.optimizer) | {"max_grad_norm": text_of(self.args.max_grad_norm)}
 
     def _check_optimizer_stays(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too."""

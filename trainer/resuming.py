@@ -6,7 +6,6 @@ the data goes unnoticed; a finished run stays as it is. Checkpoints of the stock
 """
 
 import dataclasses
-import hashlib
 import json
 import logging
 import sys
@@ -28,6 +27,7 @@ from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.resuming_stock import StockResumeMixin
+from hf_hotspa.trainer.same_data import table_facts
 from hf_hotspa.trainer.stream_place import StreamProgress
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,7 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     }
     planner = getattr(loader, "planner", None)
     if planner is not None:
-        order["rows of the dataset"] = len(planner.table)
-        arrays = (planner.table.lengths, planner.table.label_counts, planner.table.cuts)
-        digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
-        order["lengths and labels of the rows"] = digest[:16]
+        order |= table_facts(planner.table)
     if args.hotspa_overlong != "error":
         order["longest sequence of the buckets"] = longest
     return order

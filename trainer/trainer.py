@@ -51,6 +51,8 @@ from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_pr
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
+from hf_hotspa.trainer.same_data import data_facts
+from hf_hotspa.trainer.same_settings import argument_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
 from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
@@ -123,6 +125,7 @@ class HotSPaTrainer(
         self._preemption = Preemption()
         self.args = args
         self._takes_losses(token_loss, loss_columns, kwargs.get("compute_loss_func"))
+        self._agreement().check({}, None, "arguments of the Trainer", facts=argument_facts(args))
         self._make_output_dir()
         super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
         if args.hotspa_deepspeed is not None and args.process_index == 0:
@@ -204,24 +207,23 @@ class HotSPaTrainer(
         if self.args.activation_checkpointing:
             self.model.disable_input_require_grads()  # a hook of the Trainer's on a model that does not run
         engine = self._start_engine()
-        loader, error = None, None
+        loader, error, same = None, None, dict[str, str]()
+        dataset, table = self.train_dataset, None
         try:
             loader = self._make_loader(engine)
             self._check_data_order(loader)
+            if not is_stream(dataset):
+                dataset, table = self._scanned()
+            same = data_facts(dataset, table, self._row_rules())
         except HotspaError as found:
             error = found
-        engine.agree(error, "data set")
+        engine.agree(error, "data set", same)
         assert loader is not None
-        table = None if is_stream(self.train_dataset) else self._scanned()[1]
         facts = run_facts(engine, self.model, self.args, table, self._auto.plan if self._auto is not None else None)
         self.callback_handler.dispatch(
-            "on_run_begin",
-            self.args,
-            self.state,
-            self.control,
-            run=facts,
+            "on_run_begin", self.args, self.state, self.control, run=facts,
             callback_seconds=lambda: dict(self.callback_handler.seconds),
-        )
+        )  # fmt: skip
         return loader
 
     def _make_loader(self, engine: HotSPaEngine) -> MiniBatchLoader | StreamLoader:
@@ -293,8 +295,7 @@ class HotSPaTrainer(
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
         state: dict[str, Any] = {"auto": self._auto.state_dict()} if self._auto is not None else {}
         if self._stream_progress is not None:
-            over = self.control.should_epoch_stop
-            state["stream"] = self._stream_progress.state(self._steps_a_pass, over)
+            state["stream"] = self._stream_progress.state(self._steps_a_pass, self.control.should_epoch_stop)
         return state
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
@@ -339,7 +340,7 @@ class HotSPaTrainer(
         if self._stream_progress is not None:
             self._stream_progress.trained(inputs)
         try:
-            report = self.engine.forward_backward(mini_batch, step=self.state.global_step)
+            report = self.engine.forward_backward(mini_batch, self.state.global_step, self._settings())
         except NonFiniteError as failure:
             return self._skipped.skip(self.engine, failure).to(self.args.device)
         self._skipped.trained(report.loss)

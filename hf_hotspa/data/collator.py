@@ -41,6 +41,7 @@ class MicroBatch:
         keys: For each sequence the dataset row and the first token it was taken from; (-1, 0) for padding.
         columns: What a loss of the user's own reads beside, by name: [1, T] with a number for each token of
             `input_ids` (not shifted), or [S] with one for each sequence; int64 or float64.
+        content: A digest of tokens and labels, of 64 bits: the ranks of a replica must have the same (`same_rows.py`).
     """
 
     input_ids: torch.Tensor
@@ -51,6 +52,7 @@ class MicroBatch:
     num_labels: int
     keys: tuple[tuple[int, int], ...] = ()
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    content: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -134,7 +136,7 @@ class MiniBatch:
 
     def digests(self) -> dict[str, str]:
         """What must be the same on all ranks before the first transfer, by name."""
-        return {"mini-batch (data order, seed or data set)": self.plan.digest() + self.content}
+        return {"mini-batch (data order, seed or data set)": self.plan.digest(), "rows of the stream": self.content}
 
     @property
     def num_labels(self) -> int:
@@ -292,6 +294,7 @@ class PackedBucketCollator:
         self._check_range(np.where(labels_T == IGNORED_LABEL, 0, labels_T), "labels", pack, rows)
         starts = ends - np.asarray(lengths)
         positions_T = np.arange(num_tokens) - np.repeat(starts, lengths)
+        columns = {name: _packed(name, pack, rows) for name in rows[pack.sequences[0].row].columns}
         return MicroBatch(
             torch.from_numpy(ids_T)[None],
             torch.from_numpy(positions_T)[None],
@@ -300,7 +303,8 @@ class PackedBucketCollator:
             lengths,
             pack.num_labels,
             tuple((sequence.row, sequence.start) for sequence in pack.sequences),
-            {name: _packed(name, pack, rows) for name in rows[pack.sequences[0].row].columns},
+            columns,
+            _content_word(ids_T, labels_T, *(columns[name].numpy() for name in sorted(columns))),
         )
 
     def _check_range(self, values_T: NDArray[np.int64], key: str, pack: Pack, rows: Mapping[int, Row]) -> None:
@@ -329,6 +333,14 @@ class PackedBucketCollator:
             why="the mini-batch was planned from the scan, and its loss divided by the labels counted there",
             fix="datasets must give the same row each time; remove random transforms, or delete the cached scan",
         )
+
+
+def _content_word(*arrays: NDArray[Any]) -> int:
+    """A digest of 64 bits."""
+    digest = hashlib.blake2b(digest_size=8)
+    for array in arrays:
+        digest.update(array.tobytes())
+    return int.from_bytes(digest.digest(), "little")
 
 
 def _packed(name: str, pack: Pack, rows: Mapping[int, Row]) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
 
 `Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
-digests and hand over an error, if one of them has it. `Mailbox` serves the other case, a rank that fails while its
+digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
 connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
 roll call in the same store, and the one that does not answer is named (`SilentPeerError`).
@@ -10,8 +10,9 @@ roll call in the same store, and the one that does not answer is named (`SilentP
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
-from typing import NoReturn
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, Transfer
 from hf_hotspa.runtime.roll_call import RollCall
 
 _MAILBOX_KEY = "hotspa_first_error"
-_MAX_LISTED = 5
+_MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
+_HALF = 1 << 63
 _LOST = re.compile(
     "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
 )
@@ -30,6 +32,61 @@ _LOST = re.compile(
 def _word(text: str) -> int:
     """64 bits of a text's SHA-256, as an int64 takes them."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`; of many the first ones and their number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MAX_RANKS:
+        return f"ranks {', '.join(map(str, ranks[:_MAX_RANKS]))} and {len(ranks) - _MAX_RANKS} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
+    """Who is not with the majority.
+
+    Args:
+        columns: For each of several things what each one has.
+
+    Returns:
+        The positions of those that differ from the rest in any; None where no more than half of all have the same.
+    """
+    odd = set[int]()
+    for seen in columns:
+        usual, count = Counter(seen).most_common(1)[0]
+        if 2 * count <= len(seen):
+            return None
+        odd.update(at for at, value in enumerate(seen) if value != usual)
+    return sorted(odd)
+
+
+def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = False) -> PlanMismatchError:
+    """The error for names of which not all ranks have the same (one entry a rank)."""
+    seen = {name: values for name, values in seen.items() if len(set(values)) > 1}
+    sides = []
+    for name, values in list(seen.items())[:_MAX_LISTED]:
+        holders = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
+        if shows_values:
+            parts = (f"{_shown(value)} on {rank_names(ranks)}" for value, ranks in holders.items())
+        else:
+            parts = (f"ranks {ranks} agree" for ranks in holders.values())
+        sides.append(f"{name}: {', '.join(parts)}")
+    odd = odd_ones(list(seen.values()))
+    who = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others" if odd else "ranks differ"
+    more = f" (and {len(seen) - _MAX_LISTED} more)" if len(seen) > _MAX_LISTED else ""
+    return PlanMismatchError(
+        f"{who} in the {'; in the '.join(sides)}{more}",
+        where=where,
+        why="every rank must compute the same from it; nothing was sent",
+        fix="start every rank with the same script, arguments, files, environment and library versions",
+    )
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "missing"
+    return value if len(value) <= _MAX_SHOWN else value[: _MAX_SHOWN - 3] + "..."
 
 
 def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
@@ -90,13 +147,25 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
         self.group, self.rank, self._mailbox = group, rank, mailbox
 
-    def check(self, digests: Mapping[str, str], error: HotspaError | None, where: str) -> None:
+    def check(
+        self,
+        digests: Mapping[str, str],
+        error: HotspaError | None,
+        where: str,
+        *,
+        facts: Mapping[str, str] | None = None,
+        balance: int = 0,
+        explain: Callable[[], HotspaError] | None = None,
+    ) -> None:
         """Returns when no rank has an error and all digests are equal. One small collective, where all is well.
 
         Args:
             digests: What must be equal, by name.
             error: What this rank found wrong, or None.
             where: The place, for messages: `mini-batch 12`.
+            facts: What must be equal, too, and be shown where it is not; the names may differ as well.
+            balance: A number; those of all ranks must add up to 0 modulo 2^64 (`same_rows.py`).
+            explain: The error to raise where they do not. Called on every rank, so it may communicate.
 
         Raises:
             HotspaError: on every rank, the error of the first rank that has one.
@@ -109,31 +178,29 @@ class Agreement:
         text = json.dumps(error.to_dict()).encode() if error is not None else b""
         names = ", ".join(digests)
         # of a fixed size, whatever is compared: tensors of different sizes cannot be gathered together
-        rows = self._gather(
-            torch.tensor([len(text), _word(names), _word(repr(list(digests.values())))], dtype=torch.int64)
+        words = [
+            len(text),
+            _word(repr(sorted((facts or {}).items()))),
+            _word(names),
+            _word(repr(list(digests.values()))),
+            (balance + _HALF) % (2 * _HALF) - _HALF,
+        ]
+        errors, shown, listed, compared, balances = zip(
+            *(row.tolist() for row in self._gather(torch.tensor(words, dtype=torch.int64))), strict=True
         )
-        if any(int(row[0]) for row in rows):
-            self._raise_first(text, max(int(row[0]) for row in rows))
-        if len({int(row[1]) for row in rows}) > 1:
-            raise self._mismatch({"list of what to compare": [int(row[1]) for row in rows]}, where)
-        if len({int(row[2]) for row in rows}) > 1:
+        if any(errors):
+            self._raise_first(text, max(errors))
+        if len(set(shown)) > 1:
+            everyone = [json.loads(found) for found in self.texts(json.dumps(dict(facts or {})))]
+            every_name = dict.fromkeys(name for found in everyone for name in found)
+            raise _mismatch({name: [found.get(name) for found in everyone] for name in every_name}, where, True)
+        if len(set(listed)) > 1:
+            raise _mismatch({"list of what to compare": list(listed)}, where)
+        if len(set(compared)) > 1:
             details = self._gather(torch.tensor([_word(digest) for digest in digests.values()], dtype=torch.int64))
-            raise self._mismatch({name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where)
-
-    def _mismatch(self, words: Mapping[str, list[int]], where: str) -> PlanMismatchError:
-        """The error for names whose words (one a rank) are not all equal."""
-        sides = []
-        for name, seen in words.items():
-            if len(set(seen)) > 1:
-                holders = {word: [rank for rank, other in enumerate(seen) if other == word] for word in seen}
-                sides.append(f"{name}: " + ", ".join(f"ranks {ranks} agree" for ranks in holders.values()))
-        more = f" (and {len(sides) - _MAX_LISTED} more)" if len(sides) > _MAX_LISTED else ""
-        return PlanMismatchError(
-            f"ranks differ in the {'; in the '.join(sides[:_MAX_LISTED])}{more}",
-            where=f"rank {self.rank}, {where}",
-            why="layouts and transfers are computed from it on every rank; nothing was sent",
-            fix="start every rank with the same script, arguments, files, environment and library versions",
-        )
+            raise _mismatch({name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where)
+        if explain is not None and sum(balances) % (2 * _HALF):
+            raise explain()
 
     def gather(self, values: list[float]) -> torch.Tensor:
         """fp64 [world size, number of values] of every rank's values; a collective call."""

@@ -17,7 +17,7 @@ optimizer step changes the weights; what one rank finds wrong before a phase is 
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,11 +39,12 @@ from hf_hotspa.runtime.loss_check import check_loss
 from hf_hotspa.runtime.master import MasterStore
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.runtime.mesh import ProcessGroups
-from hf_hotspa.runtime.model_check import check_model
+from hf_hotspa.runtime.model_check import check_model, model_facts
 from hf_hotspa.runtime.non_finite import raise_non_finite
 from hf_hotspa.runtime.options import EngineOptions, default_device
 from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.runtime.phase import PhaseRunner
+from hf_hotspa.runtime.same_rows import check_mini_batch
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.runtime.switching import Switching
 from hf_hotspa.strategy import Bucket, check_buckets, check_launch
@@ -174,12 +175,9 @@ class HotSPaEngine:
             check_loss(model, description, options, self.rank)
         except HotspaError as found:
             error = found
-        digests = {
-            "list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets)),
-            "set of engine options": repr(options),
-            "model": description.digest() if description else "",
-        }
-        self._agreement.check(digests, error, "set-up")
+        facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets))}
+        facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
+        self._agreement.check({"model": description.digest() if description else ""}, error, "set-up", facts=facts)
         assert description is not None
         return description
 
@@ -204,9 +202,9 @@ class HotSPaEngine:
         self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, error, "set-up")
         return switching
 
-    def agree(self, error: HotspaError | None, where: str) -> None:
-        """Raises on every rank when one of them has an error: the same error, naming the rank."""
-        self._agreement.check({}, error, where)
+    def agree(self, error: HotspaError | None, where: str, facts: Mapping[str, str] | None = None) -> None:
+        """Raises on every rank when one of them has an error: the same error, naming the rank; or other facts."""
+        self._agreement.check({}, error, where, facts=facts)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""
@@ -256,16 +254,19 @@ class HotSPaEngine:
 
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
-    def forward_backward(self, mini_batch: MiniBatch, step: int | None = None) -> StepReport:
+    def forward_backward(
+        self, mini_batch: MiniBatch, step: int | None = None, facts: Mapping[str, str] | None = None
+    ) -> StepReport:
         """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
 
         Args:
             mini_batch: The mini-batch.
             step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
+            facts: What must be the same on all ranks beside it, by name, such as the learning rates.
 
         Raises:
-            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
-                differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
+            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch whose
+                plan differs between ranks, or its rows between the ranks of a replica, or that has no label. After the last: `NonFiniteError`. The weights are unchanged.
         """
         begin = time.perf_counter()
         self._steps = self._steps if step is None else step
@@ -278,7 +279,7 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        self._agreement.check(mini_batch.digests() | self._switching.held(), error, where)
+        check_mini_batch(self._agreement, mini_batch, self._switching.held(), error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         self.master.zero_gradients()
         self.master.bind_gradients()

@@ -19,6 +19,7 @@ from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.runtime.agreement import Agreement, hotspa_cause
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.phase import PhaseRunner
+from hf_hotspa.runtime.same_rows import check_mini_batch
 from hf_hotspa.strategy import Coord, Strategy
 
 
@@ -90,7 +91,7 @@ class Evaluation:
         """
         self._num_mini_batches += 1
         where = f"evaluation mini-batch {self._num_mini_batches}"
-        self._agreement.check(mini_batch.digests() | self._held(), mini_batch.error, where)
+        check_mini_batch(self._agreement, mini_batch, self._held(), mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         for plan, phase in self._in_order(mini_batch):
             try:

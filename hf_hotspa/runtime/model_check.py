@@ -5,6 +5,7 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 """
 
 import hashlib
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.runtime.adapters import bit_sum
+from hf_hotspa.runtime.adapters import bare_model, bit_sum
 from hf_hotspa.runtime.skeleton import build_skeleton
-from hf_hotspa.runtime.specs import ModelDescription
+from hf_hotspa.runtime.specs import ModelDescription, dtype_name
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -93,6 +94,21 @@ def _records_outputs(hook: Any) -> bool:
     """Whether a hook is one that transformers leaves on a model when it was once asked for hidden states and the like."""
     function = hook.func if isinstance(hook, partial) else hook
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
+
+
+def model_facts(model: nn.Module) -> dict[str, str]:
+    """What decides training beside parameters and layouts, and must be the same on all ranks: config values, buffers."""
+    model = bare_model(model)[0]
+    config = model.config.to_dict()
+    facts = {
+        f"{key} of the model's config": json.dumps(value, sort_keys=True, default=str) for key, value in config.items()
+    }
+    facts.pop("_name_or_path of the model's config", None)  # each rank may have a copy of its own
+    for name, buffer in model.named_buffers():
+        facts[f"buffer {name}"] = (
+            f"{dtype_name(buffer.dtype)} {list(buffer.shape)} with the sum of bits {bit_sum(buffer)}"
+        )
+    return facts
 
 
 def weights_digest(model: nn.Module) -> str:

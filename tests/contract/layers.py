@@ -67,6 +67,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/adapters.py",
         "hf_hotspa/runtime/roll_call.py",
         "hf_hotspa/runtime/agreement.py",
+        "hf_hotspa/runtime/same_rows.py",
         "hf_hotspa/runtime/storage.py",
         "hf_hotspa/runtime/weight_files.py",
         "hf_hotspa/runtime/arena.py",

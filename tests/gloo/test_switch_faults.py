@@ -232,7 +232,7 @@ def test_a_plan_that_differs_on_one_rank_is_refused_before_a_byte_moves() -> Non
         assert outcome.error_type == "PlanMismatchError", outcome.describe()
         assert outcome.error is not None
         for fragment in (
-            f"rank {outcome.rank}, set-up",
+            "Where: set-up",
             "plan 'load master store -> dp2tp1pp1': ranks [0] agree, ranks [1] agree",
             "nothing was sent",
         ):

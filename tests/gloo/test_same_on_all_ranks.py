@@ -1,0 +1,198 @@
+"""What differs between ranks is an error of all of them before the first step, and names what, where and how much.
+
+One world of three ranks tries one difference after another: rank 1 is the odd one, and no innocent rank is named.
+"""
+
+import datasets
+import pytest
+import torch
+from torch.utils.data import IterableDataset
+from transformers import TrainerCallback
+
+from hf_hotspa.errors import HotspaError
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+
+pytestmark = pytest.mark.gloo
+
+ODD = 1
+COMMON = {
+    "learning_rate": 5e-3, "seed": 7, "logging_steps": 1, "use_cpu": True, "disable_tqdm": True, "report_to": "none",
+    "save_strategy": "no", "max_steps": 3, "hotspa_mini_batch_size": 6, "hotspa_strategies": "dp3:16@32,pp3:60@64",
+    "hotspa_report": False,
+}  # fmt: skip
+
+# name of the argument -> (on rank 1, on the others)
+ARGUMENTS = {
+    "learning_rate": (1e-4, 5e-3), "weight_decay": (0.1, 0.0), "max_grad_norm": (0.5, 1.0), "warmup_steps": (2, 0),
+    "lr_scheduler_type": ("cosine", "linear"), "adam_beta2": (0.9, 0.999), "optim": ("sgd", "adamw_torch"),
+    "max_steps": (4, 3), "save_steps": (2, 3), "logging_steps": (5, 1), "save_only_model": (True, False),
+    "hotspa_async_save": (True, False), "save_strategy": ("steps", "no"), "eval_strategy": ("steps", "no"),
+    "label_smoothing_factor": (0.1, 0.0), "seed": (8, 7), "output_dir": ("elsewhere", None), "bf16": (True, False),
+    "save_total_limit": (2, None), "neftune_noise_alpha": (5.0, None), "dataloader_num_workers": (1, 0),
+}  # fmt: skip
+
+
+def make_rows():
+    return random_rows(18, 160, longest=60, seed=3)
+
+
+class Crops:
+    """Rows of the scanned lengths, whose tokens are drawn anew at each reading, and on rank 1 in its own way."""
+
+    def __init__(self, rows, rank, labels_only=False):
+        self.rows, self.labels_only, self.reads, self.odd = rows, labels_only, [0] * len(rows), rank == ODD
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        self.reads[index] += 1
+        row = self.rows[index]
+        if self.reads[index] == 1:  # the scan
+            return row
+        generator = torch.Generator().manual_seed(20 * self.reads[index] + 2 * index + self.odd)
+        drawn = torch.randint(0, 160, (len(row["input_ids"]),), generator=generator).tolist()
+        labels = [label if label == -100 else token for label, token in zip(row["labels"], drawn, strict=True)]
+        return {"input_ids": row["input_ids"] if self.labels_only else drawn, "labels": labels}
+
+
+class Stream(IterableDataset):
+    def __init__(self, rows, length):
+        self.rows, self.length = rows, length
+
+    def __len__(self):
+        return self.length
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+class ChangesRate(TrainerCallback):
+    def on_step_end(self, args, state, control, optimizer=None, **kwargs):
+        if state.global_step == 2:
+            optimizer.param_groups[0]["lr"] *= 2
+
+
+def differing(rank, folder, name):
+    """Builds a trainer of which something differs on rank 1, and trains."""
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    odd = rank == ODD
+    torch.manual_seed(0)
+    model, rows, given, options = tiny_model("llama_gqa_bias", num_hidden_layers=3), make_rows(), {}, {}
+    if name in ARGUMENTS:
+        value = ARGUMENTS[name][0 if odd else 1]
+        options[name] = f"{folder}/{value}" if name == "output_dir" else value
+    elif name == "rms_norm_eps":
+        model = tiny_model("llama_gqa_bias", num_hidden_layers=3, rms_norm_eps=1e-5 if odd else 1e-6)
+    elif name == "inv_freq" and odd:
+        model.model.rotary_emb.inv_freq.mul_(1.01)
+    elif name == "optimizer class":
+        kind = torch.optim.SGD if odd else torch.optim.AdamW
+        given["optimizer_cls_and_kwargs"] = (kind, {"lr": 5e-3})
+    elif name == "optimizer settings":
+        given["optimizer_cls_and_kwargs"] = (torch.optim.AdamW, {"lr": 5e-3, "betas": (0.9, 0.98 if odd else 0.99)})
+    elif name == "rate in training":
+        given["callbacks"] = [ChangesRate()] if odd else []
+    elif name == "fewer rows":
+        rows = rows[:12] if odd else rows
+    elif name == "other lengths":
+        rows = [*rows[1:], rows[0]] if odd else rows
+    elif name == "other tokens":
+        tokens = [{**row, "input_ids": [(t + odd) % 160 for t in row["input_ids"]]} for row in rows]
+        rows = datasets.Dataset.from_list(tokens)
+    elif name == "a shard of its own":  # all rows are of the same length
+        rows = [{"input_ids": torch.randint(0, 160, (40,)).tolist()} for _ in range(36)]
+        rows = rows[18 * odd :][:18]
+    elif name == "length of a stream":
+        rows, options["max_steps"], options["num_train_epochs"] = Stream(rows, 17 if odd else 18), -1, 1
+    elif name in ("crops", "labels"):
+        rows = Crops(rows, rank, labels_only=name == "labels")
+    elif name == "evaluation metrics":
+        given = {"eval_dataset": rows, "compute_metrics": (lambda prediction: {}) if odd else None}
+    elif name in ("evaluation rows", "evaluation crops"):
+        given["eval_dataset"] = Crops(rows, rank) if name == "evaluation crops" else rows[: 9 if odd else 10]
+    arguments = HotSPaTrainingArguments(**{"output_dir": folder, **COMMON, **options})
+    trainer = HotSPaTrainer(model=model, args=arguments, train_dataset=rows, **given)
+    if name == "changed later" and odd:
+        trainer.args.max_steps = 2
+    try:
+        if name.startswith("evaluation"):
+            trainer.evaluate()
+        else:
+            trainer.train(resume_from_checkpoint=f"{folder}/checkpoint-{rank}" if name == "resumed" else None)
+    finally:
+        trainer.close_engine()
+        steps.append(trainer.state.global_step)
+
+
+steps = []
+
+OTHERS = {
+    "rms_norm_eps": ["rank 1 differs from the others in the rms_norm_eps", "1e-05 on rank 1", "1e-06 on ranks 0 and 2"],
+    "inv_freq": ["rank 1 differs", "buffer model.rotary_emb.inv_freq"],
+    "optimizer class": ["rank 1 differs", "the optimizer: AdamW on ranks 0 and 2, SGD on rank 1"],
+    "optimizer settings": ["rank 1 differs", "betas of parameter group 0", "[0.9, 0.98] on rank 1"],
+    "changed later": ["rank 1 differs", "max_steps: 3 on ranks 0 and 2, 2 on rank 1", "start of training"],
+    "resumed": ["resume_from_checkpoint", "start of training"],
+    "rate in training": ["rank 1 differs", "lr of parameter group 0", "mini-batch 3"],
+    "fewer rows": ["rank 1 differs", "rows of the dataset: 18 on ranks 0 and 2, 12 on rank 1"],
+    "other lengths": ["rank 1 differs", "lengths and labels of the rows"],
+    "other tokens": ["rank 1 differs", "tokens of some rows"],
+    "a shard of its own": ["rank 1 differs", "tokens of some rows"],
+    "length of a stream": ["rank 1 differs", "length of the stream: 18 on ranks 0 and 2, 17 on rank 1"],
+    "crops": ["HSP-301", "rank 1 holds other tokens", "mini-batch 1, strategy dp1tp1pp3", "dataset row"],
+    "labels": ["HSP-301", "rank 1 holds other labels", "mini-batch 1, strategy dp1tp1pp3", "dataset row"],
+    "evaluation rows": ["rank 1 differs", "rows of the dataset: 10 on ranks 0 and 2, 9 on rank 1"],
+    "evaluation metrics": ["rank 1 differs", "compute_metrics: False on ranks 0 and 2, True on rank 1"],
+    "evaluation crops": ["rank 1 holds other tokens", "evaluation mini-batch 1"],
+}
+
+
+def all_differences(rank, world_size, folder):
+    messages = {}
+    for name in [*ARGUMENTS, *OTHERS]:
+        try:
+            differing(rank, folder, name)
+        except HotspaError as error:
+            messages[name] = str(error)
+    return messages, steps
+
+
+def test_a_difference_between_ranks_is_named(tmp_path):
+    found = run_ranks(3, all_differences, str(tmp_path), timeout=280)
+    for rank, (messages, taken) in enumerate(found):
+        missing = [name for name in [*ARGUMENTS, *OTHERS] if name not in messages]
+        assert not missing, f"rank {rank} went on: {missing}"
+        for name in ARGUMENTS:
+            assert "HSP-203" in messages[name], messages[name]
+            assert "rank 1 differs from the others in the" in messages[name], messages[name]
+            assert f"{name}: " in messages[name], messages[name]
+        for name, fragments in OTHERS.items():
+            for fragment in fragments:
+                assert fragment in messages[name], f"{name}: {messages[name]}"
+        assert messages == found[0][0], "the same error on all ranks"
+        assert set(taken) == {0, 2}, taken  # the rate that changes in training does so after two steps
+    texts = "".join(found[0][0].values())
+    assert "nothing was sent" in texts
+
+
+def cropped_under_dp(rank, world_size, folder):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    options = {**COMMON, "hotspa_strategies": "dp2:60@64", "disable_tqdm": rank == 0, "run_name": f"rank {rank}"}
+    rows = Crops(make_rows(), rank)
+    arguments = HotSPaTrainingArguments(output_dir=folder, **options)
+    trainer = HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=arguments, train_dataset=rows)
+    trainer.train()
+    trainer.close_engine()
+    return trainer.state.log_history[-1]["train_loss"]
+
+
+def test_rows_drawn_by_each_rank_are_fine_where_one_rank_reads_each(tmp_path):
+    first, second = run_ranks(2, cropped_under_dp, str(tmp_path))
+    assert first == second
