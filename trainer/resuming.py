@@ -103,7 +103,9 @@ class ResumeMixin(StockResumeMixin):
         error = None
         try:
             begin = self._stream_progress.go_on(
-                self._resumption.state.get("hotspa", {}).get("stream"),
+                self._resumption.state.get("hotspa", {}).get("stream")
+                if isinstance(self._resumption, Resumption)
+                else None,
                 skip=not self.args.ignore_data_skip,
                 compare=not self.args.hotspa_allow_data_order_change,
             )

@@ -203,7 +203,7 @@ class HotSPaEngine:
         return switching
 
     def agree(self, error: HotspaError | None, where: str, facts: Mapping[str, str] | None = None) -> None:
-        """Raises on every rank when one of them has an error: the same error, naming the rank; or other facts."""
+        """Raises on every rank when one of them has an error: the same error, naming the rank; or has other facts."""
         self._agreement.check({}, error, where, facts=facts)
 
     def any_rank(self, flag: bool) -> bool:
@@ -265,11 +265,10 @@ class HotSPaEngine:
             facts: What must be the same on all ranks beside it, by name, such as the learning rates.
 
         Raises:
-            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch whose
-                plan differs between ranks, or its rows between the ranks of a replica, or that has no label. After the last: `NonFiniteError`. The weights are unchanged.
+            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
+                differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
         """
-        begin = time.perf_counter()
-        self._steps = self._steps if step is None else step
+        begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
         error = mini_batch.error
         if error is None and mini_batch.num_labels == 0:

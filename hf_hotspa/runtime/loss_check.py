@@ -9,6 +9,7 @@ Owns two questions, both answered with a few random numbers:
 """
 
 import inspect
+import math
 import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -266,7 +267,8 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
         expected = expected + float(bare_model(model)[0].router_aux_loss_coef) * out["aux_loss"].double()
     own, expected = float(own), float(expected)
     tolerance = _OF_MODEL if out["loss"].dtype in (torch.float32, torch.float64) else 1e-2
-    if not abs(own - expected) <= tolerance * abs(expected):
+    same = abs(own - expected) <= tolerance * abs(expected) or (math.isnan(own) and math.isnan(expected))
+    if not same:  # weights that are not finite are found in training, and named
         raise _replaced(model, f"is {own:.6g} for a row of {ids.shape[1]} tokens where its logits give {expected:.6g}")
 
 
