@@ -437,7 +437,7 @@ def test_a_cell_of_other_ranks_begins_anew(tmp_path: Path):
 
 
 def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import peers
+    from benchmarks import peers  # type: ignore[import-not-found]
 
     options = peers.parse_options(["--quick", "--lengths", "chat", "--json", str(tmp_path / "peers.json")])
 
