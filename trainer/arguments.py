@@ -199,6 +199,13 @@ class HotSPaTrainingArguments(TrainingArguments):
             "not at all."
         },
     )
+    hotspa_attention_dropout: float | None = field(
+        default=None,
+        metadata={
+            "help": "0 leaves attention probabilities whole, whatever the model's config says (attention_dropout, attn_pdrop): "
+            "dropping them takes a slower attention. Default: as the config says."
+        },
+    )
     hotspa_eval_strategy: str = field(
         default="longest",
         metadata={
@@ -281,6 +288,11 @@ class HotSPaTrainingArguments(TrainingArguments):
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
+            )
+        if self.hotspa_attention_dropout not in (None, 0):
+            raise HotspaConfigError(
+                f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
+                fix="use 0 for none, or leave it out and set the probability in the model's config",
             )
         if self.hotspa_max_failed_saves < 0:
             raise HotspaConfigError(

@@ -36,6 +36,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
+from hf_hotspa.runtime.dropout_settings import without_attention_dropout
 from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.model_check import model_facts
 from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
@@ -156,7 +157,7 @@ def prepare_auto(
         compute_dtype = torch.bfloat16 if args.bf16 else None
         description = table = None
         with collected() as found:
-            description = describe_model(model, compute_dtype)
+            description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
             table = read_table()
         facts = model_facts(model)
         if table is not None:
@@ -228,7 +229,7 @@ def agreed_calibration(
     """
     if args.hotspa_calibration in (None, MEASURE):
         return calibrate(
-            config,
+            trained_config(config, args),
             strategies=strategies,
             compute_dtype=description.compute_dtype,
             device=args.device,
@@ -241,6 +242,11 @@ def agreed_calibration(
     agreement.check({"calibration": repr(calibration)}, found.error, "hotspa_calibration")
     assert calibration is not None
     return calibration
+
+
+def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:
+    """The config that replicas are built from, as far as it decides what they cost."""
+    return config if args.hotspa_attention_dropout is None else without_attention_dropout(config)
 
 
 def _check_fit(

@@ -25,6 +25,7 @@ from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import has_weights, open_model
 from hf_hotspa.runtime.model_check import weights_digest
+from hf_hotspa.runtime.model_kind import refuse_other_models
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
@@ -56,15 +57,28 @@ class ModelSourceMixin(Trainer):
     def _opened(self, model: Any, has_model_init: bool) -> Any:
         """What the Trainer takes for its model: that of a folder, without weights, or what was given. Collective."""
         if self.args.hotspa_model_path is None and not isinstance(model, str | Path | PreTrainedConfig):
+            if model is not None:
+                refuse_other_models(model)
             return model
         found, error = None, None
         try:
             folder, config = self._named(model, has_model_init)
             found, self._model_folder = open_model(folder, config), folder
+            refuse_other_models(found)
         except HotspaError as failure:
             error = failure
         self._agreement().check({}, error, "opening the model")
         return found
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model of `model_init`.
+
+        Raises:
+            HotspaError: it is none that can be trained.
+        """
+        model: nn.Module = super().call_model_init(trial)
+        refuse_other_models(model)
+        return model
 
     def _named(self, model: Any, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
         """The folder with the weights, and the config to use instead of its own."""

@@ -25,7 +25,14 @@ from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import agreed_calibration, agreement_of, calibrated_time, collected, model_sizes
+from hf_hotspa.trainer.auto import (
+    agreed_calibration,
+    agreement_of,
+    calibrated_time,
+    collected,
+    model_sizes,
+    trained_config,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +71,9 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> C
             return Calibration.from_dict(json.loads(text)) if text else None
         description = None
         with collected() as found:
-            description = describe_model(model, torch.bfloat16 if args.bf16 else None)
+            description = describe_model(
+                model, torch.bfloat16 if args.bf16 else None, args.hotspa_attention_dropout is None
+            )
         agreement.check({}, found.error, "predictions")
         assert description is not None
         return agreed_calibration(model.config, description, args, strategies, agreement)
@@ -75,7 +84,8 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
     on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
-        found = cached_calibration(calibration_key(model.config, dtype, args.device, args.world_size, on_node))
+        config = trained_config(model.config, args)
+        found = cached_calibration(calibration_key(config, dtype, args.device, args.world_size, on_node))
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
         return None

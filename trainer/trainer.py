@@ -190,6 +190,7 @@ class HotSPaTrainer(
             seed=args.seed,
             gradients=args.hotspa_gradients,
             offload_master=args.hotspa_offload == "master",
+            attention_dropout=args.hotspa_attention_dropout is None,
         )
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = make_predictions(self.engine, calibration, args)

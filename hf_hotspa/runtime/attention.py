@@ -7,15 +7,15 @@ built. Three kernels, one meaning:
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
   takes,
 * `scaled_dot_product_attention` per sequence everywhere else,
-* a plain softmax per sequence where the family caps its attention scores (Gemma 2) or adds sinks to them (learned
-  scores that take part in the softmax and then are dropped), which no fused kernel computes.
+* `explicit_attention` where the family caps its attention scores (Gemma 2), adds sinks to them, or drops attention
+  probabilities in training, whose masks must not depend on the layout: no fused kernel computes these.
 
 Shapes: T packed tokens, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 """
 
 import inspect
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +23,21 @@ from torch.nn import functional
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.errors import ModelError
+from hf_hotspa.runtime.explicit_attention import AttentionDropout, Scores, explicit_attention
 
 ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
 
 _HARMLESS = {"position_ids", "cache_position", "input_ids"}
 """Tensors that families pass to attention without a meaning for the scores."""
+
+
+class DropsAttention(Protocol):
+    """What knows which attention probabilities of a pack stay (`runtime.dropout`)."""
+
+    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
+        """The dropout of the next call of an attention module with so many heads; `p` is the probability to be dropped."""
+        ...
 
 
 @dataclass
@@ -42,6 +51,8 @@ class PackedSequences:
         token_keys: What dropout draws from, see `runtime.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
         visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
+        attention_dropout: Which attention probabilities are dropped; None where none are.
+        first_tokens: The place of each sequence's first token in its row, for that.
     """
 
     lengths: tuple[int, ...]
@@ -50,6 +61,8 @@ class PackedSequences:
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
     visible: tuple[int, int] | None = field(default=None, compare=False)
+    attention_dropout: DropsAttention | None = field(default=None, compare=False)
+    first_tokens: tuple[int, ...] = field(default=(), compare=False)
 
 
 def calls_attention(module: nn.Module) -> bool:
@@ -90,7 +103,7 @@ def packed_attention(
         value: [1, K, T, D].
         attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
         hotspa_pack: The sequences of the row.
-        dropout: Must be 0: dropout is not reproducible across layouts.
+        dropout: The probability of attention probabilities to be dropped, where the module is trained.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
         sliding_window: Tokens that a position sees, itself included; all before it when None.
         softcap: Scores become `softcap * tanh(scores / softcap)` when given.
@@ -103,11 +116,10 @@ def packed_attention(
     Raises:
         ModelError: the family passes something that this attention cannot honour, or does not pass the pack on.
     """
-    if hotspa_pack is None or attention_mask is not None or dropout or query.shape[0] != 1:
+    if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
         raise ModelError(
             f"{type(module).__name__} calls attention with "
-            f"{'no pack' if hotspa_pack is None else f'mask={attention_mask is not None}, dropout={dropout}'}"
-            f", batch {query.shape[0]}",
+            f"{'no pack' if hotspa_pack is None else f'mask={attention_mask is not None}'}, batch {query.shape[0]}",
             why="the sequences of a pack would attend to each other",
             fix="this family cannot be trained packed; report its model_type",
         )
@@ -117,14 +129,30 @@ def packed_attention(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
-    plain = softcap is None and s_aux is None
-    if plain and _kernel_takes(query, value):
+    drops = dropout > 0 and module.training
+    if drops or softcap is not None or s_aux is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
+        scores = Scores(scaling, sliding_window, softcap, dropped)
+        out = explicit_attention(query[0], key[0], value[0], s_aux, hotspa_pack.lengths, scores)
+        return out.transpose(0, 1)[None], None
+    if _kernel_takes(query, value):
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
     per_sequence = [
-        _one_sequence(q, k, v, scaling, sliding_window, softcap, s_aux)
+        _one_sequence(q, k, v, scaling, sliding_window)
         for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
+
+
+def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:
+    if pack.attention_dropout is None:
+        raise ModelError(
+            f"{type(module).__name__} drops attention probabilities ({p}), and its config does not say so",
+            why="the masks would be others under every layout",
+            fix="set the probability in the model's config, and leave it alone on the object",
+        )
+    return pack.attention_dropout.of_call(module, p, heads)
 
 
 def _kernel_takes(query: Tensor, value: Tensor) -> bool:
@@ -161,47 +189,24 @@ def _varlen(
 
 
 def _one_sequence(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scaling: float | None,
-    sliding_window: int | None,
-    softcap: float | None,
-    sinks: Tensor | None,
+    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
     """[1, H, T, D] of one sequence."""
     length = query.shape[2]
     mask = None
-    fused = softcap is None and sinks is None
-    if not fused or (sliding_window is not None and sliding_window < length):
+    if sliding_window is not None and sliding_window < length:
         position = torch.arange(length, device=query.device)
         distance = position[:, None] - position[None, :]
-        mask = distance >= 0
-        if sliding_window is not None:
-            mask &= distance < sliding_window
-    if fused:
-        return functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            is_causal=mask is None,
-            scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )
-    groups = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
-    scores = query @ key.transpose(2, 3) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
-    assert mask is not None
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.to(scores.dtype).reshape(1, -1, 1, 1).expand(*scores.shape[:3], 1)], dim=-1)
-    # stock eager attention takes the softmax in fp32; a wider dtype stays as it is
-    wide = torch.promote_types(scores.dtype, torch.float32)
-    weights = functional.softmax(scores, dim=-1, dtype=wide).to(query.dtype)
-    return weights[..., :length] @ value
+        mask = (distance >= 0) & (distance < sliding_window)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
 
 
 AttentionInterface.register(ATTENTION, packed_attention)

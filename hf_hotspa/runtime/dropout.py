@@ -7,7 +7,9 @@ shard, recomputation and resumed run drops the same elements, and a module that 
 others than torch's own generator would give: with the stock modules only the distribution agrees.
 
 `use_keyed_dropout` puts `KeyedDropout` in the place of every `nn.Dropout` of a replica: the model's own between its
-layers, and those of LoRA layers. Dropout of attention scores, which no fused kernel would take a mask for, is refused.
+layers, and those of LoRA layers. Of attention probabilities, the hash is of the query token as above and of (module,
+head in the whole model, key token in the row): `DropoutMasks.of_call`, for attention that goes through the interface of
+transformers. What draws from torch's generator in another way is refused.
 """
 
 import hashlib
@@ -20,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.errors import ModelError
 from hf_hotspa.layout.vector import ParameterSpec
-from hf_hotspa.runtime.adapters import LORA_A, without_adapters
-from hf_hotspa.runtime.attention import PackedSequences
+from hf_hotspa.runtime.adapters import LORA_A
+from hf_hotspa.runtime.attention import PackedSequences, calls_attention
+from hf_hotspa.runtime.dropout_settings import attention_dropouts, held_rates
+from hf_hotspa.runtime.explicit_attention import AttentionDropout
 from hf_hotspa.runtime.mesh import TensorGroup
 
 _GOLDEN = -7046029254386353131
@@ -82,7 +86,7 @@ def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         module: Its name in the whole model.
-        features: int64 [F], their indices in the whole module.
+        features: int64 [F], their indices in the whole module; or of any other shape.
     """
     return _halves(_mixed(features * _GOLDEN + _key(module)))
 
@@ -95,21 +99,64 @@ def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: floa
         features: `feature_keys` of F features.
         p: The probability to be dropped, below 1.
     """
-    (low_t, high_t), (low_f, high_f) = tokens, features
+    (low_t, high_t), (low_f, _) = tokens, features
     least = round(p * 2**32) - 2**31
     num_tokens, width = low_t.shape[0], low_f.shape[0]
     found = torch.empty(num_tokens, width, dtype=torch.bool, device=low_t.device)
     rows = max(1, _AT_A_TIME // max(width, 1)) if low_t.device.type == "cpu" else max(num_tokens, 1)
     for begin in range(0, num_tokens, rows):
         place = slice(begin, begin + rows)
-        x = low_t[place] ^ low_f
-        x *= _MUR_1
-        x ^= (x >> 15) & 0x1FFFF
-        x += high_t[place]
-        x ^= high_f
-        x *= _MUR_2
-        torch.ge(x, least, out=found[place])
+        _hash_at_least(least, (low_t[place], high_t[place]), features, found[place])
     return found
+
+
+def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Whether the hashes of tokens and features, which broadcast to the shape of `out`, are at least that."""
+    (low_t, high_t), (low_f, high_f) = tokens, features
+    x = low_t ^ low_f
+    x *= _MUR_1
+    x ^= (x >> 15) & 0x1FFFF
+    x += high_t
+    x ^= high_f
+    x *= _MUR_2
+    torch.ge(x, least, out=out)
+
+
+class _PairMasks:
+    """Which attention probabilities of one call of a module stay.
+
+    Args:
+        module: A name of the call.
+        p: The probability to be dropped, below 1.
+        heads: The heads that this rank computes, counted in the whole model.
+        pack: The pack, with its token keys.
+    """
+
+    def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
+        self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack
+        self._keys: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, index: int, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """bool [H, queries, keys], see `AttentionDropout`."""
+        pack, (low, high) = self._pack, keys
+        assert pack.token_keys is not None
+        start = sum(pack.lengths[:index])
+        tokens = [part[start + queries[0] : start + queries[1]] for part in pack.token_keys]
+        low_k, high_k = (part[:, None, low:high] for part in self._keys_of(index, tokens[0].device))
+        found = torch.empty(
+            len(self._heads), queries[1] - queries[0], high - low, dtype=torch.bool, device=tokens[0].device
+        )
+        _hash_at_least(self._least, (tokens[0], tokens[1]), (low_k, high_k), found)
+        return found
+
+    def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Two int32 [H, length] for the heads and key tokens of a sequence."""
+        if self._keys is None or self._keys[0] != index:
+            first = self._pack.first_tokens[index]
+            position = torch.arange(first, first + self._pack.lengths[index], device=device)
+            heads = torch.tensor(list(self._heads), dtype=torch.int64, device=device)
+            self._keys = index, feature_keys(self._module, (heads[:, None] << 32) + position)
+        return self._keys[1]
 
 
 class DropoutMasks:
@@ -123,11 +170,14 @@ class DropoutMasks:
     Attributes:
         step: The number of the mini-batch, to be set before its first forward.
         pack: The pack that is computed, with its token keys; to be set before each forward.
+        attentions: The attention modules that may drop probabilities: the name of each in the whole model, and the first
+            head of the whole model that this rank computes.
     """
 
     def __init__(self, seed: int, tensor: TensorGroup | None, sequence_parallel: bool) -> None:
         self._seed, self.step = seed, 0
         self.pack: PackedSequences | None = None
+        self.attentions: dict[nn.Module, tuple[str, int]] = {}
         self._sharers, self._place = 1, 0
         if tensor is not None and sequence_parallel:
             self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
@@ -135,7 +185,18 @@ class DropoutMasks:
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
         """A forward of this pack begins."""
         pack.token_keys = token_keys(self._seed, self.step, micro_batch)
+        pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
+        pack.attention_dropout = self if self.attentions else None
         self.pack = pack
+
+    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
+        """See `DropsAttention`."""
+        assert self.pack is not None
+        name, first = self.attentions[module]
+        call = self.next_call(f"{name} probabilities")
+        return AttentionDropout(
+            p, _PairMasks(f"{name} probabilities {call}", p, range(first, first + heads), self.pack)
+        )
 
     def keys_of(self, num_tokens: int) -> tuple[Tensor, Tensor] | None:
         """The keys of the tokens that a module sees; None when it does not see as many as it should."""
@@ -252,37 +313,19 @@ def use_keyed_dropout(
     return bool(found)
 
 
-def refuse_dropout(model: PreTrainedModel) -> None:
-    """Refuses dropout and jitter of a config that no `nn.Dropout` between the layers stands for.
+def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_heads: Mapping[str, int]) -> bool:
+    """Lets the attention modules of a replica draw from the masks; whether any of them drops.
 
     Args:
-        model: The model, with or without adapters.
-
-    Raises:
-        UnsupportedError: naming the setting of the config.
+        model: The replica's model.
+        masks: What its dropout modules have in common; learns of the attention modules.
+        first_heads: For modules of which this rank computes some of the heads, the first of them.
     """
-    text = model.config.get_text_config()
-    modules = without_adapters(model).values()
-    served = {module.p for module in modules if isinstance(module, nn.Dropout)}
-    called = {
-        value
-        for module in modules
-        for name, value in vars(module).items()
-        if "drop" in name and isinstance(value, int | float)
-    }
-    for key, value in text.to_dict().items():
-        is_dropout = "dropout" in key or key.endswith("pdrop")
-        of_another_head = key.startswith(("classifier", "summary"))
-        if not (is_dropout or key.endswith("jitter_noise")) or of_another_head:
-            continue
-        if not isinstance(value, int | float) or value <= 0:
-            continue
-        if is_dropout and "att" not in key and value in served and value not in called:
-            continue
-        why = "its layers draw other random numbers under every layout, so hot-switched training would not be exact"
-        if is_dropout and "att" in key:
-            why = "attention scores are dropped inside of kernels, which draw other random numbers under every layout"
-        raise UnsupportedError(f"{text.model_type} config has {key}={value}", why=why, fix=f"set config.{key} = 0.0")
+    found = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
+    if not attention_dropouts(model.config) and not any(rate > 0 for m in found for rate in held_rates(m).values()):
+        return False
+    masks.attentions = found
+    return bool(found)
 
 
 def _indices(ranges: Sequence[tuple[int, int]]) -> Tensor:

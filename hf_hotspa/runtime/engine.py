@@ -65,25 +65,23 @@ class HotSPaEngine:
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
         devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
-        overlap_load: Whether a phase starts to compute when the weights of its first modules have arrived. None: on
-            accelerators.
+        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
         overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
         switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
             waiting for a peer's gradients is then waiting for its computation.
         planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
-        second_source: Whether a phase also loads from the weights of the phase before, which are kept for it. None: on
-            accelerators, where a second copy of the weights is small beside the memory.
+        second_source: Whether a phase also loads from those of the phase before. None: where a second copy is small.
         memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
             is free on an accelerator; no limit on CPU.
         label_smoothing: As `label_smoothing_factor` of transformers.
-        recompute_every: Recompute every n-th layer of a stage in the backward instead of keeping its activations; 0
-            for none.
+        recompute_every: Recompute every n-th layer of a stage instead of keeping its activations; 0 for none.
         neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
         seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
         loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
+        attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
 
     Attributes:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
@@ -121,6 +119,7 @@ class HotSPaEngine:
         gradients: GradientDtypes = IN_FP32,
         offload_master: bool = False,
         loss: TokenLoss | SequenceLoss | None = None,
+        attention_dropout: bool = True,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
@@ -129,7 +128,7 @@ class HotSPaEngine:
         options = EngineOptions(
             compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
             switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
-            loss_chunk_tokens, gradients, offload_master, loss,
+            loss_chunk_tokens, gradients, offload_master, loss, attention_dropout,
         )  # fmt: skip
         options.check()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
@@ -169,7 +168,7 @@ class HotSPaEngine:
     def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
         description, error = None, None
         try:
-            description = describe_model(model, options.compute_dtype)
+            description = describe_model(model, options.compute_dtype, options.attention_dropout)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank)

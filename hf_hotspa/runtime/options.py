@@ -47,6 +47,7 @@ class EngineOptions:
     gradients: GradientDtypes = IN_FP32
     offload_master: bool = False
     loss: TokenLoss | SequenceLoss | None = None
+    attention_dropout: bool = True
 
     def check(self) -> None:
         """Refuses values that cannot be meant.

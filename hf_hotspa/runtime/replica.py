@@ -22,7 +22,7 @@ from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import Part
 from hf_hotspa.runtime.attention import PackedSequences
-from hf_hotspa.runtime.dropout import DropoutMasks, use_keyed_dropout
+from hf_hotspa.runtime.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
 from hf_hotspa.runtime.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.runtime.isolation import run_alone
 from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy, vocab_parallel_log_probabilities
@@ -91,7 +91,9 @@ class Replica:
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
         masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
+        heads = self._local_heads(description)
         dropped = use_keyed_dropout(self.model, masks, specs, self.hidden_size, mesh.tensor)
+        dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
@@ -181,6 +183,15 @@ class Replica:
             )
         return owned
 
+    def _local_heads(self, description: ModelDescription) -> dict[str, tuple[int, int, int]]:
+        """For attention modules whose heads are cut: this rank's first query head, and its query and key/value heads."""
+        tensor, tp, found = self.mesh.tensor, self.mesh.strategy.tp, {}
+        for name, (heads, kv_heads) in description.attention_heads.items() if tensor is not None else ():
+            low, high = Part(heads, kv_heads, heads).cut(tp, tensor.shard)
+            first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, tensor.shard)
+            found[name] = low, high - low, last - first
+        return found
+
     def _shard(self, description: ModelDescription) -> Any:
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
@@ -197,11 +208,9 @@ class Replica:
         modules = dict(self.model.named_modules())
         self.vocabulary_widths = widths[description.head]
         self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
-        for name, (heads, kv_heads) in description.attention_heads.items():
+        for name, (_, heads, kv_heads) in self._local_heads(description).items():
             if name in modules:
-                low, high = Part(heads, kv_heads, heads).cut(strategy.tp, tensor.shard)
-                first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(strategy.tp, tensor.shard)
-                set_local_heads(modules[name], high - low, last - first)
+                set_local_heads(modules[name], heads, kv_heads)
         if self._vocab_size < sum(self.vocabulary_widths):
             self.model.config = copy.copy(self.model.config)
             left = self._vocab_size - self._first_vocabulary_row

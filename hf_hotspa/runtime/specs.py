@@ -20,8 +20,9 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
 from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.runtime.attention import calls_attention
-from hf_hotspa.runtime.dropout import refuse_dropout
+from hf_hotspa.runtime.dropout_settings import refuse_dropout, without_attention_dropout
 from hf_hotspa.runtime.isolation import LayerKind, layer_kinds
+from hf_hotspa.runtime.model_kind import refuse_other_models
 from hf_hotspa.runtime.router_loss import router_layers
 from hf_hotspa.runtime.stage_input import stage_obstacle
 from hf_hotspa.runtime.tensor_plan import TensorPlan, config_value, head_counts
@@ -182,25 +183,23 @@ def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) ->
     raise ModelError(f"{type(model).__name__} has no {what}", fix="pass an AutoModelForCausalLM model")
 
 
-def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -> ModelDescription:
+def describe_model(
+    model: nn.Module, compute_dtype: torch.dtype | None = None, attention_dropout: bool = True
+) -> ModelDescription:
     """Reads everything the engine needs from a model. The model is not changed and no tensor is copied.
 
     Args:
         model: A causal language model, on any device; or a `PeftModel` with a LoRA adapter around one.
         compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
+        attention_dropout: Whether attention probabilities are dropped as its config says; else none are.
 
     Raises:
         ModelError: its structure cannot be laid out.
         UnsupportedError: its config asks for something that cannot be exact.
     """
     bare, prefix, adapters = unwrap(model)
-    if not isinstance(bare, PreTrainedModel):
-        raise ModelError(
-            f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel",
-            fix="pass what AutoModelForCausalLM.from_config or from_pretrained returns",
-        )
+    refuse_other_models(model)
     refuse_inexact(bare.config)
-    refuse_dropout(bare)
     layers, before, after = _base_parts(bare)
     base, text = base_name(bare), bare.config.get_text_config()
     base_model = getattr(bare, base)
@@ -218,6 +217,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
     }
     plan = TensorPlan(bare, prefixes, embedding, head)
     kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
+    refuse_dropout(bare, modules, kinds, attention_dropout)
     heads, kv_heads = head_counts(bare.config)
 
     names: dict[int, list[str]] = {}
@@ -254,7 +254,7 @@ def describe_model(model: nn.Module, compute_dtype: torch.dtype | None = None) -
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
-    config = copy.deepcopy(bare.config)
+    config = copy.deepcopy(bare.config) if attention_dropout else without_attention_dropout(bare.config)
     if routers:  # replicas add the loss themselves
         config.get_text_config().output_router_logits = False
     return ModelDescription(

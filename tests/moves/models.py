@@ -1,5 +1,163 @@
-"""Moves: models."""
+"""Moves: models, and what their configs say."""
 
-from tests.moves import Move
+from typing import Any
 
-MOVES: tuple[Move, ...] = ()
+import torch
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertLMHeadModel,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaForSequenceClassification,
+    LlamaModel,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    ViTConfig,
+    ViTForImageClassification,
+)
+
+from tests.families import tiny_config
+from tests.moves import Kit, Move, Seen
+
+_BERT = {
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 32,
+    "vocab_size": 163,
+}
+_INSTEAD = "pass a causal language model"
+
+
+class _Toy(nn.Module):
+    """What many start with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3))
+
+    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
+        return {"loss": self.weight.sum() * input_ids.sum()}
+
+
+def _of(make: Any) -> Any:
+    def run(kit: Kit) -> Seen:
+        return kit.train(kit.trainer(model=make()))
+
+    return run
+
+
+def _gpt2(**dropout: float) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 163, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
+    return GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=0, **dropout))
+
+
+_WHOLE = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+
+
+def _gpt2_data_parallel(kit: Kit) -> Seen:
+    strategies = {"hotspa_strategies": f"dp{kit.world_size}:64@64"}  # GPT-2 has no tensor-parallel plan
+    # the stock Trainer divides by the labels of the first tokens, too, where a class is not called ...ForCausalLM
+    rows = [{**row, "labels": [-100, *row["labels"][1:]]} for row in kit.rows()]
+    return kit.train(kit.trainer(model=_gpt2(**_WHOLE), args=kit.arguments(**strategies), train_dataset=rows))
+
+
+def _gpt2_with_its_config(kit: Kit) -> Seen:
+    """Masks are others than those of the stock Trainer: what must agree is that it trains, on the same rows."""
+    args = kit.arguments(hotspa_strategies=f"dp{kit.world_size}:64@64")
+    seen = kit.train(kit.trainer(model=_gpt2(), args=args))
+    below = all(4.5 < log["loss"] < 5.7 for log in seen["logs"] if "loss" in log)
+    return {"steps": [log["step"] for log in seen["logs"]], "plausible losses": below}
+
+
+def _attention_dropout_off(kit: Kit) -> Seen:
+    model = kit.model(attention_dropout=0.0 if kit.stock else 0.5)
+    return kit.train(kit.trainer(model=model, args=kit.arguments(hotspa_attention_dropout=0.0)))
+
+
+def _model_init(kit: Kit) -> Seen:
+    def init() -> PreTrainedModel:
+        with torch.random.fork_rng():
+            return kit.model()
+
+    return kit.train(kit.trainer(model_init=init))
+
+
+def _model_init_of_another_kind(kit: Kit) -> Seen:
+    return kit.train(kit.trainer(model_init=_Toy))
+
+
+def _frozen_layer(kit: Kit) -> Seen:
+    model = kit.model()
+    model.model.layers[0].requires_grad_(False)
+    return kit.train(kit.trainer(model=model))
+
+
+def _subclass(kit: Kit) -> Seen:
+    model = kit.model()
+    model.__class__ = type("MyModel", (type(model),), {"greeting": "hello"})
+    return kit.train(kit.trainer(model=model))
+
+
+def _other(model: type[PreTrainedModel], config: Any) -> Any:
+    return _of(lambda: model(config))
+
+
+MOVES: tuple[Move, ...] = (
+    Move(
+        "GPT-2 without dropout, the first label of a row masked", _gpt2_data_parallel,
+        ours="where it is not, the stock loss is a little smaller: `Trainer` divides by these labels, too, which predict nothing",
+    ),
+    Move(
+        "GPT-2 with the dropout of its own config", _gpt2_with_its_config,
+        ours="masks are [others](exactness.md#dropout), the same under every strategy",
+    ),
+    Move("attention dropout turned off for a run (`hotspa_attention_dropout=0`)", _attention_dropout_off),
+    Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
+    Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
+    Move("a subclass of a causal language model", _subclass),
+    Move("an `nn.Module` of your own", _of(_Toy), refused="is a _Toy, not a transformers", instead=_INSTEAD),
+    Move(
+        "a `model_init` that gives such a module", _model_init_of_another_kind,
+        refused="is a _Toy, not a transformers", instead=_INSTEAD,
+    ),
+    Move(
+        "`LlamaForSequenceClassification`", _of(lambda: LlamaForSequenceClassification(tiny_config("llama_gqa_bias"))),
+        refused="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
+    ),
+    Move(
+        "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias"))),
+        refused="LlamaModel is not a causal language model", instead=_INSTEAD,
+    ),
+    Move(
+        "`BertForSequenceClassification`", _other(BertForSequenceClassification, BertConfig(**_BERT)),
+        refused="BertForSequenceClassification is not a causal", instead=_INSTEAD,
+    ),
+    Move(
+        "a masked language model", _other(BertForMaskedLM, BertConfig(**_BERT)),
+        refused="BertForMaskedLM is not a causal", instead=_INSTEAD,
+    ),
+    Move(
+        "`BertLMHeadModel` that sees both ways", _other(BertLMHeadModel, BertConfig(**_BERT)),
+        refused="BertSelfAttention sees the tokens after", instead=_INSTEAD,
+    ),
+    Move(
+        "T5: an encoder and a decoder",
+        _other(T5ForConditionalGeneration, T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, vocab_size=163, d_kv=8)),
+        refused="has an encoder and a decoder", instead=_INSTEAD,
+    ),
+    Move(
+        "a model of images",
+        _other(ViTForImageClassification, ViTConfig(**{k: v for k, v in _BERT.items() if k != "vocab_size"}, image_size=8, patch_size=4)),
+        refused="ViTForImageClassification is not a causal", instead=_INSTEAD,
+    ),
+    Move(
+        "a model loaded in float16", _of(lambda: _gpt2(**_WHOLE).half()),
+        refused="loaded in float16", instead="load it in fp32, or in bf16 with `bf16=True`",
+    ),
+)  # fmt: skip

@@ -5,13 +5,17 @@ import math
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gptj import GPTJConfig, GPTJForCausalLM
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.runtime.attention import PackedSequences
 from hf_hotspa.runtime.dropout import DropoutMasks, KeyedDropout, feature_keys, kept, token_keys
+from hf_hotspa.runtime.explicit_attention import BLOCK_ELEMENTS, AttentionDropout, Scores, explicit_attention
 from hf_hotspa.runtime.specs import describe_model
 from tests.families import tiny_model
+from tests.tiny_families import tiny_model_of
 
 TOKENS, WIDTH = 256, 512
 
@@ -151,12 +155,132 @@ def test_the_expectation_is_what_goes_in():
         module(torch.ones(2, TOKENS, WIDTH))
 
 
+# ------------------------------------------------------------------------------------------------ attention probabilities
+
+
+class _Attention(torch.nn.Module):
+    """A module whose forward goes through the interface of transformers."""
+
+    def forward(self, x):
+        return ALL_ATTENTION_FUNCTIONS[x]
+
+
+def pair_mask(p=0.3, seed=1, step=2, row=3, module="layers.0.self_attn", heads=(0, 4), length=192, first=0):
+    """bool [H, length, length] as attention draws them for one sequence alone in its pack."""
+    masks = DropoutMasks(seed, None, False)
+    masks.step = step
+    attention = _Attention()
+    masks.attentions = {attention: (module, heads[0])}
+    pack = PackedSequences((length,), torch.tensor([0, length]))
+    masks.begin(pack, pack_of([length], [(row, first)]))
+    drawn = pack.attention_dropout.of_call(attention, p, heads[1] - heads[0])
+    return drawn.keep(0, (0, length), (0, length))
+
+
+@pytest.mark.parametrize("p", [0.01, 0.1, 0.5])
+def test_attention_probabilities_are_dropped_at_the_rate_and_independently(p):
+    """Of the whole, each head, query token and key token; and uncorrelated with neighbours, heads and other keys."""
+    dropped = (~pair_mask(p)).double()
+    variance = p * (1 - p)
+    assert abs(dropped.mean() - p) < 5 * math.sqrt(variance / dropped.numel())
+    for dims in ((1, 2), (0, 2), (0, 1)):
+        means = dropped.mean(dims)
+        deviation = (means - p) / math.sqrt(variance * means.numel() / dropped.numel())
+        assert deviation.abs().max() < 5.5
+    dropped -= p
+
+    def correlation(a, b):
+        return float((a * b).sum() / variance / math.sqrt(a.numel()))  # in standard deviations
+
+    for shift in (1, 2, 3, 8, 16, 32, 64):
+        assert abs(correlation(dropped[:, shift:], dropped[:, :-shift])) < 5
+        assert abs(correlation(dropped[..., shift:], dropped[..., :-shift])) < 5
+    assert abs(correlation(dropped, dropped.transpose(1, 2))) < 8  # pairs are counted twice
+    assert abs(correlation(dropped[1:], dropped[:-1])) < 5
+    for change in ({"seed": 9}, {"step": 3}, {"row": 4}, {"module": "layers.1.self_attn"}, {"heads": (4, 8)}):
+        assert abs(correlation(dropped, (~pair_mask(p, **change)).double() - p)) < 5
+
+
+def test_a_pair_of_tokens_keeps_its_mask_in_every_pack_shard_and_block():
+    whole = pair_mask(0.5)
+    assert torch.equal(pair_mask(0.5, heads=(2, 3)), whole[2:3])
+    # the second part of a row that was split sees what the whole row would
+    assert torch.equal(pair_mask(0.5, length=92, first=100), whole[:, 100:, 100:])
+    masks, attention = DropoutMasks(1, None, False), _Attention()
+    masks.step, masks.attentions = 2, {attention: ("layers.0.self_attn", 0)}
+    pack = PackedSequences((5, 192, 7), torch.tensor([0, 5, 197, 204]))
+    masks.begin(pack, pack_of([5, 192, 7], [(8, 0), (3, 0), (-1, 0)]))
+    drawn = pack.attention_dropout.of_call(attention, 0.5, 4)
+    assert torch.equal(drawn.keep(1, (10, 20), (3, 20)), whole[:, 10:20, 3:20])
+    again = pack.attention_dropout.of_call(attention, 0.5, 4)  # a module that attends twice draws anew
+    assert not torch.equal(again.keep(1, (10, 20), (3, 20)), whole[:, 10:20, 3:20])
+
+
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("softcap", [None, 1.5])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_explicit_attention_is_autograd_of_the_definition(window, softcap, with_sinks, monkeypatch):
+    """Blocks of a few queries, grouped heads, values of another width than keys: output and gradients in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    lengths, heads, p = (11, 1, 20), 4, 0.3
+    given = [
+        torch.randn(n, sum(lengths), d, generator=generator, dtype=torch.float64) for n, d in ((4, 8), (2, 8), (2, 6))
+    ]
+    given.append(torch.randn(heads, generator=generator, dtype=torch.float64))
+    for tensor in given:
+        tensor.requires_grad_()
+    query, key, value, sinks = given
+    keep = torch.rand(len(lengths), heads, 20, 20, generator=generator) >= p
+    dropout = AttentionDropout(p, lambda index, q, k: keep[index, :, slice(*q), slice(*k)])
+    monkeypatch.setitem(BLOCK_ELEMENTS, "cpu", 4 * 20 * 3)
+    out = explicit_attention(
+        query, key, value, sinks if with_sinks else None, lengths, Scores(0.4, window, softcap, dropout)
+    )
+    parts = []
+    for index, (q, k, v) in enumerate(zip(*(x.split(lengths, 1) for x in given[:3]), strict=True)):
+        k, v, length = k.repeat_interleave(2, 0), v.repeat_interleave(2, 0), q.shape[1]
+        scores = q @ k.transpose(1, 2) * 0.4
+        scores = softcap * torch.tanh(scores / softcap) if softcap else scores
+        distance = torch.arange(length)[:, None] - torch.arange(length)
+        scores = scores.masked_fill((distance < 0) | (distance >= (window or length)), -torch.inf)
+        if with_sinks:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, length, 1)], -1)
+        weights = scores.softmax(-1)[..., :length] * keep[index, :, :length, :length] / (1 - p)
+        parts.append(weights @ v)
+    expected = torch.cat(parts, 1)
+    assert torch.allclose(out, expected, rtol=0, atol=1e-14)
+    of_out = torch.randn(out.shape, generator=generator, dtype=torch.float64)
+    inputs = given if with_sinks else given[:3]
+    pairs = (torch.autograd.grad(x, inputs, of_out, retain_graph=True) for x in (out, expected))
+    for found, wanted in zip(*pairs, strict=True):
+        assert torch.allclose(found, wanted, rtol=0, atol=1e-13)
+
+
+def test_everything_may_be_dropped():
+    x = torch.ones(1, 3, 2, requires_grad=True)
+    dropout = AttentionDropout(1.0, lambda *place: pytest.fail("no mask is needed"))
+    out = explicit_attention(x, x, x, None, (3,), Scores(1.0, dropout=dropout))
+    out.sum().backward()
+    assert not out.any()
+    assert not x.grad.any()
+
+
 # ------------------------------------------------------------------------------------------------------ what is refused
 
 
-def test_dropout_of_attention_scores_and_of_functions_is_refused_by_name():
-    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*kernels"):
-        describe_model(tiny_model("llama_gqa_bias", attention_dropout=0.1))
+def test_dropout_that_a_family_draws_by_itself_is_refused_by_name():
+    model = tiny_model("llama_gqa_bias", attention_dropout=0.1)
+    assert describe_model(model).config.attention_dropout == 0.1
+    assert describe_model(model, attention_dropout=False).config.attention_dropout == 0.0
+    assert model.config.attention_dropout == 0.1
+    own = GPTJForCausalLM(GPTJConfig(vocab_size=9, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, attn_pdrop=0.1))
+    with pytest.raises(UnsupportedError, match=r"attn_pdrop=0.1.*GPTJAttention.*hotspa_attention_dropout=0"):
+        describe_model(own)
+    assert describe_model(own, attention_dropout=False).config.attn_pdrop == 0.0
+    alone = tiny_model_of("nemotron")
+    alone.config.attention_dropout = 0.1  # its layers run one sequence at a time, with the attention of the family
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*NemotronAttention"):
+        describe_model(alone)
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
