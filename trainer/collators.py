@@ -1,12 +1,14 @@
 """What becomes of a user's `data_collator`: rows are packed and never padded, so what it does to labels is all that is left.
 
-Owns the list of collators that can be honoured exactly, and the `RowRules` that they come to. A subclass of one of them
-may do anything, so it is no more known than any other.
+Owns the list of collators that need not be run, and the `RowRules` that they come to. Any other, a subclass of one of them
+too, is run row by row (`per_row.py`).
 """
 
 import re
+from dataclasses import replace
 from typing import Any
 
+from transformers import Trainer
 from transformers.data.data_collator import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -20,7 +22,9 @@ from transformers.data.data_collator import (
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.rows import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.per_row import PerRow
 
 _ARRANGING = (DefaultDataCollator, DataCollatorWithPadding)
 _FUNCTIONS = (default_data_collator, torch_default_data_collator)
@@ -56,13 +60,24 @@ def check_collator(collator: Any, args: HotSPaTrainingArguments) -> None:
                 "the first token of a row would be trained from another row, or positions would begin elsewhere",
                 "leave both as they are",
             )
-    elif collator is not None and type(collator) not in _ARRANGING and collator not in _FUNCTIONS:
-        raise _refused(
-            collator,
-            "",
-            "rows are packed by length here, and a collator of your own may change tokens or labels",
-            "do its work in the dataset (columns input_ids and labels) and pass no data_collator",
-        )
+    elif not _is_known(collator) and not callable(collator):
+        raise _refused(collator, "", "it cannot be called", "pass a function, or a class with __call__")
+
+
+def _is_known(collator: Any) -> bool:
+    kinds = (*_ARRANGING, DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithFlattening)
+    return collator is None or type(collator) in (*kinds, PackedBucketCollator) or collator in _FUNCTIONS
+
+
+def per_row(collator: Any, columns: list[str] | None, loss_columns: tuple[str, ...] = ()) -> PerRow | None:
+    """A collator of the user's own as it is run here; None where it is one of those whose rules are known.
+
+    Args:
+        collator: The collator.
+        columns: The columns that it is given; None for all.
+        loss_columns: Columns that a loss of the user's own reads.
+    """
+    return None if _is_known(collator) else PerRow(collator, columns, loss_columns)
 
 
 def row_rules(
@@ -92,7 +107,7 @@ def row_rules(
     pads = of_ids or type(collator) is DataCollatorForSeq2Seq
     return RowRules(
         labels_are_ids=of_ids or own.labels_are_ids,
-        unlabelled_id=tokenizer.pad_token_id if of_ids else own.unlabelled_id,
+        unlabelled_id=getattr(tokenizer, "pad_token_id", None) if of_ids else own.unlabelled_id,
         reads_mask=type(collator) is not DataCollatorWithFlattening and own.reads_mask,
         pads_left=own.pads_left or (pads and getattr(tokenizer, "padding_side", "right") == "left"),
         absolute_positions=own.absolute_positions or has_absolute_positions(config),
@@ -144,3 +159,23 @@ def _refused(collator: Any, how: str, why: str, fix: str) -> UnsupportedError:
     return UnsupportedError(
         f"the data collator {name}{' ' if how else ''}{how} cannot be honoured", why=f"{why}", fix=fix
     )
+
+
+class CollatorMixin(Trainer):
+    """How `HotSPaTrainer` reads rows: by what its data collator and its model would make of their columns."""
+
+    args: HotSPaTrainingArguments
+    engine: HotSPaEngine | None
+    loss_columns: tuple[str, ...]
+
+    def _row_rules(self) -> RowRules:
+        self._set_signature_columns_if_needed()
+        vocab_size = self.engine.description.shape.vocab_size if self.engine is not None else None
+        rules = row_rules(self.data_collator, self.args, self.model.config, self._signature_columns, vocab_size)
+        return replace(rules, columns=self.loss_columns)
+
+    def _per_row(self) -> PerRow | None:
+        """A data collator of the user's own, as it is run; None where there is none to run."""
+        self._set_signature_columns_if_needed()
+        columns = self._signature_columns if self.args.remove_unused_columns else None
+        return per_row(self.data_collator, columns, self.loss_columns)

@@ -211,6 +211,7 @@ class EvaluationMixin:
             quadratic_cost=shape.quadratic_cost,
             policy=args.hotspa_overlong,
             rules=self._row_rules(),
+            collate=self._per_row(),
             drop_last=drop_last,
             tokenizer=self.processing_class,
         )
@@ -230,7 +231,7 @@ class EvaluationMixin:
                 self._evaluation_scans.pop(next(iter(self._evaluation_scans)))
             known = self._evaluation_scans[id(dataset)] = (
                 dataset,
-                *scanned(dataset, self.processing_class, args, self._row_rules()),
+                *scanned(dataset, self.processing_class, args, self._row_rules(), self._per_row()),
             )
         _, tokens, table = known
         check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)

@@ -14,6 +14,7 @@ from hf_hotspa.data.rows import LABEL_COLUMNS, RowRules
 from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.trainer.per_row import CollatedRows, PerRow
 
 
 def as_it_is(item: dict[str, Any]) -> dict[str, Any]:
@@ -28,13 +29,24 @@ def is_stream(dataset: Any) -> bool:
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
 
 
-def scanned(dataset: Any, processing_class: Any, args: TrainingArguments, rules: RowRules) -> tuple[Any, SequenceTable]:
+def scanned(
+    dataset: Any, processing_class: Any, args: TrainingArguments, rules: RowRules, collate: PerRow | None
+) -> tuple[Any, SequenceTable]:
     """The data set with token ids, and its scan. One process scans, the others read its cache: a collective call.
+
+    Args:
+        dataset: The data set as the user has it.
+        processing_class: The tokenizer, for rows without token ids.
+        args: The training arguments.
+        rules: What rows are read by.
+        collate: A collator of the user's own, which makes the rows; None where there is none to run.
 
     Raises:
         HotspaError: the data set cannot be used as it is.
     """
     with args.main_process_first(desc="scan of the sequence lengths"):
+        if collate is not None:
+            dataset = CollatedRows(dataset, collate, rules)
         columns = getattr(dataset, "column_names", None)
         if columns and processing_class is not None and "input_ids" not in columns:
             dataset = prepare_dataset(dataset, processing_class, keep=rules.columns)

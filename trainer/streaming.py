@@ -31,6 +31,7 @@ from hf_hotspa.data.prepare import check_masks
 from hf_hotspa.data.rows import DEFAULT_RULES, Row, RowRules, read_row
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.per_row import PerRow
 from hf_hotspa.trainer.rows import as_it_is, tokenized_rows
 from hf_hotspa.trainer.stream_place import StreamPlace
 
@@ -47,6 +48,7 @@ class StreamRows(Dataset[Any]):
         quadratic_cost: See `ModelShape.quadratic_cost`.
         policy: One of `OVERLONG_POLICIES`.
         rules: What rows are read by.
+        collate: The collator that makes them; None where there is none to run.
         drop_last: Leave out a last mini-batch that is not full.
         tokenizer: Tokenises rows without `input_ids`.
         any_rank: Whether any rank says so; a collective call.
@@ -68,6 +70,7 @@ class StreamRows(Dataset[Any]):
         quadratic_cost: float = 0.0,
         policy: str = "error",
         rules: RowRules = DEFAULT_RULES,
+        collate: PerRow | None = None,
         drop_last: bool = False,
         tokenizer: Any = None,
     ) -> None:
@@ -79,7 +82,7 @@ class StreamRows(Dataset[Any]):
         )
         self.whole = False
         self._rank, self._any_rank, self._rules, self._drop_last = rank, any_rank, rules, drop_last
-        self._tokenizer = tokenizer
+        self._tokenizer, self._collate = tokenizer, collate
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self._epoch, self.ended = 0, set[int]()
@@ -188,7 +191,10 @@ class StreamRows(Dataset[Any]):
         )
 
     def _read(self, examples: list[Any]) -> list[Row]:
-        if self._tokenizer is not None:
+        if self._collate is not None:
+            self._collate.check(dict(enumerate(examples)), self._rules)
+            examples = [self._collate(example, row) for row, example in enumerate(examples)]
+        elif self._tokenizer is not None:
             examples = tokenized_rows(examples, self._tokenizer, self._rules)
         for example in examples:
             if isinstance(example, Mapping):

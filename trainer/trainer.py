@@ -22,7 +22,6 @@ from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
-from hf_hotspa.data.rows import RowRules
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.report import StepReport
@@ -34,7 +33,7 @@ from hf_hotspa.trainer.accumulation import AccumulationMixin
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
-from hf_hotspa.trainer.collators import check_collator, row_rules
+from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import EvaluationMixin
@@ -74,7 +73,7 @@ class _MasterModule(nn.Module):
 
 class HotSPaTrainer(
     AccumulationMixin, CountingMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin, EvaluationMixin,
-    HubMixin, PreemptionMixin, CheckpointingMixin, Trainer,
+    HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
 ):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
@@ -263,20 +262,13 @@ class HotSPaTrainer(
             chooser=chooser,
         )
 
-    def _row_rules(self) -> RowRules:
-        """What rows are read by: what the data collator and the model would make of their columns."""
-        self._set_signature_columns_if_needed()
-        vocab_size = self.engine.description.shape.vocab_size if self.engine is not None else None
-        rules = row_rules(self.data_collator, self.args, self.model.config, self._signature_columns, vocab_size)
-        return replace(rules, columns=self.loss_columns)
-
     def _scanned(self) -> tuple[Any, SequenceTable]:
         """The train data set with token ids, and its scan."""
         given = self.train_dataset
         if given is None:
             raise DataError("there is no train_dataset", fix="pass train_dataset to HotSPaTrainer")
         if self._scan is None or self._scan[0] is not given:
-            self._scan = given, *scanned(given, self.processing_class, self.args, self._row_rules())
+            self._scan = given, *scanned(given, self.processing_class, self.args, self._row_rules(), self._per_row())
         return self._scan[1:]
 
     def _table_for_auto(self) -> SequenceTable:
@@ -289,7 +281,7 @@ class HotSPaTrainer(
                 "data set with random access",
             )
         if self.train_dataset is None and self.eval_dataset is not None and not isinstance(self.eval_dataset, dict):
-            return scanned(self.eval_dataset, self.processing_class, self.args, self._row_rules())[1]
+            return scanned(self.eval_dataset, self.processing_class, self.args, self._row_rules(), self._per_row())[1]
         return self._scanned()[1]
 
     def hotspa_state(self) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules:
     if rules.labels_are_ids:
         return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
     found = [_column(example, name, len(ids), row) for name in LABEL_COLUMNS if example.get(name) is not None]
-    if len(found) == 2 and not np.array_equal(*found):
+    if len(found) == 2 and not np.array_equal(found[0], found[1]):
         raise DataError(
             f"the columns {list(LABEL_COLUMNS)} differ", where=f"dataset row {row}", fix="remove one of them"
         )

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tokenizers import Tokenizer, models
 from transformers import (
     DataCollatorForLanguageModeling,
@@ -14,7 +15,7 @@ from transformers import (
     default_data_collator,
 )
 
-from tests.moves import STRATEGIES, Kit, Move, Seen
+from tests.moves import STRATEGIES, Kit, Move, Seen, padded
 
 PAD = 3
 
@@ -40,6 +41,15 @@ def blocks(kit: Kit, labels: bool = True) -> list[dict[str, Any]]:
     stream = [token for row in kit.rows(40) for token in row["input_ids"]]
     ids = [stream[begin : begin + 12] for begin in range(0, 240, 12)]
     return [{"input_ids": row, "labels": [-100, *row[1:]]} if labels else {"input_ids": row} for row in ids]
+
+
+def fixed_length(kit: Kit) -> list[dict[str, Any]]:
+    """As `tokenizer(..., padding="max_length", max_length=64)` gives them."""
+    rows = unlabelled(kit)
+    for row in rows:
+        pad = 64 - len(row["input_ids"])
+        row["input_ids"], row["attention_mask"] = row["input_ids"] + [PAD] * pad, row["attention_mask"] + [0] * pad
+    return rows
 
 
 def train(rows: Callable[[Kit], Any], collator: Any) -> Callable[[Kit], Seen]:
@@ -71,7 +81,52 @@ class Completions(DataCollatorForLanguageModeling):
 
 
 def own_function(examples: Any) -> Any:
-    return default_data_collator(examples)
+    """Pads, without an `attention_mask`, and trains what comes after `prompt_length`."""
+    longest = max(len(example["input_ids"]) for example in examples)
+    ids = torch.full((len(examples), longest), PAD)
+    labels = torch.full_like(ids, -100)
+    for row, example in enumerate(examples):
+        length, prompt = len(example["input_ids"]), example["prompt_length"]
+        ids[row, :length] = torch.tensor(example["input_ids"])
+        labels[row, prompt:length] = ids[row, prompt:length]
+    return {"input_ids": ids, "labels": labels}
+
+
+def own_rows(kit: Kit) -> list[dict[str, Any]]:
+    return [{"input_ids": row["input_ids"], "prompt_length": at % 5} for at, row in enumerate(kit.rows())]
+
+
+def of_own(kit: Kit) -> Seen:
+    rows = own_rows(kit)
+    args = kit.arguments(remove_unused_columns=False, eval_strategy="steps", eval_steps=2)
+    return kit.train(kit.trainer(args=args, train_dataset=rows, eval_dataset=rows[:7], data_collator=own_function))
+
+
+def of_own_stream(kit: Kit) -> Seen:
+    from datasets import Dataset
+
+    stream = Dataset.from_list(own_rows(kit)).to_iterable_dataset()
+    args = kit.arguments(remove_unused_columns=False)
+    return kit.train(kit.trainer(args=args, train_dataset=stream, data_collator=own_function))
+
+
+class RandomLabels:
+    """Leaves random tokens out of the loss."""
+
+    def __call__(self, examples: Any) -> Any:
+        batch = padded([{**example, "labels": example["input_ids"]} for example in examples])
+        batch["labels"][torch.rand(batch["labels"].shape) < 0.15] = -100
+        return batch
+
+
+def shortest(examples: Any) -> Any:
+    length = min(len(example["input_ids"]) for example in examples)
+    return padded([{key: value[:length] for key, value in example.items()} for example in examples])
+
+
+def with_embeddings(examples: Any) -> Any:
+    batch = padded(examples)
+    return {**batch, "inputs_embeds": torch.zeros(*batch["input_ids"].shape, 32)}
 
 
 def packed_bucket(strategies: str = "", **changes: Any) -> Callable[[Kit], Seen]:
@@ -95,6 +150,10 @@ MOVES: tuple[Move, ...] = (
         "`DataCollatorForLanguageModeling(mlm=False)` whose padding is the EOS token; evaluation during training",
         with_evaluation,
         ours="the EOS token is no label, as there",
+    ),
+    Move(
+        "`DataCollatorForLanguageModeling(mlm=False)`, rows that the tokenizer padded to a fixed length",
+        train(fixed_length, of_language_modeling()),
     ),
     Move("`DataCollatorForLanguageModeling(mlm=False)` over `labels`", train(blocks, of_language_modeling())),
     Move(
@@ -138,16 +197,33 @@ MOVES: tuple[Move, ...] = (
         instead="first tokens would be trained from another row",
     ),
     Move(
-        "a subclass of a collator",
+        "a subclass of a collator, which masks more",
         train(unlabelled, lambda: Completions(tokenizer(), mlm=False)),
-        refused="the data collator Completions cannot be honoured",
+        ours="run row by row",
+    ),
+    Move(
+        "a collator of one's own, which pads, and reads a column of its own",
+        of_own,
+        ours="run row by row, after a comparison with rows in pairs",
+    ),
+    Move("the same with a stream", of_own_stream, ours="run row by row"),
+    Move(
+        "a collator that draws random numbers",
+        train(unlabelled, lambda: RandomLabels()),
+        refused="RandomLabels cannot be honoured: rows .* come out otherwise together than alone",
         instead="do its work in the data set",
     ),
     Move(
-        "a collator of one's own",
-        train(blocks, lambda: own_function),
-        refused="the data collator own_function cannot be honoured",
+        "a collator that cuts rows to the shortest of the batch",
+        train(Kit.rows, lambda: shortest),
+        refused="shortest cannot be honoured: rows .* come out otherwise together than alone",
         instead="do its work in the data set",
+    ),
+    Move(
+        "a collator that gives the model more than tokens",
+        train(Kit.rows, lambda: with_embeddings),
+        refused=r"with_embeddings cannot be honoured: it gives \['inputs_embeds'\]",
+        instead="only tokens, labels, padding and positions are read",
     ),
     Move("`PackedBucketCollator` with the strategies of the arguments", packed_bucket()),
     Move(

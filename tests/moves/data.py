@@ -3,7 +3,8 @@
 from typing import Any
 
 import numpy as np
-from transformers import default_data_collator
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel, default_data_collator
 
 from tests.moves import Kit, Move, Seen
 
@@ -130,6 +131,24 @@ def wrong_positions(kit: Kit) -> Seen:
     return train(kit, rows)
 
 
+def absolute(*names: str) -> Any:
+    """GPT-2, whose positions are learned, on rows padded on the left."""
+
+    def run(kit: Kit) -> Seen:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 163, "n_positions": WIDTH, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        model = GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))
+        rows = padded_rows(kit, "left", prompt=True)
+        for row in rows:
+            row["position_ids"] = np.maximum(np.cumsum(row["attention_mask"]) - 1, 0).tolist()
+            row["token_type_ids"] = [0] * WIDTH
+        rows = columns(rows, "input_ids", "labels", "attention_mask", *names)
+        args = kit.arguments(hotspa_strategies=f"dp{kit.world_size}:64@64")
+        return train(kit, rows, model=model, args=args)
+
+    return run
+
+
 def label_ids(kit: Kit) -> Seen:
     rows = [{"label_ids" if k == "labels" else k: v for k, v in row.items()} for row in padded_rows(kit)]
     return train(kit, rows)
@@ -146,6 +165,19 @@ MOVES: tuple[Move, ...] = (
         lambda kit: train(kit, padded_rows(kit, "left")),
         refused="first token after padding on the left .* has a label.*row 1",
         instead="the stock `Trainer` trains that token from padding; set its label to -100, or pad on the right",
+    ),
+    Move("GPT-2, rows padded on the left, with `position_ids` from 0", absolute("position_ids")),
+    Move(
+        "GPT-2, rows padded on the left, without `position_ids`",
+        absolute(),
+        refused="begins with .* tokens of padding, and the model has absolute positions",
+        instead="the stock `Trainer` counts positions from the padding on; pad on the right, or give `position_ids`",
+    ),
+    Move(
+        "a column that the forward of the model takes (`token_type_ids`, GPT-2)",
+        absolute("position_ids", "token_type_ids"),
+        refused=r"has the columns \['token_type_ids'\]",
+        instead="remove the column",
     ),
     Move(
         "labels on padding",
