@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Sequence
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
 from transformers.utils.generic import strtobool
 

@@ -86,7 +86,8 @@ class StreamProgress:
 
     def trained(self, inputs: Mapping[str, Any]) -> None:
         """A mini-batch of the loader is trained."""
-        self._place = self._place.behind(*inputs["place"], inputs["mini_batch"].content)
+        epoch, number = inputs["place"]
+        self._place = self._place.behind(epoch, number, inputs["mini_batch"].content)
 
     def state(self, steps_a_pass: int, pass_is_over: bool) -> dict[str, Any]:
         """What a resumed run goes on from, as JSON-ready plain data.

@@ -44,7 +44,7 @@ def check_mini_batch(
     """
     rank = agreement.rank
     agreement.check(
-        mini_batch.digests() | held,
+        {**mini_batch.digests(), **held},
         error,
         where,
         facts=facts,

@@ -129,7 +129,7 @@ def differing(rank, folder, name):
         steps.append(trainer.state.global_step)
 
 
-steps = []
+steps: list[int] = []
 
 OTHERS = {
     "rms_norm_eps": ["rank 1 differs from the others in the rms_norm_eps", "1e-05 on rank 1", "1e-06 on ranks 0 and 2"],

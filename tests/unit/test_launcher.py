@@ -1,6 +1,6 @@
 """What launchers say in the environment: processes that were meant and not started, layouts and dtypes of others."""
 
-import psutil
+import psutil  # type: ignore[import-untyped]
 import pytest
 
 from hf_hotspa.errors import LaunchError, UnsupportedError
