@@ -303,8 +303,13 @@ class CheckpointingMixin(ResumeMixin):
             config.save_pretrained(target)
             if model.can_generate():
                 model.generation_config.save_pretrained(target)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(target)
+        self._write_tokenizer(target)
+
+    def _write_tokenizer(self, target: Path) -> None:
+        """The tokenizer, which may be known to the data collator alone."""
+        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(target)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them."""
@@ -313,6 +318,5 @@ class CheckpointingMixin(ResumeMixin):
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
         target.mkdir(parents=True, exist_ok=True)
         self.model.save_pretrained(target, state_dict=state_dict)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(target)
+        self._write_tokenizer(target)
         (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")

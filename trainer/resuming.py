@@ -160,7 +160,7 @@ class ResumeMixin(StockResumeMixin):
                 raise ResumeError(
                     "the checkpoint holds the model only (save_only_model)",
                     where=str(path),
-                    fix="export it, and start a new run with that model",
+                    fix="start a new run with it as the model, and no resume_from_checkpoint",
                 )
             return None, Resumption(path, manifest, read_object(path, manifest.located(STATE)))
         except HotspaError as error:

@@ -7,13 +7,10 @@ our own is a pickle, and `training_args.bin` is never read.
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from transformers.trainer_pt_utils import safe_globals
 
 from hf_hotspa.errors import DamagedCheckpointError
-
-_NUMPY = [np._core.multiarray._reconstruct, np.ndarray, np.dtype, type(np.dtype(np.uint32))]
-"""What the saved state of numpy's generator is made of."""
 
 
 def read_pickle(folder: Path, name: str) -> Any:
@@ -23,7 +20,7 @@ def read_pickle(folder: Path, name: str) -> Any:
         DamagedCheckpointError: it cannot be read, or holds something else.
     """
     try:
-        with torch.serialization.safe_globals(_NUMPY):
+        with safe_globals():  # what the saved state of numpy's generator is made of
             return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
     except Exception as error:  # whatever a file of unknown contents raises
         text = str(error).partition("\n")[0]

@@ -220,5 +220,9 @@ def small_files(rank, world, folder, options):
     from hf_hotspa.checkpoint import model_files
 
     original = model_files.named_shards
-    model_files.named_shards = lambda entries, limit: original(entries, 20_000)
+
+    def smaller(entries, limit):
+        return original(entries, 20_000)
+
+    model_files.named_shards = smaller
     train(make_trainer(folder, world, **options))

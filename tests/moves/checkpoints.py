@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, TrainerCallback
 
 from tests.lora import tiny_lora
 from tests.moves import MINI_BATCH, Kit, Move, Seen
@@ -146,6 +146,28 @@ def model_files(kit: Kit) -> Seen:
     return {"files": sorted({file.name for file in path.iterdir()} - own), "ids": ids, "weights": loaded(path)}
 
 
+def tokenizer_of_the_collator(kit: Kit) -> Seen:
+    from tests.gloo.test_checkpoint import tokenizer
+
+    collator = DataCollatorForSeq2Seq(tokenizer())
+    args = kit.arguments(save_strategy="steps", save_steps=4)
+    trainer = kit.trainer(args=args, data_collator=collator)
+    seen = kit.train(trainer)
+    trainer.save_model(str(kit.folder / "saved"))
+    everyone(kit)
+    paths = [kit.folder / "out" / "checkpoint-4", kit.folder / "saved"]
+    return {**seen, "ids": [AutoTokenizer.from_pretrained(path)("def return")["input_ids"] for path in paths]}
+
+
+def best_adapter(kit: Kit) -> Seen:
+    rows = kit.rows()
+    options = {"save_strategy": "steps", "save_steps": 1, "eval_strategy": "steps", "eval_steps": 1}
+    options |= {"metric_for_best_model": "loss", "greater_is_better": True}  # so that it is not the last one
+    args = kit.arguments(load_best_model_at_end=True, save_only_model=True, **options)
+    trainer = kit.trainer(model=lora_model(), args=args, train_dataset=rows, eval_dataset=rows)
+    return {**kit.train(trainer), "best": trainer.state.best_global_step, "evaluated": trainer.evaluate()["eval_loss"]}
+
+
 def lora_model(seed: int = 0) -> Any:
     return tiny_lora("llama_gqa_bias", seed=seed)
 
@@ -175,6 +197,8 @@ MOVES: tuple[Move, ...] = (
     Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2)),
     Move("an `on_save` that opens the folder", opened_in_on_save),
     Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter),
+    Move("the best adapter at the end, with `save_only_model`", best_adapter),
+    Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),
     Move("`resume_from_checkpoint` with a path", resumed("checkpoint-1")),
     Move("going on from a checkpoint of the stock `Trainer`", from_stock(2)),

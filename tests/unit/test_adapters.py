@@ -5,7 +5,7 @@ import torch
 from peft import IA3Config, LoraConfig, PromptTuningConfig, TaskType, get_peft_model, inject_adapter_in_model
 from transformers import BitsAndBytesConfig
 
-from hf_hotspa.checkpoint.export import adapter_name
+from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.runtime.adapters import bare_model, frozen_digest, is_adapted, read_adapters, unwrap
 from hf_hotspa.runtime.model_check import check_model
