@@ -139,14 +139,17 @@ class AutoStrategies:
 
 
 def prepare_auto(
-    model: PreTrainedModel, args: HotSPaTrainingArguments, read_table: Callable[[], SequenceTable], mini_batch_size: int
+    model: PreTrainedModel,
+    args: HotSPaTrainingArguments,
+    read_tables: Callable[[], list[SequenceTable]],
+    mini_batch_size: int,
 ) -> AutoStrategies:
     """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
 
     Args:
         model: The model.
         args: The training arguments.
-        read_table: Gives the scan of the data set; called on every rank.
+        read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
         mini_batch_size: Rows of a mini-batch.
 
     Raises:
@@ -155,17 +158,20 @@ def prepare_auto(
     """
     with agreement_of(args) as agreement:
         compute_dtype = torch.bfloat16 if args.bf16 else None
-        description = table = None
+        description, tables = None, list[SequenceTable]()
         with collected() as found:
             description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
-            table = read_table()
+            tables = read_tables()
         facts = model_facts(model)
-        if table is not None:
-            facts |= {"rows of the data set": str(len(table)), "tokens of the data set": str(table.num_tokens)}
+        if tables:
+            facts |= {
+                "rows of the data set": str([len(table) for table in tables]),
+                "tokens of the data set": str([table.num_tokens for table in tables]),
+            }
         digests = {"model": description.digest() if description is not None else ""}
         agreement.check(digests, found.error, "auto strategies", facts=facts)
         assert description is not None
-        assert table is not None
+        assert tables
 
         strategies = legal_strategies(args.world_size, description.shape)
         calibration = agreed_calibration(model.config, description, args, strategies, agreement)
@@ -180,7 +186,7 @@ def prepare_auto(
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
         plan = None
         with collected() as found:
-            plan = _plan(description, args, strategies, table, calibration, limit, source, mini_batch_size, most)
+            plan = _plan(description, args, strategies, tables, calibration, limit, source, mini_batch_size, most)
         agreement.check({"choice of strategies": repr(plan.pool) if plan else ""}, found.error, "auto strategies")
         assert plan is not None
     if args.process_index == 0:
@@ -278,7 +284,7 @@ def _plan(
     description: ModelDescription,
     args: HotSPaTrainingArguments,
     strategies: list[Strategy],
-    table: SequenceTable,
+    tables: list[SequenceTable],
     calibration: Calibration,
     limit: float,
     source: str,
@@ -297,7 +303,7 @@ def _plan(
         schedule=args.hotspa_pipeline_schedule,
     )
     return make_auto_plan(
-        table,
+        tables[0],
         description.shape,
         strategies,
         calibrated_time(calibration, sizes, args),
@@ -310,6 +316,7 @@ def _plan(
         policy=args.hotspa_overlong,
         max_phases=args.hotspa_max_buckets,
         most_tokens=most_tokens,
+        evaluated=tables[1:],
     )
 
 

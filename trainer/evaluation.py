@@ -167,6 +167,9 @@ def _padded(result: EvaluationResult, rows: Mapping[int, Row]) -> tuple[Tensor, 
 class EvaluationMixin:
     """`get_eval_dataloader`, `get_test_dataloader` and `evaluation_loop` for a `transformers.Trainer`."""
 
+    _asked: Any = None
+    """The set that `evaluate` or `predict` was called with last."""
+
     def get_eval_dataloader(self: Any, eval_dataset: Any = None) -> DataLoader[Any]:
         """The mini-batches of an evaluation set: `per_device_eval_batch_size` x processes rows each. Collective."""
         if isinstance(eval_dataset, str):
@@ -180,6 +183,7 @@ class EvaluationMixin:
         return self._evaluation_loader(test_dataset)
 
     def _evaluation_loader(self: Any, dataset: Any) -> DataLoader[Any]:
+        self._asked = dataset
         engine = self._start_engine(training=False)
         loader, error, facts = None, None, None
         try:
@@ -216,6 +220,36 @@ class EvaluationMixin:
             tokenizer=self.processing_class,
         )
 
+    def _evaluation_scan(self: Any, dataset: Any) -> tuple[Any, SequenceTable]:
+        """An evaluation set with token ids, and its scan. Collective."""
+        known = self._evaluation_scans.get(id(dataset))
+        if known is None:
+            while len(self._evaluation_scans) >= _SCANS_KEPT:
+                self._evaluation_scans.pop(next(iter(self._evaluation_scans)))
+            known = self._evaluation_scans[id(dataset)] = (
+                dataset,
+                *scanned(dataset, self.processing_class, self.args, self._row_rules(), self._per_row()),
+            )
+        return known[1:]
+
+    def _evaluated_tables(self: Any) -> list[SequenceTable]:
+        """The scans of all sets that are known to be evaluated, but for streams. Collective."""
+        given = self.eval_dataset
+        sets = [*(given.values() if isinstance(given, dict) else [given]), self._asked]
+        unique = {id(dataset): dataset for dataset in sets if dataset is not None and not is_stream(dataset)}
+        return [self._evaluation_scan(dataset)[1] for dataset in unique.values()]
+
+    def _check_evaluation_lengths(self: Any, engine: HotSPaEngine) -> None:
+        """Before the first step: the rows of the evaluations to come must fit. Collective.
+
+        Raises:
+            OverlongError: they do not, and no policy says what to do.
+        """
+        if self.args.eval_strategy != "no" or self.args.eval_on_start:
+            longest = max(bucket.longest for bucket in engine.buckets)
+            for table in self._evaluated_tables():
+                check_lengths(table, longest, self.args.hotspa_overlong)
+
     def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any) -> DataLoader[Any]:
         args = self.args
         if dataset is None:
@@ -225,15 +259,7 @@ class EvaluationMixin:
         if is_stream(dataset):
             rows = self._stream_rows(engine, dataset, buckets, size)
             return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
-        known = self._evaluation_scans.get(id(dataset))
-        if known is None:
-            while len(self._evaluation_scans) >= _SCANS_KEPT:
-                self._evaluation_scans.pop(next(iter(self._evaluation_scans)))
-            known = self._evaluation_scans[id(dataset)] = (
-                dataset,
-                *scanned(dataset, self.processing_class, args, self._row_rules(), self._per_row()),
-            )
-        _, tokens, table = known
+        tokens, table = self._evaluation_scan(dataset)
         check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
         return DataLoader(
             _EvaluationRows(

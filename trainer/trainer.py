@@ -165,7 +165,7 @@ class HotSPaTrainer(
         weights = self._weights_folder()
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         if args.hotspa_auto:
-            self._auto = prepare_auto(self.model, args, self._table_for_auto, self.get_total_train_batch_size(args))
+            self._auto = prepare_auto(self.model, args, self._tables_for_auto, self.get_total_train_batch_size(args))
         loss = self._own_loss()
         self.engine = HotSPaEngine(
             self.model,
@@ -211,6 +211,7 @@ class HotSPaTrainer(
         dataset, table = self.train_dataset, None
         try:
             loader = self._make_loader(engine)
+            self._check_evaluation_lengths(engine)
             self._check_data_order(loader)
             if not is_stream(dataset):
                 dataset, table = self._scanned()
@@ -271,8 +272,9 @@ class HotSPaTrainer(
             self._scan = given, *scanned(given, self.processing_class, self.args, self._row_rules(), self._per_row())
         return self._scan[1:]
 
-    def _table_for_auto(self) -> SequenceTable:
-        """The lengths that strategies are chosen for: those that are trained, or where none are, evaluated."""
+    def _tables_for_auto(self) -> list[SequenceTable]:
+        """The lengths that strategies are chosen for, those that are trained or where none are, evaluated; and those that
+        must fit as well."""
         if is_stream(self.train_dataset):
             raise UnsupportedError(
                 "hotspa_strategies=auto cannot choose strategies for a stream",
@@ -280,9 +282,10 @@ class HotSPaTrainer(
                 fix="give hotspa_strategies, such as hf-hotspa plan prints them for a histogram of lengths, or use a "
                 "data set with random access",
             )
-        if self.train_dataset is None and self.eval_dataset is not None and not isinstance(self.eval_dataset, dict):
-            return scanned(self.eval_dataset, self.processing_class, self.args, self._row_rules(), self._per_row())[1]
-        return self._scanned()[1]
+        evaluated = self._evaluated_tables()
+        if self.train_dataset is None and evaluated:
+            return evaluated
+        return [self._scanned()[1], *evaluated]
 
     def hotspa_state(self) -> dict[str, Any]:
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""

@@ -144,6 +144,7 @@ def make_auto_plan(
     max_phases: int = 3,
     margin: float = MARGIN,
     most_tokens: Mapping[Strategy, int] | None = None,
+    evaluated: Sequence[SequenceTable] = (),
 ) -> AutoPlan:
     """Plans a run.
 
@@ -163,6 +164,7 @@ def make_auto_plan(
         max_phases: Most buckets.
         margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: The most tokens of a pack of strategies that ran out of memory before.
+        evaluated: The scans of evaluation sets: their longest rows must fit, too.
 
     Raises:
         DataError: there is nothing to train on.
@@ -171,7 +173,9 @@ def make_auto_plan(
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
     rooms = CappedRooms(MemoryRooms(memory, limit_bytes), most_tokens or {})
-    top = _longest(table, shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies))
+    top = _longest(
+        [table, *evaluated], shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies)
+    )
     sample, size = _sample(table, top, policy, mini_batch_size)
     try:
         choice = search(
@@ -206,9 +210,9 @@ def make_auto_plan(
     )
 
 
-def _longest(table: SequenceTable, shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
+def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
     """The longest sequence that must fit."""
-    data = int(table.longest_of_rows.max(initial=0))
+    data = max(int(table.longest_of_rows.max(initial=0)) for table in tables)
     positions = shape.max_position_embeddings
     if not data:
         raise DataError("the data set has no row with a token", fix="look at its input_ids")
@@ -224,7 +228,8 @@ def _longest(table: SequenceTable, shape: ModelShape, asked: int | None, policy:
             fix=f"set hotspa_longest to {positions} or less and hotspa_overlong to truncate, split or drop, or raise "
             "max_position_embeddings in the model's config",
         )
-    check_lengths(table, needed, policy)
+    for table in tables:
+        check_lengths(table, needed, policy)
     return needed
 
 

@@ -66,6 +66,8 @@ class ParameterSpec:
         tied_names: Further names of the same parameter.
         in_head: Also used by the head, so that the last pipeline stage holds it too (tied embeddings).
         offset: Where it starts in the parameter vector.
+        frozen_dtype: Name of the dtype in which the master store keeps it while it is frozen: that of the model that was
+            given, so that nothing of it is rounded. None for `dtype`.
     """
 
     name: str
@@ -79,6 +81,7 @@ class ParameterSpec:
     tied_names: tuple[str, ...] = ()
     in_head: bool = False
     offset: int = 0
+    frozen_dtype: str | None = None
 
     @property
     def numel(self) -> int:
@@ -87,6 +90,11 @@ class ParameterSpec:
     @property
     def stop(self) -> int:
         return self.offset + self.numel
+
+    @property
+    def master_dtype(self) -> str:
+        """The dtype of the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
+        return master_dtype(self.dtype) if self.trainable else self.frozen_dtype or self.dtype
 
     @property
     def row_size(self) -> int:
@@ -105,7 +113,7 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters `[start, stop)` of the vector that share a unit, a dtype and being trained or frozen."""
+    """The parameters `[start, stop)` of the vector that share a unit, dtypes and being trained or frozen."""
 
     index: int
     unit: int
@@ -113,6 +121,7 @@ class Segment:
     trainable: bool
     start: int
     stop: int
+    frozen_dtype: str | None = None
 
     @property
     def numel(self) -> int:
@@ -120,8 +129,8 @@ class Segment:
 
     @property
     def master_dtype(self) -> str:
-        """The dtype of the master store: fp32 for trained weights, fp64 stays fp64, frozen weights stay as loaded."""
-        return master_dtype(self.dtype) if self.trainable else self.dtype
+        """The dtype of the master store, see `ParameterSpec.master_dtype`."""
+        return master_dtype(self.dtype) if self.trainable else self.frozen_dtype or self.dtype
 
 
 @dataclass(frozen=True)
@@ -192,7 +201,7 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
     Raises:
         ModelError: a parameter is empty or scalar where it is sharded, its parts do not add up, or two share a name.
     """
-    ordered: dict[tuple[int, str, bool], list[ParameterSpec]] = {}
+    ordered: dict[tuple[int, str, bool, str], list[ParameterSpec]] = {}
     names: set[str] = set()
     for spec in specs:
         if spec.name in names:
@@ -206,7 +215,7 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             raise ModelError(
                 f"a part of parameter {spec.name!r} {spec.shape} does not divide into its groups and items"
             )
-        key = (_unit_order(spec.unit, len(layer_costs)), spec.dtype, not spec.trainable)
+        key = (_unit_order(spec.unit, len(layer_costs)), spec.dtype, not spec.trainable, spec.master_dtype)
         ordered.setdefault(key, []).append(spec)
     placed: list[ParameterSpec] = []
     segments: list[Segment] = []
@@ -218,7 +227,8 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             offset += spec.numel
         if offset > start:
             first = placed[-1]
-            segments.append(Segment(len(segments), first.unit, first.dtype, first.trainable, start, offset))
+            kept = None if first.trainable else first.frozen_dtype
+            segments.append(Segment(len(segments), first.unit, first.dtype, first.trainable, start, offset, kept))
     if not segments:
         raise ModelError("the model has no parameters")
     return ParameterVector(tuple(placed), tuple(segments), tuple(layer_costs), head_cost)
