@@ -314,6 +314,34 @@ MUTATIONS = [
         "target = target + smoothing",
         "tests/gloo/test_objective.py::test_label_smoothing_is_exact_over_a_cut_vocabulary",
     ),
+    Mutation(
+        "columns of tokens are those of the token before the label",
+        "hf_hotspa/runtime/own_loss.py",
+        "column[0].roll(-1)",
+        "column[0]",
+        "tests/gloo/test_own_loss.py::test_own_losses_are_exact_under_every_strategy",
+    ),
+    Mutation(
+        "every chunk has the labels of the first one",
+        "hf_hotspa/runtime/own_loss.py",
+        "part = pack[tokens]",
+        "part = pack[: len(log_probs)]",
+        "tests/gloo/test_own_loss.py::test_own_losses_are_exact_under_every_strategy",
+    ),
+    Mutation(
+        "a loss that is no sum is taken",
+        "hf_hotspa/runtime/loss_check.py",
+        "if not bool((a - b).norm() <=",
+        "if bool((a - b).norm() <",
+        "tests/gloo/test_own_loss.py::test_what_is_no_sum_over_tokens_is_refused_by_name",
+    ),
+    Mutation(
+        "a loss that a model's forward changes is not noticed",
+        "hf_hotspa/runtime/loss_check.py",
+        "if not abs(own - expected) <=",
+        "if abs(own - expected) <",
+        "tests/unit/test_own_loss.py::test_the_loss_of_a_model_is_compared_with_that_of_its_logits",
+    ),
     # -- the optimizer side
     Mutation(
         "clipping takes the squared norm",

@@ -171,7 +171,7 @@ class HotSPaEngine:
             description = describe_model(model, options.compute_dtype, options.attention_dropout)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description, weights)
-            check_loss(model, description, options, self.rank)
+            check_loss(model, description, options, self.rank, self.device)
         except HotspaError as found:
             error = found
         facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets))}

@@ -34,8 +34,17 @@ _TOKENS, _LENGTHS = 16, (9, 6)
 _CUTS = ((8,), (1,), (5, 11))
 
 
-def check_loss(model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int) -> None:
+def check_loss(
+    model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int, device: torch.device
+) -> None:
     """Refuses a loss that is no sum, and on rank 0 one that would be replaced by another without a word.
+
+    Args:
+        model: The model that was given.
+        description: What was read from it.
+        options: The engine's.
+        rank: This rank.
+        device: Where it computes: a loss of the user's own may hold tensors there.
 
     Raises:
         UnsupportedError: naming the loss.
@@ -48,7 +57,7 @@ def check_loss(model: nn.Module, description: ModelDescription, options: EngineO
             fix="set config.output_router_logits = False, or use a token_loss, which it is added to",
         )
     if loss is not None:
-        check_own_loss(loss, vocabulary_of_logits(description))
+        check_own_loss(loss, vocabulary_of_logits(description), device)
     if rank == 0 and not options.label_smoothing and (loss is None or loss.of_model):
         check_model_loss(model, description, loss if isinstance(loss, SequenceLoss) else None)
 
@@ -56,32 +65,33 @@ def check_loss(model: nn.Module, description: ModelDescription, options: EngineO
 # -- losses of the user's own -----------------------------------------------------------------------------------------
 
 
-def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int) -> None:
+def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
     """Calls a loss with random numbers, on a whole and on its parts.
 
     Args:
         loss: The loss.
         vocab_size: What the model's logits have.
+        device: Where it is called.
 
     Raises:
         UnsupportedError: it fails, gives no scalar with a gradient, is not the same twice, or is no sum over its parts.
     """
     generator = torch.Generator().manual_seed(0)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         if isinstance(loss, TokenLoss):
-            _check_token_loss(loss, vocab_size, generator)
+            _check_token_loss(loss, vocab_size, generator, device)
         else:
-            _check_sequence_loss(loss, vocab_size, generator)
+            _check_sequence_loss(loss, vocab_size, generator, device)
 
 
-def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generator) -> None:
-    log_probs = -6 * torch.rand(_TOKENS, dtype=torch.float64, generator=generator) - 0.01
+def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generator, device: torch.device) -> None:
+    log_probs = (-6 * torch.rand(_TOKENS, dtype=torch.float64, generator=generator) - 0.01).to(device)
     whole = TokenSlice(
         log_probs.requires_grad_(),
-        torch.randint(vocab_size, (_TOKENS,), generator=generator),
-        torch.tensor([3] * 7 + [0] * (_TOKENS - 7)),
-        torch.tensor([*range(1, 8), *range(1, _TOKENS - 6)]),
-        {name: _column(loss, name, _TOKENS, generator) for name in loss.columns},
+        torch.randint(vocab_size, (_TOKENS,), generator=generator).to(device),
+        torch.tensor([3] * 7 + [0] * (_TOKENS - 7), device=device),
+        torch.tensor([*range(1, 8), *range(1, _TOKENS - 6)], device=device),
+        {name: _column(loss, name, _TOKENS, generator).to(device) for name in loss.columns},
     )
 
     def value_of(part: slice) -> tuple[Tensor, Tensor]:
@@ -105,9 +115,9 @@ def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generat
 _SAME = "leave out what is random or changes from call to call (put models of your own into eval mode)"
 
 
-def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.Generator) -> None:
-    sequences = [_random_sequence(loss, length, vocab_size, generator) for length in _LENGTHS]
-    num_items = torch.tensor(sum(int((s.labels != IGNORE).sum()) for s in sequences))
+def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.Generator, device: torch.device) -> None:
+    sequences = [_random_sequence(loss, length, vocab_size, generator, device) for length in _LENGTHS]
+    num_items = torch.tensor(sum(int((s.labels != IGNORE).sum()) for s in sequences), device=device)
 
     def value_of(sequence: WholeSequence, count: Tensor = num_items) -> tuple[Tensor, Tensor]:
         value = _called(loss, lambda: loss.function(sequence, count))
@@ -147,14 +157,16 @@ def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.G
     )
 
 
-def _random_sequence(loss: SequenceLoss, length: int, vocab_size: int, generator: torch.Generator) -> WholeSequence:
-    logits = torch.randn(1, length, vocab_size, dtype=torch.float64, generator=generator)
-    ids = torch.randint(vocab_size, (1, length), generator=generator)
+def _random_sequence(
+    loss: SequenceLoss, length: int, vocab_size: int, generator: torch.Generator, device: torch.device
+) -> WholeSequence:
+    logits = torch.randn(1, length, vocab_size, dtype=torch.float64, generator=generator).to(device)
+    ids = torch.randint(vocab_size, (1, length), generator=generator).to(device)
     labels = ids.clone()
     labels[:, :2] = IGNORE
     columns = {}
     for name in loss.columns:
-        value = _column(loss, name, length, generator)
+        value = _column(loss, name, length, generator).to(device)
         columns[name] = value[:1] if _is_per_row(loss, name) else value[None]
     return WholeSequence(logits.requires_grad_(), ids, labels, torch.ones_like(ids), 0, columns)
 

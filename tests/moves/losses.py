@@ -88,7 +88,9 @@ def _all_columns(kit: Kit) -> Any:
 
 
 def _weighted_class(kit: Kit) -> Any:
-    class Weighted(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Weighted(base):
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -110,7 +112,9 @@ def _column_of_an_override(kit: Kit) -> Seen:
 
 
 def _override(kit: Kit) -> Seen:
-    class Focal(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Focal(base):
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -122,7 +126,9 @@ def _override(kit: Kit) -> Seen:
 
 
 def _scaled_super(kit: Kit) -> Seen:
-    class Scaled(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Scaled(base):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return 0.5 * super().compute_loss(model, inputs, *args, **kwargs)
 
@@ -132,7 +138,9 @@ def _scaled_super(kit: Kit) -> Seen:
 def _distilled(kit: Kit) -> Seen:
     teacher = kit.model(seed=9).eval()
 
-    class Distilled(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Distilled(base):
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
@@ -148,7 +156,9 @@ def _distilled(kit: Kit) -> Seen:
 
 
 def _other_tokens(kit: Kit) -> Seen:
-    class Consistent(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Consistent(base):
         def compute_loss(
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
