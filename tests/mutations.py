@@ -68,8 +68,8 @@ MUTATIONS = [
     Mutation(
         "a split loses a token",
         "hf_hotspa/data/bucketing.py",
-        "stop = min(start + longest, length)",
-        "stop = min(start + longest, length - 1)",
+        "stop = min(start + longest, end)",
+        "stop = min(start + longest, end - 1)",
         UNIT + "test_bucketing.py::test_truncate_split_and_drop",
     ),
     Mutation(
