@@ -338,8 +338,8 @@ MUTATIONS = [
     Mutation(
         "a loss that a model's forward changes is not noticed",
         "hf_hotspa/runtime/loss_check.py",
-        "if not abs(own - expected) <=",
-        "if abs(own - expected) <",
+        "    if not same:",
+        "    if not same and own == 0:",
         "tests/unit/test_own_loss.py::test_the_loss_of_a_model_is_compared_with_that_of_its_logits",
     ),
     # -- the optimizer side
