@@ -1,5 +1,6 @@
 """The memory model: sizes against layouts, what a rank holds, and how long packs may be."""
 
+import json
 import random
 from dataclasses import replace
 
@@ -7,7 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hotspa.cli import main
 from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
+from hf_hotspa.cost.planning import Setup
 from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.data.pipeline_order import SCHEDULES, choose_passes
@@ -152,6 +155,19 @@ def test_gpipe_holds_as_much_on_every_stage() -> None:
     # on the last stage, three packs whose losses are known wait for their backward passes
     assert theirs[3].logits - ours[3].logits > 3 * tokens * 2 * LLAMA_7B.hidden_size
     assert gpipe.largest_pack(strategy, 60 * GIB) < plain.largest_pack(strategy, 60 * GIB)
+
+
+def test_an_estimate_counts_the_schedule_that_will_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for schedule in SCHEDULES:
+        arguments = ["--model", "llama2-7b", "--nodes", "1x8", "--strategy", "dp2pp4", "--pack-tokens", "8192"]
+        assert main(["estimate", "--json", "--pipeline-schedule", schedule, *arguments]) == 0
+        found[schedule] = json.loads(capsys.readouterr().out)
+        assert found[schedule]["pipeline_schedule"] == schedule
+    total = {schedule: each["memory"]["total"] for schedule, each in found.items()}
+    assert total["auto"] == total["own"] < total["1f1b"] < total["gpipe"]
+    setup = Setup.read("llama2-7b", "1x8", "h100-80g", schedule="gpipe")
+    assert setup.memory.options.schedule == setup.time([Strategy(2, 1, 4)]).schedule == "gpipe"
 
 
 def test_recomputation_holds_longer_packs() -> None:
