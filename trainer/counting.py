@@ -4,7 +4,7 @@ A mini-batch is one piece that all ranks know the plan of, so nothing is gathere
 here and there, do not exist.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
@@ -31,6 +31,11 @@ class CountingMixin(Trainer):
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * inputs["mini_batch"].plan.num_tokens * self._num_parameters
 
+    if TYPE_CHECKING:
+
+        def _check_trained(self) -> None: ...
+
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        self._check_trained()
         if self.args.include_num_input_tokens_seen != "no":
             self.state.num_input_tokens_seen += inputs["mini_batch"].plan.num_tokens

@@ -28,7 +28,6 @@ from typing import Any
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
-from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.data.arrow import arrow_view, is_plain_arrow, rows_of_columns
@@ -69,31 +68,6 @@ class Planner:
     def __call__(self, rows: Sequence[int]) -> MiniBatchPlan:
         buckets = rows.buckets if isinstance(rows, ChosenRows) else self.buckets
         return plan_mini_batch(rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
-
-
-class LengthGroupedRows(Sampler[int]):
-    """Rows of about the same length beside one another, in an order that depends on ``seed + epoch`` only; else as
-    transformers' `LengthGroupedSampler`, whose order hangs on the state of torch's generator.
-
-    Args:
-        table: The lengths.
-        group_size: Rows of a mini-batch, inside which lengths are sorted.
-        seed: The seed.
-    """
-
-    def __init__(self, table: SequenceTable, group_size: int, seed: int) -> None:
-        self._lengths, self._group_size, self._seed, self._epoch = table.lengths, group_size, seed, 0
-
-    def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch of the next iteration."""
-        self._epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self._lengths)
-
-    def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        return iter(get_length_grouped_indices(self._lengths.tolist(), self._group_size, generator=generator))
 
 
 class MiniBatchSampler(Sampler[list[int]]):
@@ -245,7 +219,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         rules: What rows are read by.
         seed: `data_seed` of the training arguments, or `seed` where that is None.
         shuffle: False keeps the rows in the order of the dataset.
-        by_length: Shuffled so that a mini-batch has rows of about the same length (`LengthGroupedRows`).
+        row_sampler: Gives the order, and perhaps other rows than each once, instead of seed and shuffle.
         drop_last: Leave out a last mini-batch that is not full.
         num_workers: As for torch's DataLoader, like the rest up to `worker_init_fn`.
         prefetch_factor: Mini-batches that a worker makes ahead.
@@ -277,7 +251,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         rules: RowRules = DEFAULT_RULES,
         seed: int = 42,
         shuffle: bool = True,
-        by_length: bool = False,
+        row_sampler: Sampler[int] | None = None,
         drop_last: bool = False,
         num_workers: int = 0,
         prefetch_factor: int | None = None,
@@ -303,14 +277,14 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
         collator = PackedBucketCollator(buckets, rank=rank, vocab_size=vocab_size, rules=rules, table=table)
         rows = RankRows(dataset, self.planner, collator)
-        grouped = LengthGroupedRows(table, mini_batch_size, seed) if by_length and shuffle else None
+        num_rows = len(dataset) if row_sampler is None else len(row_sampler)  # type: ignore[arg-type]
         sampler = MiniBatchSampler(
-            len(dataset),
+            num_rows,
             mini_batch_size,
             seed=seed if shuffle else None,
             drop_last=drop_last,
             chooser=chooser,
-            row_sampler=grouped,
+            row_sampler=row_sampler,
         )
         if chooser is not None and chooser.delay < (needed := planned_ahead(num_workers, prefetch_factor)):
             raise HotspaConfigError(f"the chooser's delay is {chooser.delay} mini-batches", fix=f"use {needed} or more")

@@ -122,6 +122,11 @@ class _EvaluationSampler(Sampler[list[int]]):
                 yield group[begin : begin + self.mini_batch_size].tolist()
 
 
+def is_own_loader(loader: Any) -> bool:
+    """Whether a data loader is one that `evaluation_loop` can walk through."""
+    return isinstance(getattr(loader, "dataset", None), _EvaluationRows | StreamRows)
+
+
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
     """Each item, and whether it is the last one."""
     held: list[Any] = []

@@ -44,6 +44,7 @@ from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
+from hf_hotspa.trainer.overrides import OverridesMixin, refuse_overrides
 from hf_hotspa.trainer.own_loss import OwnLossMixin
 from hf_hotspa.trainer.plain_arguments import completed
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
@@ -72,8 +73,8 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    AccumulationMixin, CountingMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin, EvaluationMixin,
-    HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
+    OverridesMixin, AccumulationMixin, CountingMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
+    EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
 ):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
@@ -142,6 +143,7 @@ class HotSPaTrainer(
         atexit.register(_destroy_default_group)
 
     def _refuse(self, kwargs: dict[str, Any]) -> None:
+        refuse_overrides(type(self))
         if type(self).prediction_step is not Trainer.prediction_step:
             raise UnsupportedError(
                 "a prediction step of your own (prediction_step is overridden) cannot be honoured",
@@ -253,7 +255,7 @@ class HotSPaTrainer(
             rules=self._row_rules(),
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy != "sequential",
-            by_length=args.train_sampling_strategy == "group_by_length",
+            row_sampler=self._row_sampler(dataset, table),
             drop_last=args.dataloader_drop_last,
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
@@ -332,6 +334,7 @@ class HotSPaTrainer(
         if error is not None:  # of a callback since the last mini-batch; raised by all ranks
             mini_batch = replace(mini_batch, error=error)
         self._check_optimizer_stays()
+        self._trained_mini_batch = True
         self._model_goes_stale()
         if self._stream_progress is not None:
             self._stream_progress.trained(inputs)

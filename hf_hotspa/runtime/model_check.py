@@ -32,20 +32,7 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         UnsupportedError: it carries hooks, has no weights, or has weights although they are to be read from a folder.
         ModelError: it was changed after it was built.
     """
-    for name, module in model.named_modules():
-        for kind in _HOOKS:
-            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
-                raise UnsupportedError(
-                    f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
-                    why="the model is rebuilt for every strategy and hooks would be lost",
-                    fix="remove the hooks before training",
-                )
-        if "forward" in vars(module):
-            raise UnsupportedError(
-                f"the forward of module {name or 'model'!r} was replaced on the object",
-                why="the model is rebuilt for every strategy and the replacement would be lost",
-                fix="subclass the model instead",
-            )
+    check_hooks(model)
     meta = [name for name, p in model.named_parameters() if p.is_meta]
     if meta and weights is None:
         raise UnsupportedError(
@@ -74,6 +61,35 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
     _check_scalings(fresh, description)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Looks for what was hung on modules and parameters, which replicas do not have.
+
+    Raises:
+        UnsupportedError: naming the module or parameter.
+    """
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
+                raise UnsupportedError(
+                    f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
+                    why="the model is rebuilt for every strategy and hooks would be lost",
+                    fix="remove the hooks before training",
+                )
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"the forward of module {name or 'model'!r} was replaced on the object",
+                why="the model is rebuilt for every strategy and the replacement would be lost",
+                fix="subclass the model instead",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {name!r} has a gradient hook",
+                why="the gradients are in the master store, and parameters of the model never get any",
+                fix="remove the hook; trainer.engine.full_gradients() gives the gradients of a step, on every rank",
+            )
 
 
 def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:

@@ -25,7 +25,7 @@ class At(TrainerCallback):
         self.seen.append(self.look(model))
 
 
-def trainer_of(folder, *callbacks, **changes):
+def trainer_of(folder, *callbacks, cls=None, **changes):
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -38,11 +38,12 @@ def trainer_of(folder, *callbacks, **changes):
         }
     )  # fmt: skip
     model = tiny_model("llama_gqa_bias")
-    return HotSPaTrainer(model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], callbacks=list(callbacks))
+    cls = (cls or (lambda base: base))(HotSPaTrainer)
+    return cls(model=model, args=args, train_dataset=rows, eval_dataset=rows[:6], callbacks=list(callbacks))
 
 
 def look_where_the_weights_are_old(rank, world_size, folder):
-    from hf_hotspa.errors import CallbackError
+    from hf_hotspa.errors import CallbackError, UnsupportedError
 
     def first(model):
         return next(model.parameters())
@@ -72,12 +73,40 @@ def look_where_the_weights_are_old(rank, world_size, folder):
     trainer.train()
     end = float(first(trainer.model).norm())
     trainer.close_engine()
+    for name, cls in {"no super": _without_super, "other inputs": _other_inputs}.items():
+        trainer = trainer_of(f"{folder}/{name}", cls=cls)
+        try:
+            trainer.train()
+        except UnsupportedError as error:
+            errors[name] = str(error)
+        trainer.close_engine()
     return errors, norm.seen, start, end
+
+
+def _without_super(base):
+    class Own(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            if self.state.global_step < 0:
+                return super().training_step(model, inputs, num_items_in_batch)
+            return torch.tensor(1.0)
+
+    return Own
+
+
+def _other_inputs(base):
+    class Own(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs["input_ids"] = inputs["input_ids"] + 1
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Own
 
 
 def test_old_weights_cannot_be_looked_at(tmp_path):
     results = run_ranks(2, look_where_the_weights_are_old, str(tmp_path), timeout=120)
     for errors, _, _, _ in results:
+        assert "did not call super().training_step" in errors.pop("no super")
+        assert "have no 'input_ids'" in errors.pop("other inputs")
         assert set(errors) == {"on_step_end", "on_step_begin", "on_pre_optimizer_step", "on_optimizer_step"}
         assert re.search(
             r"are not those of this step of the training \(embedding\).*materialize", errors["on_step_end"], re.S
