@@ -25,6 +25,35 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass
+class _PhaseSums:
+    """Sums over the phases of a strategy; the phases themselves are not kept, as a run has no bound."""
+
+    phases: int = 0
+    packs: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    compute_s: float = 0.0
+    wait_s: float = 0.0
+    switch_s: float = 0.0
+    hidden_s: float = 0.0
+    switch_bytes: int = 0
+    predicted_s: float | None = None
+
+    def add(self, phase: PhaseReport) -> None:
+        self.phases += 1
+        self.packs += phase.num_packs
+        self.sequences += phase.num_sequences
+        self.tokens += phase.num_tokens
+        self.compute_s += phase.compute_s
+        self.wait_s += phase.wait_s
+        self.switch_s += phase.switch_s
+        self.hidden_s += phase.hidden_s
+        self.switch_bytes += phase.switch_bytes
+        if phase.predicted_s is not None:
+            self.predicted_s = (self.predicted_s or 0.0) + phase.predicted_s
+
+
+@dataclass
 class _Totals:
     """Sums over steps."""
 
@@ -39,7 +68,7 @@ class _Totals:
     predicted_s: float = 0.0
     measured_s: float = 0.0
     off_s: float = 0.0
-    by_strategy: dict[str, list[PhaseReport]] = field(default_factory=lambda: defaultdict(list))
+    by_strategy: dict[str, _PhaseSums] = field(default_factory=lambda: defaultdict(_PhaseSums))
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -51,7 +80,7 @@ class _Totals:
         self.frozen_bytes += report.frozen_bytes
         self.wait_s += sum(phase.wait_s for phase in report.phases)
         for phase in report.phases:
-            self.by_strategy[phase.strategy].append(phase)
+            self.by_strategy[phase.strategy].add(phase)
             if phase.predicted_s is not None:
                 self.predicted_s += phase.predicted_s
                 self.measured_s += phase.seconds
@@ -120,15 +149,15 @@ class SwitchOverheadCallback(TrainerCallback):
             "hotspa/switch_share": totals.switch_s / totals.seconds,
             "hotspa/wait_s": totals.wait_s / totals.steps,
             "hotspa/tokens_per_s": totals.tokens / totals.seconds,
-            "hotspa/phases": sum(map(len, totals.by_strategy.values())) / totals.steps,
+            "hotspa/phases": sum(sums.phases for sums in totals.by_strategy.values()) / totals.steps,
         }
         if self._whole_run.frozen_bytes:
             metrics["hotspa/frozen_mb"] = totals.frozen_bytes / totals.steps / 1e6
         if totals.measured_s > 0:
             metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
-        for strategy, phases in totals.by_strategy.items():
-            metrics[f"hotspa/{strategy}/compute_s"] = sum(p.compute_s for p in phases) / totals.steps
+        for strategy, sums in totals.by_strategy.items():
+            metrics[f"hotspa/{strategy}/compute_s"] = sums.compute_s / totals.steps
         metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
         return {key: round(value, 6) for key, value in metrics.items()}
 
@@ -139,8 +168,9 @@ class SwitchOverheadCallback(TrainerCallback):
         if self.print_table and state.is_world_process_zero and self._last is not None:
             last, self._last = self._last, None
             title = f"step {state.global_step}: loss {last.loss:.4f}, {last.num_tokens} tokens in {last.total_s:.2f} s"
-            by_strategy = {phase.strategy: [phase] for phase in last.phases}
-            tqdm.write(_table(title, by_strategy, last.total_s))
+            of_step = _Totals()
+            of_step.add(last)
+            tqdm.write(_table(title, of_step.by_strategy, last.total_s))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -156,24 +186,23 @@ class SwitchOverheadCallback(TrainerCallback):
             tqdm.write(_table(title, totals.by_strategy, totals.seconds))
 
 
-def _table(title: str, by_strategy: dict[str, list[PhaseReport]], seconds: float) -> str:
-    predicted = any(p.predicted_s is not None for phases in by_strategy.values() for p in phases)
+def _table(title: str, by_strategy: dict[str, _PhaseSums], seconds: float) -> str:
+    predicted = any(sums.predicted_s is not None for sums in by_strategy.values())
     rows = [[*_HEADER, *(["predicted s"] if predicted else [])]]
-    for strategy, phases in by_strategy.items():
-        switch_s = sum(p.switch_s for p in phases)
+    for strategy, sums in by_strategy.items():
         rows.append(
             [
                 strategy,
-                f"{sum(p.num_packs for p in phases)}",
-                f"{sum(p.num_sequences for p in phases)}",
-                f"{sum(p.num_tokens for p in phases)}",
-                f"{sum(p.compute_s for p in phases):.3f}",
-                f"{sum(p.wait_s for p in phases):.3f}",
-                f"{switch_s:.3f}",
-                f"{sum(p.hidden_s for p in phases):.3f}",
-                f"{sum(p.switch_bytes for p in phases) / 1e6:.1f}",
-                f"{switch_s / seconds:.1%}",
-                *([f"{sum(p.predicted_s or 0.0 for p in phases):.3f}"] if predicted else []),
+                f"{sums.packs}",
+                f"{sums.sequences}",
+                f"{sums.tokens}",
+                f"{sums.compute_s:.3f}",
+                f"{sums.wait_s:.3f}",
+                f"{sums.switch_s:.3f}",
+                f"{sums.hidden_s:.3f}",
+                f"{sums.switch_bytes / 1e6:.1f}",
+                f"{sums.switch_s / seconds:.1%}",
+                *([f"{sums.predicted_s or 0.0:.3f}"] if predicted else []),
             ]
         )
     return text_table(title, rows)

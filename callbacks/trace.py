@@ -87,6 +87,7 @@ class TraceCallback(TrainerCallback):
         def begin() -> None:
             assert self.folder is not None
             self._writer = RunLogWriter(self.folder, goes_on=state.global_step > 0)
+            self.folder = self._writer.path.parent
             self._writer.header(facts)
 
         self._try(begin)

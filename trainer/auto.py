@@ -9,6 +9,7 @@ An error of one rank is raised by all.
 import json
 import logging
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -54,6 +55,8 @@ _CGROUP = Path("/sys/fs/cgroup")
 _FREE_SHARE = 0.9
 """The share of the free memory that a plan may use: others need some, too."""
 
+_REFITS_KEPT = 16
+
 
 class AutoStrategies:
     """The plan of a run, and its choice of phases.
@@ -67,7 +70,7 @@ class AutoStrategies:
     def __init__(self, plan: AutoPlan, args: HotSPaTrainingArguments, quadratic_cost: float) -> None:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
-        self.refits: list[Refit] = []
+        self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
 
     @property
     def predicted_bytes(self) -> dict[Strategy, float]:

@@ -41,9 +41,11 @@ from hf_hotspa.checkpoint.tensors import (
     tensor_bytes,
     versions,
 )
-from hf_hotspa.errors import CheckpointError
+from hf_hotspa.errors import CheckpointError, HotspaError
 from hf_hotspa.runtime.adapters import is_adapted, save_config
 from hf_hotspa.runtime.specs import dtype_name
+from hf_hotspa.runtime.verdict import settle
+from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.resuming import ResumeMixin
 from hf_hotspa.trainer.same_settings import argument_facts, text_of
 from hf_hotspa.trainer.stale_weights import structure_only
@@ -312,11 +314,20 @@ class CheckpointingMixin(ResumeMixin):
             tokenizer.save_pretrained(target)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them."""
-        if not self.args.should_save:
-            return
+        """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them.
+
+        May be called on the main process alone; where all call it, all raise what it raises.
+        """
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
-        target.mkdir(parents=True, exist_ok=True)
-        self.model.save_pretrained(target, state_dict=state_dict)
-        self._write_tokenizer(target)
-        (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
+        error: HotspaError | None = None
+        if self.args.should_save:
+            try:
+                target.mkdir(parents=True, exist_ok=True)
+                self.model.save_pretrained(target, state_dict=state_dict)
+                self._write_tokenizer(target)
+                (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
+            except HotspaError as failure:
+                error = failure
+            except Exception as failure:  # of the disk, or of a tokenizer
+                error = model_not_saved(target, failure)
+        settle(f"the model saved in {target}", error, self.is_world_process_zero(), float(self.args.ddp_timeout))

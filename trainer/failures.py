@@ -2,9 +2,25 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+from hf_hotspa.errors import CheckpointError
 from hf_hotspa.trainer.out_of_memory import note
+
+
+def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
+    """What to raise for a `save_model` that failed.
+
+    Args:
+        target: The folder.
+        failure: What the disk, the model or the tokenizer raised.
+    """
+    return CheckpointError(
+        f"the model cannot be saved: {type(failure).__name__}: {failure}",
+        where=str(target),
+        fix="name another directory or make room, and call save_model() again: the weights are still there",
+    )
 
 
 @contextmanager

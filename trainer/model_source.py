@@ -20,13 +20,14 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 from hf_hotspa.checkpoint.disk import Disk
 from hf_hotspa.checkpoint.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
-from hf_hotspa.errors import CheckpointError, HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import has_weights, open_model
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.runtime.model_kind import refuse_other_models
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
 logger = logging.getLogger(__name__)
@@ -178,11 +179,7 @@ class ModelSourceMixin(Trainer):
             try:
                 self._write_model(target, weights)
             except Exception as failure:  # of the disk, or of a tokenizer: raised where all ranks are together
-                error = CheckpointError(
-                    f"the model cannot be saved: {type(failure).__name__}: {failure}",
-                    where=str(target),
-                    fix="name another directory or make room, and call save_model() again: the weights are still there",
-                )
+                error = model_not_saved(target, failure)
         for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
             pass
         engine.agree(error, "save_model")

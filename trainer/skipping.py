@@ -30,7 +30,7 @@ class SkippedMiniBatches:
         self.total = 0
         self._in_a_row = 0
         self._since_log = 0
-        self._losses: list[float] = []
+        self._loss_sum, self._num_losses = 0.0, 0
 
     def skip(self, engine: HotSPaEngine, error: NonFiniteError) -> Tensor:
         """Takes the gradients from the optimizer, whose next step then changes nothing.
@@ -61,7 +61,8 @@ class SkippedMiniBatches:
         """A mini-batch was trained with this loss."""
         self._in_a_row = 0
         if self._limit:
-            self._losses.append(loss)
+            self._loss_sum += loss
+            self._num_losses += 1
 
     def correct(self, logs: dict[str, float]) -> None:
         """Where something was skipped since the last log, logs the mean of the finite losses, and the count."""
@@ -70,7 +71,7 @@ class SkippedMiniBatches:
         if self.total:
             logs["hotspa/skipped_mini_batches"] = float(self.total)
         self._since_log = 0
-        self._losses.clear()
+        self._loss_sum, self._num_losses = 0.0, 0
 
     def _mean(self) -> float:
-        return sum(self._losses) / len(self._losses) if self._losses else float("nan")
+        return self._loss_sum / self._num_losses if self._num_losses else float("nan")

@@ -78,7 +78,8 @@ def open_inside(folder: Path, name: str) -> Iterator[BinaryIO]:
         for parent in list(path.parents)[: name.count("/")]:
             if parent.is_symlink():
                 raise OSError("a symbolic link")
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
+        # a named pipe would be waited for until somebody writes into it
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
                 raise OSError("not a regular file")
             yield file

@@ -12,14 +12,11 @@ One process of a run (rank 0) works with this class. No torch.
 """
 
 import contextlib
-import errno
-import fcntl
 import json
 import logging
 import os
 import re
 import socket
-import time
 import uuid
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -27,16 +24,14 @@ from pathlib import Path
 from hf_hotspa.checkpoint.disk import Disk, directory_mode
 from hf_hotspa.checkpoint.manifest import MANIFEST, STATE_FOLDER, Manifest, read_manifest, verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
+from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 
 logger = logging.getLogger(__name__)
 
-LOCK = ".hotspa-lock"
+LOCK = LOCK_NAME
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
 _LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has buried the process
-
-_locked: dict[str, int] = {}
-"""Directories that this process holds (a process never conflicts with a lock of its own) and their open lock files."""
 
 
 def checkpoint_name(step: int) -> str:
@@ -76,6 +71,7 @@ class RunFolder:
     def __init__(self, path: Path, disk: Disk | None = None) -> None:
         self.path, self.disk, self.run = Path(path), disk or Disk(), uuid.uuid4().hex[:12]
         self._verified: dict[Path, object] = {}
+        self._lock = ProcessLock(self.path / LOCK)
         self._mode = directory_mode()
 
     # -- the lock -----------------------------------------------------------------------------------------------------
@@ -83,7 +79,7 @@ class RunFolder:
     @property
     def held(self) -> bool:
         """Whether this process may write here."""
-        return str(self.path.resolve()) in _locked
+        return self._lock.held
 
     def lock(self) -> None:
         """Takes the run lock and clears away what dead runs have left. Nothing happens when it is held already.
@@ -96,49 +92,25 @@ class RunFolder:
         """
         if self.held:
             return
+        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self.disk.before("lock", self.path / LOCK)
-            descriptor = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            self.disk.before("lock", self._lock.path)
+            taken = self._lock.take(_LOCK_PATIENCE_S, json.dumps(owner))
         except OSError as error:
             raise self._failed("no checkpoint can be written here", error) from error
-        try:
-            self._wait_for_lock(descriptor)
-            os.ftruncate(descriptor, 0)
-            owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
-            os.pwrite(descriptor, json.dumps(owner).encode(), 0)
-        except BaseException:
-            os.close(descriptor)
-            raise
-        _locked[str(self.path.resolve())] = descriptor
+        if not taken:
+            raise CheckpointLockError(
+                f"another run writes its checkpoints into {str(self.path)!r}",
+                where=self._lock.owner() or None,
+                why="two runs would replace and remove each other's checkpoints",
+                fix="give every run an output_dir of its own, or stop the other one",
+            )
         self._clear_leftovers()
-
-    def _wait_for_lock(self, descriptor: int) -> None:
-        deadline = time.monotonic() + _LOCK_PATIENCE_S
-        while True:
-            try:
-                # a lock of the process, which forked data loader workers do not inherit
-                fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError as error:
-                if error.errno not in (errno.EACCES, errno.EAGAIN):
-                    logger.warning("no lock on %s (%s): start no second run there", self.path, error.strerror)
-                    return
-                if time.monotonic() > deadline:
-                    owner = os.pread(descriptor, 500, 0).decode(errors="replace")
-                    raise CheckpointLockError(
-                        f"another run writes its checkpoints into {str(self.path)!r}",
-                        where=owner or None,
-                        why="two runs would replace and remove each other's checkpoints",
-                        fix="give every run an output_dir of its own, or stop the other one",
-                    ) from None
-            time.sleep(0.1)
 
     def unlock(self) -> None:
         """Gives the lock back."""
-        descriptor = _locked.pop(str(self.path.resolve()), None)
-        if descriptor is not None:
-            os.close(descriptor)
+        self._lock.release()
 
     def _clear_leftovers(self) -> None:
         """Removes what dead runs left, and puts a replaced checkpoint back where its successor never arrived."""

@@ -15,6 +15,7 @@ names file and line. Numbers that are not finite are written as null: strict JSO
 """
 
 import json
+import logging
 import math
 import os
 import time
@@ -23,8 +24,11 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from hf_hotspa.errors import RunLogError
+from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import PhaseReport, RunFacts, StepReport
 from hf_hotspa.reporting.histogram import is_histogram
+
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"
@@ -98,18 +102,36 @@ def plain(value: Any) -> Any:
     return plain(value.item()) if hasattr(value, "item") else str(value)
 
 
+_MAX_FOLDERS = 1000
+
+
+def _own_folder(wanted: Path) -> tuple[Path, ProcessLock]:
+    """The folder, or, where another process writes a record into it, the first of `<name>-2`, `<name>-3`, ... that is
+    free. Made when missing, and locked."""
+    for number in range(1, _MAX_FOLDERS):
+        folder = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = ProcessLock(folder / LOCK_NAME)
+        if lock.take():
+            if number > 1:
+                logger.warning("another run writes its record into %s; that of this run is in %s", wanted, folder)
+            return folder, lock
+    raise OSError(f"{_MAX_FOLDERS} runs write their records beside {wanted}")
+
+
 class RunLogWriter:
     """Writes a record, line by line.
 
     Args:
-        folder: Where the record lies; made when missing.
+        folder: Where the record lies; made when missing. While another process writes one there, this one's is in a
+            folder beside it (`hotspa_report-2`), which is said in a warning.
         goes_on: Whether the run was resumed: its lines are added to those that are there. Else a record that is
             there is kept as `hotspa_trace.previous.jsonl`, one at most.
     """
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
-        self.path = Path(folder) / FILE_NAME
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        found, self._lock = _own_folder(Path(folder))
+        self.path = found / FILE_NAME
         if goes_on:
             self._cut_torn_line()
         elif self.path.exists():
@@ -161,7 +183,10 @@ class RunLogWriter:
 
     def close(self) -> None:
         """Closes the file; nothing may follow."""
-        self._file.close()
+        try:
+            self._file.close()
+        finally:
+            self._lock.release()
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -4,14 +4,17 @@
 digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
 connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
-roll call in the same store, and the one that does not answer is named (`SilentPeerError`).
+roll call in the same store, and the one that does not answer is named (`SilentPeerError`). An error that a script has
+caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
 """
 
 import hashlib
 import json
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
@@ -184,10 +187,13 @@ class Agreement:
             _word(names),
             _word(repr(list(digests.values()))),
             (balance + _HALF) % (2 * _HALF) - _HALF,
+            self._mailbox.next_era if self._mailbox is not None else 0,
         ]
-        errors, shown, listed, compared, balances = zip(
+        errors, shown, listed, compared, balances, eras = zip(
             *(row.tolist() for row in self._gather(torch.tensor(words, dtype=torch.int64))), strict=True
         )
+        if self._mailbox is not None:  # all ranks are here, so no error from before concerns any of them
+            self._mailbox.begin_era(max(eras))
         if any(errors):
             self._raise_first(text, max(errors))
         if len(set(shown)) > 1:
@@ -244,8 +250,23 @@ class Agreement:
         raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
 
 
+@dataclass
+class _Era:
+    """Which error the mailboxes of a store wait for, counted from 0, and whether this process knows it."""
+
+    number: int = 0
+    known: bool = False
+
+
+_eras: weakref.WeakKeyDictionary[dist.Store, _Era] = weakref.WeakKeyDictionary()
+"""Of the process: an engine that is made after an error goes on from where the one before was."""
+
+
 class Mailbox:
     """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
+
+    A script may catch it on all ranks and go on. The ranks have done so when they agree on something again; from then on
+    the mailbox is empty, for the next error.
 
     Args:
         rank: This rank.
@@ -256,8 +277,19 @@ class Mailbox:
         self.rank = rank
         # the store behind the default group: private in torch, and the only channel that outlives a broken group
         self._store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
-        self._roll_call = RollCall(self._store, rank, world_size, _MAILBOX_KEY) if self._store is not None else None
+        self._world_size = world_size
+        self._era = _eras.setdefault(self._store, _Era()) if self._store is not None else _Era()
         self._mine: Exception | None = None
+
+    @property
+    def next_era(self) -> int:
+        """The number of the first error that this rank does not know."""
+        return self._era.number + self._era.known
+
+    def begin_era(self, number: int) -> None:
+        """All ranks have left the errors before this one behind them."""
+        if number > self._era.number:
+            self._era.number, self._era.known = number, False
 
     def explain(self, error: Exception, where: str) -> Exception:
         """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
@@ -266,15 +298,16 @@ class Mailbox:
         """
         if self._store is None or error is self._mine:
             return error
-        assert self._roll_call is not None
+        store = dist.PrefixStore(f"hotspa_era_{self._era.number}", self._store)
         if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)):
-            error = self._roll_call.named(error)
+            error = RollCall(store, self.rank, self._world_size, _MAILBOX_KEY).named(error)
         mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
         try:
             # only the first one in stays
-            first = self._store.compare_set(_MAILBOX_KEY, "", mine).decode()
+            first = store.compare_set(_MAILBOX_KEY, "", mine).decode()
         except Exception:
             return error
+        self._era.known = True
         if first != mine:
             return HotspaError.from_dict(json.loads(first))
         self._mine = error

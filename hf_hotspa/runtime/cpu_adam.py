@@ -7,10 +7,16 @@ gradients, the state and the groups, so that a resumed run goes on bit for bit, 
 
 import os
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+# private, and the only one who knows where torch compiles
+from torch.utils.cpp_extension import _get_build_directory
+
+from hf_hotspa.runtime.sole_compiler import sole_compiler
 
 CPU_ADAM = "CpuAdamW"
 """The name of the class, as checkpoints have it."""
@@ -21,7 +27,8 @@ def load_cpu_adam() -> str | None:
     extensions, `TORCH_EXTENSIONS_DIR`).
 
     Returns:
-        None, or in a few words why it cannot be had. Never raises: the caller has another optimizer.
+        None, or in a few words why it cannot be had. Never raises, and never waits for a process that was killed
+        (`sole_compiler`): the caller has another optimizer.
     """
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # or it looks for others, and prints that there are none
@@ -30,7 +37,9 @@ def load_cpu_adam() -> str | None:
     except ImportError as error:
         return f"DeepSpeed cannot be imported: {error}"
     try:
-        CPUAdamBuilder().load(verbose=False)
+        builder = CPUAdamBuilder()
+        with sole_compiler(Path(_get_build_directory(builder.name, False))):
+            builder.load(verbose=False)
     except Exception as error:  # of a compiler, of ninja, of the loader
         lines = str(error).strip().splitlines()
         return f"its kernel cannot be compiled: {lines[0] if lines else type(error).__name__}"

@@ -15,6 +15,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/strategy.py",
         "hf_hotspa/cluster.py",
         "hf_hotspa/report.py",
+        "hf_hotspa/process_lock.py",
     ),
     1: ("hf_hotspa/layout/*.py",),
     2: (
@@ -70,6 +71,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/roll_call.py",
         "hf_hotspa/runtime/agreement.py",
         "hf_hotspa/runtime/same_rows.py",
+        "hf_hotspa/runtime/verdict.py",
         "hf_hotspa/runtime/storage.py",
         "hf_hotspa/runtime/weight_files.py",
         "hf_hotspa/runtime/arena.py",
@@ -84,6 +86,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/replica.py",
         "hf_hotspa/runtime/master.py",
         "hf_hotspa/runtime/cpu_adam.py",
+        "hf_hotspa/runtime/sole_compiler.py",
         "hf_hotspa/runtime/loading.py",
         "hf_hotspa/runtime/skeleton.py",
         "hf_hotspa/runtime/specs.py",

@@ -2,6 +2,7 @@
 
 import io
 import json
+import multiprocessing
 import sys
 from types import SimpleNamespace
 
@@ -19,6 +20,7 @@ from hf_hotspa.callbacks import (
 )
 from hf_hotspa.callbacks import progress as progress_module
 from hf_hotspa.errors import CallbackError, HotspaConfigError
+from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.trainer import trainer as trainer_module
@@ -68,7 +70,7 @@ def test_the_trace_leaves_out_the_first_step_where_it_can(tmp_path, steps, wante
 
 def test_no_trace_and_other_ranks_write_nothing(tmp_path):
     run_callback(TraceCallback(tmp_path / "a", steps=0), tmp_path, 3)
-    assert [p.name for p in (tmp_path / "a").iterdir()] == ["hotspa_trace.jsonl"]
+    assert [p.name for p in (tmp_path / "a").iterdir() if p.name != LOCK_NAME] == ["hotspa_trace.jsonl"]
     run_callback(ReportCallback(tmp_path / "b"), tmp_path, 3, main=False)
     assert not (tmp_path / "b").exists()
     with pytest.raises(HotspaConfigError, match="hotspa_trace_steps"):
@@ -369,3 +371,33 @@ def test_seconds_inside_callbacks(events):
     assert handler.pop_metrics(5)["hotspa/callback_s"] == pytest.approx(0.5, abs=0.05)
     assert handler.pop_metrics(6) == {"mine": 1.0}
     assert set(handler.seconds) == {"Counting"}
+
+
+def other_run(folder, pipe):
+    """A run in a process of its own that is under way until it is told to go on."""
+    callback = ReportCallback()
+    run_callback(callback, folder, 2, end=False)
+    pipe.send(str(callback.folder))
+    pipe.recv()
+    run_callback(callback, folder, 0)
+
+
+def test_a_second_job_in_the_folder_leaves_the_record_of_the_first_alone(tmp_path):
+    here, there = multiprocessing.get_context("fork").Pipe()
+    first = multiprocessing.get_context("fork").Process(target=other_run, args=(tmp_path, there))
+    first.start()
+    assert here.recv() == str(tmp_path / "hotspa_report")
+    before = (tmp_path / "hotspa_report" / "hotspa_trace.jsonl").read_bytes()
+    second = ReportCallback()
+    run_callback(second, tmp_path, 3)
+    assert second.folder == tmp_path / "hotspa_report-2"
+    assert len(read_run_log(second.folder).steps) == 3
+    assert (second.folder / "report.html").exists()
+    assert (tmp_path / "hotspa_report" / "hotspa_trace.jsonl").read_bytes() == before
+    assert not (tmp_path / "hotspa_report" / "hotspa_trace.previous.jsonl").exists()
+    first.kill()
+    first.join()
+    third = ReportCallback()
+    run_callback(third, tmp_path, 4)  # a run that is over, however it ended, is followed as before
+    assert third.folder == tmp_path / "hotspa_report"
+    assert (tmp_path / "hotspa_report" / "hotspa_trace.previous.jsonl").read_bytes() == before

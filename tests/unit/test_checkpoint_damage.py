@@ -81,6 +81,13 @@ def folder(rng, path, other):
     file.mkdir()
 
 
+def pipe(rng, path, other):
+    """Whoever opens it to read waits for a writer."""
+    file = rng.choice(files_of(path))
+    file.unlink()
+    os.mkfifo(file)
+
+
 def other_directory(rng, path, other):
     shutil.rmtree(path)
     shutil.copytree(other, path)
@@ -113,7 +120,7 @@ def files_of(path):
     return sorted(file for file in path.rglob("*") if file.is_file())
 
 
-KINDS = [flip_bit, truncate, extend, zero_block, remove, swap, stale, link, folder, other_directory, fuzz_json]
+KINDS = [flip_bit, truncate, extend, zero_block, remove, swap, stale, link, folder, pipe, other_directory, fuzz_json]
 
 
 def test_no_damage_goes_unnoticed(tmp_path):

@@ -1,5 +1,6 @@
 """The switch overhead callback: means since the last log, exposed and hidden seconds apart, and the table."""
 
+import gc
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -92,3 +93,17 @@ def test_predictions_stand_beside_what_was_measured(monkeypatch):
     # nothing of it without a time model
     callback.on_step_report(None, None, None, report(right))
     assert "hotspa/predicted_s" not in callback.pop_metrics()
+
+
+def test_no_report_is_kept():
+    """A run has no bound: only the last mini-batch, for the table."""
+
+    def kept():
+        gc.collect()
+        return sum(type(found) is PhaseReport for found in gc.get_objects())
+
+    callback, before = SwitchOverheadCallback(), kept()
+    for _ in range(50):
+        callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0)))
+    assert kept() - before <= 2
+    assert callback.pop_metrics()["hotspa/phases"] == 2.0
