@@ -341,4 +341,5 @@ def _spec(
         trainable=parameter.requires_grad,
         tied_names=tied,
         in_head=f"{head}.weight" in tied,
+        frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
     )
