@@ -259,7 +259,7 @@ class HotSPaTrainingArguments(TrainingArguments):
             HotspaConfigError: a flag does not fit.
             UnsupportedError: a setting cannot be honoured.
         """
-        self.bf16 = self.bf16 or wants_bf16()
+        self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
         check_processes(self.world_size)
         if not self.hotspa_strategies:
             raise HotspaConfigError(
@@ -321,7 +321,7 @@ class HotSPaTrainingArguments(TrainingArguments):
 
     def _read_accelerator_config(self) -> None:
         """Accumulation is that of the arguments: accelerate has nothing to accumulate."""
-        config: Any = self.accelerator_config
+        config: Any = vars(self)["accelerator_config"]
         given = config.gradient_accumulation_kwargs
         if not given:
             return

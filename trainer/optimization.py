@@ -62,7 +62,7 @@ class OptimizationMixin(Trainer):
         training starts, `take_over` puts the shares of the master store in their place."""
         if self.optimizer is not None:
             return self.optimizer
-        chosen = self.optimizer_cls_and_kwargs
+        chosen: Any = vars(self)["optimizer_cls_and_kwargs"]
         if chosen is None and self.engine is not None:
             self.optimizer_cls_and_kwargs = self._on_host(*self.get_optimizer_cls_and_kwargs(self.args, self.model))
         try:

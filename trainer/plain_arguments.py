@@ -48,7 +48,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     own.__dict__ = vars(args)
     for field in dataclasses.fields(HotSPaTrainingArguments):
         if field.name.startswith("hotspa_"):
-            vars(own).setdefault(field.name, field.default)
+            own.__dict__.setdefault(field.name, field.default)
     own.hotspa_mini_batch_size = None  # anew from the batch size, which may have changed since another trainer
     refuse_launcher_settings()
     own.without_deepspeed()

@@ -89,7 +89,8 @@ def guard(model: nn.Module) -> None:
     """From now on the values of the trained parameters cannot be looked at."""
     for parameter in model.parameters():
         if parameter.requires_grad and not hasattr(type(parameter), "_true_class"):
-            parameter.__class__ = _guarded(type(parameter))
+            kind: Any = type(parameter)
+            parameter.__class__ = _guarded(kind)
 
 
 def release(model: nn.Module) -> None:

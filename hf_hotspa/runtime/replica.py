@@ -185,8 +185,11 @@ class Replica:
 
     def _local_heads(self, description: ModelDescription) -> dict[str, tuple[int, int, int]]:
         """For attention modules whose heads are cut: this rank's first query head, and its query and key/value heads."""
-        tensor, tp, found = self.mesh.tensor, self.mesh.strategy.tp, {}
-        for name, (heads, kv_heads) in description.attention_heads.items() if tensor is not None else ():
+        tensor, tp = self.mesh.tensor, self.mesh.strategy.tp
+        if tensor is None:
+            return {}
+        found = {}
+        for name, (heads, kv_heads) in description.attention_heads.items():
             low, high = Part(heads, kv_heads, heads).cut(tp, tensor.shard)
             first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, tensor.shard)
             found[name] = low, high - low, last - first

@@ -5,6 +5,7 @@ a name that holds the word `deadline`.
 """
 
 import ast
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ CLOCKS = {"perf_counter", "monotonic", "time", "process_time", "perf_counter_ns"
 FILES = sorted((ROOT / "tests").rglob("*.py"))
 
 
-def reads_clock(node: ast.AST, seconds: set[str] = frozenset()) -> bool:
+def reads_clock(node: ast.AST, seconds: Collection[str] = ()) -> bool:
     """Whether an expression reads a clock of the module `time`, or a name that holds such a reading."""
     for part in ast.walk(node):
         if isinstance(part, ast.Name) and part.id in seconds:

@@ -5,6 +5,7 @@ One world of each size runs all moves of a group, one after the other.
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str):
     """For each move what was seen of it, or the error; and how many steps were begun."""
     from hf_hotspa.errors import HotspaError
 
-    results = {}
+    results: dict[str, tuple[str, Any, int]] = {}
     for number, move in enumerate(all_moves()[group]):
         if stock and move.refused:
             continue

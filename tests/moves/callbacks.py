@@ -57,9 +57,11 @@ def _metrics(kit: Kit) -> Seen:
 
 
 def _evaluate_overridden(kit: Kit) -> Seen:
-    rows, looks = kit.rows(), []
+    rows, looks = kit.rows(), list[Any]()
 
-    class Own(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Own(base):
         def evaluate(self, *args: Any, **kwargs: Any) -> Any:
             looks.append(_samples(self.model))
             metrics = super().evaluate(*args, **kwargs)

@@ -14,7 +14,9 @@ def _class_and_options(kit: Kit) -> Seen:
 
 
 def _own_groups(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Own(base):
         def create_optimizer(self, model: Any = None) -> Any:
             named = list(self.model.named_parameters())
             norms = [p for name, p in named if "norm" in name]
@@ -27,7 +29,9 @@ def _own_groups(kit: Kit) -> Seen:
 
 
 def _super_and_groups(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Own(base):
         def create_optimizer(self, model: Any = None) -> Any:
             optimizer = super().create_optimizer()
             head = {id(p) for p in self.model.get_output_embeddings().parameters()}
@@ -101,7 +105,9 @@ def _both_created_before(kit: Kit) -> Seen:
 
 
 def _own_scheduler(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Own(base):
         def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
             self.lr_scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 1e-2, num_training_steps)
             return self.lr_scheduler
@@ -195,7 +201,9 @@ def _keeps_parameters(kit: Kit) -> Seen:
 
 
 def _returned_only(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    base: Any = kit.trainer_class
+
+    class Own(base):
         def create_optimizer(self, model: Any = None) -> Any:
             return torch.optim.AdamW(self.model.parameters())
 
