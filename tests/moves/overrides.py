@@ -28,7 +28,7 @@ class _Backwards(Sampler[int]):
 
 
 def _sampler(kit: Kit, make: Any, **changes: Any) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def _get_train_sampler(self, train_dataset: Any = None) -> Any:
             return make(self.train_dataset)
 
@@ -43,7 +43,7 @@ def _weighted(rows: Any) -> Any:
 def _train_loader(kit: Kit) -> Seen:
     asked: list[int] = []
 
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
             asked.append(1)
             return super().get_train_dataloader()
@@ -52,7 +52,7 @@ def _train_loader(kit: Kit) -> Seen:
 
 
 def _own_train_loader(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
             return DataLoader(self.train_dataset, batch_size=6, collate_fn=padded)
 
@@ -60,7 +60,7 @@ def _own_train_loader(kit: Kit) -> Seen:
 
 
 def _eval_loader(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             return super().get_eval_dataloader(self.eval_dataset[:7])
 
@@ -70,7 +70,7 @@ def _eval_loader(kit: Kit) -> Seen:
 
 
 def _own_eval_loader(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
             return DataLoader(self.eval_dataset, batch_size=6, collate_fn=padded)
 
@@ -82,7 +82,7 @@ def _own_eval_loader(kit: Kit) -> Seen:
 def _step(kit: Kit) -> Seen:
     losses: list[float] = []
 
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = super().training_step(model, inputs, num_items_in_batch)
             losses.append(float(loss))
@@ -92,7 +92,7 @@ def _step(kit: Kit) -> Seen:
 
 
 def _own_step(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
             loss = model(**inputs).loss
             self.accelerator.backward(loss)
@@ -112,7 +112,7 @@ def _overridden(name: str) -> Any:
 
 
 def _logs(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
             logs["twice"] = 2 * logs.get("loss", 0.0)
             super().log(logs, *args, **kwargs)
@@ -122,7 +122,7 @@ def _logs(kit: Kit) -> Seen:
 
 
 def _no_decay(kit: Kit) -> Seen:
-    class Own(kit.trainer_class):
+    class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_decay_parameter_names(self, model: Any) -> list[str]:
             return [name for name, _ in model.named_parameters() if "mlp" in name]
 
