@@ -368,8 +368,8 @@ MUTATIONS = [
     Mutation(
         "digests are not compared",
         "hf_hotspa/runtime/agreement.py",
-        "if len({int(row[2]) for row in rows}) > 1:",
-        "if len({int(row[2]) for row in rows[:1]}) > 1:",
+        "if len(set(compared)) > 1:",
+        "if len(set(compared[:1])) > 1:",
         "tests/gloo/test_switch_gloo.py::test_a_difference_is_an_error_on_every_rank_before_anything_is_sent",
     ),
     Mutation(
