@@ -16,11 +16,11 @@ The areas are those that the tests of transformers' own Trainer look at; the tes
 | hub | test_trainer_arguments.py |
 | DeepSpeed's JSON configs, its CPU Adam | test_deepspeed.py, unit/test_deepspeed_config.py |
 
-Areas that do not apply, because the setting is refused by name or has no meaning here: fp16 and grad scalers, DataParallel,
-DDP options, FSDP, SageMaker, XLA (the layouts are ours); torch.compile and liger (replicas are rebound); custom
-losses, data collators and prediction steps (packing); auto_find_batch_size (packs bound the memory); length-grouped
-sampling (lengths are grouped inside the mini-batch); optimizers that are not elementwise; vision, seq2seq and
-sequence-classification trainers (causal language models only); hyper-parameter search (one engine per process group).
+Losses, data collators, overridden methods and optimizers of the user's own are moves (`tests/moves`, test_moves.py). Areas
+that do not apply, because the setting is refused by name or has no meaning here: fp16 and grad scalers, DataParallel, DDP
+options, FSDP, SageMaker, XLA (the layouts are ours); torch.compile and liger (replicas are rebound); prediction steps of
+one's own (packing); optimizers that are not elementwise; vision, seq2seq and sequence-classification trainers (causal
+language models only); hyper-parameter search (one engine per process group).
 """
 
 import math
