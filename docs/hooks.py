@@ -28,4 +28,4 @@ def on_page_markdown(markdown: str, **kwargs: Any) -> str:
     if FLAGS not in markdown:
         return markdown
     [table] = re.findall(r"^\| flag \|.*?\n\n", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    return markdown.replace(FLAGS, table)
+    return markdown.replace(FLAGS, table.replace("](docs/", "]("))  # the pages lie beside each other there

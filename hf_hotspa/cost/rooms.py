@@ -3,6 +3,7 @@
 The memory model answers; a pool of strategies shares one arena. Plain data, no torch.
 """
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -30,8 +31,16 @@ class MemoryRooms:
         return self.model.arena_bytes(strategy)
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence, with nothing beside it in a pipeline, in a pool with that arena; 0 when it cannot run."""
-        return self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
+        """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena; 0 when it
+        cannot run."""
+        alone = self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
+        if strategy.pp == 1 or self.limit_bytes is None:
+            return alone
+
+        def total(length: int) -> float:  # GPipe keeps what the losses of all packs keep
+            return self.model.breakdown(strategy, 1, longest=length, arena_bytes=arena).total
+
+        return max(0, bisect_right(range(alone + 1), self.limit_bytes, key=total) - 1)
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""

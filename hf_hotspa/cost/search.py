@@ -264,7 +264,7 @@ class _Search:
         if key not in self._known_packs:
             fits = high <= self._room(strategy, arena)
             capacity = min(self.rooms.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
-            self._known_packs[key] = pack_choices(max(1, capacity), high) if fits else []
+            self._known_packs[key] = pack_choices(capacity, high) if capacity else []
         return self._known_packs[key]
 
     def _best_static(self, plain_margin: float) -> _Phases:
