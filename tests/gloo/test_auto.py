@@ -103,7 +103,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
     return losses, phases, state, refits, logs
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
     dtype = torch.float64
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)

@@ -68,7 +68,7 @@ def both_ways(rank, world_size, root, buckets, families):
     ("world_size", "families"),
     [
         (1, FAMILIES[:2]),
-        (2, FAMILIES[2:4]),
+        pytest.param(2, FAMILIES[2:4], marks=pytest.mark.slow),
         (4, FAMILIES),
         pytest.param(1, FAMILIES, marks=pytest.mark.slow),
         pytest.param(2, FAMILIES, marks=pytest.mark.slow),

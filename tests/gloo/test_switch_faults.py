@@ -158,7 +158,7 @@ def check_operation(text: str, rank: int, world_size: int) -> None:
     assert re.search(rf"rank {rank}, peers? \[?[{peers}]", text), text
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_killed_peer(world_size: int) -> None:
     outcomes = run_ranks(world_size, broken_switch, "killed", expect_failure=True, timeout=280)
     assert outcomes[VICTIM].exitcode == -signal.SIGKILL
@@ -169,7 +169,10 @@ def test_a_killed_peer(world_size: int) -> None:
     assert any(f"rank {VICTIM} (tag" in text for text in texts.values()), texts
 
 
-@pytest.mark.parametrize(("world_size", "where"), [(2, "unpacking"), (4, "unpacking"), (3, "computation")])
+@pytest.mark.parametrize(
+    ("world_size", "where"),
+    [(2, "unpacking"), pytest.param(4, "unpacking", marks=pytest.mark.slow), (3, "computation")],
+)
 def test_an_exception_on_one_rank(world_size: int, where: str) -> None:
     outcomes = run_ranks(world_size, broken_switch, where, expect_failure=True, timeout=280)
     for outcome in outcomes:

@@ -141,10 +141,10 @@ SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"
 @pytest.mark.parametrize(
     ("family", "dtype", "strategies"),
     [
-        pytest.param("llama_gqa_bias", torch.float32, THREE, id="llama_gqa_bias-fp32"),
+        pytest.param("llama_gqa_bias", torch.float32, THREE, id="llama_gqa_bias-fp32", marks=pytest.mark.slow),
         pytest.param("llama_gqa_bias", torch.float64, THREE, id="llama_gqa_bias-fp64"),
         pytest.param("qwen3_qk_norm_tied", torch.float32, THREE, id="qwen3_qk_norm_tied-fp32"),
-        pytest.param("qwen3_qk_norm_tied", torch.float64, THREE, id="qwen3_qk_norm_tied-fp64"),
+        pytest.param("qwen3_qk_norm_tied", torch.float64, THREE, id="qwen3_qk_norm_tied-fp64", marks=pytest.mark.slow),
         pytest.param("qwen3_qk_norm_tied", torch.float64, SAVING, id="saving-memory"),
     ],
 )
