@@ -197,11 +197,13 @@ def test_gradients_that_nobody_computes_are_zero_and_keep_nobody_waiting():
 class HeadByHand(LlamaForCausalLM):
     """Uses the weight of its head without calling the head."""
 
-    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None, labels=None, **kwargs):
         hidden = self.model(
             input_ids=input_ids, position_ids=position_ids, inputs_embeds=inputs_embeds, **kwargs
         ).last_hidden_state
-        return CausalLMOutputWithPast(logits=functional.linear(hidden, self.lm_head.weight))
+        logits = functional.linear(hidden, self.lm_head.weight)
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
+        return CausalLMOutputWithPast(loss=loss, logits=logits)
 
 
 def head_by_hand(rank, world_size, overlap):
