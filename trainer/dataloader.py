@@ -307,6 +307,11 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         return self.batch_sampler.mini_batch_size
 
     @property
+    def total_batch_size(self) -> int:
+        """The same, by the name of accelerate's data loaders."""
+        return self.mini_batch_size
+
+    @property
     def num_tokens(self) -> int:
         """Tokens of the whole dataset, as scanned."""
         return self.planner.table.num_tokens

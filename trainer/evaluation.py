@@ -122,6 +122,16 @@ class _EvaluationSampler(Sampler[list[int]]):
                 yield group[begin : begin + self.mini_batch_size].tolist()
 
 
+class _EvaluationLoader(DataLoader[Any]):
+    """Mini-batches of an evaluation set, the same on all ranks."""
+
+    @property
+    def total_batch_size(self) -> int:
+        """Rows of a full mini-batch, over all ranks, by the name of accelerate's data loaders."""
+        assert isinstance(self.batch_sampler, _EvaluationSampler)
+        return self.batch_sampler.mini_batch_size
+
+
 def is_own_loader(loader: Any) -> bool:
     """Whether a data loader is one that `evaluation_loop` can walk through."""
     return isinstance(getattr(loader, "dataset", None), _EvaluationRows | StreamRows)
@@ -266,7 +276,7 @@ class EvaluationMixin:
             return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
         tokens, table = self._evaluation_scan(dataset)
         check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
-        return DataLoader(
+        return _EvaluationLoader(
             _EvaluationRows(
                 tokens,
                 Planner(table, buckets, shape.quadratic_cost, args.hotspa_overlong),

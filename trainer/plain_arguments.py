@@ -1,20 +1,40 @@
-"""`TrainingArguments` of transformers, or none, where `HotSPaTrainingArguments` are expected.
+"""What a script passes to a `Trainer`: arguments by their place, and `TrainingArguments` of transformers, or none, where
+`HotSPaTrainingArguments` are expected.
 
-What is made of them shares their attributes: what a script sets on its own object later counts, as with the stock Trainer.
+What is made of `TrainingArguments` shares their attributes: what a script sets on its own object later counts, as with the stock Trainer.
 A class of the user's stays one of the bases, with its fields, properties and methods.
 """
 
 import dataclasses
+import inspect
 import logging
 from typing import Any
 
-from transformers import TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.launcher import refuse_launcher_settings
 
 logger = logging.getLogger(__name__)
+
+
+# those after `model` and `args`, in the order in which the stock Trainer takes them
+_REST = list(inspect.signature(Trainer.__init__).parameters)[3:]
+
+
+def named(rest: tuple[Any, ...], by_name: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the Trainer after `model` and `args`, by name, where some are given by their place.
+
+    Raises:
+        TypeError: there are too many, or one is given twice.
+    """
+    if len(rest) > len(_REST):
+        raise TypeError(f"HotSPaTrainer takes {len(_REST) + 2} arguments by place, but {len(rest) + 2} were given")
+    placed = dict(zip(_REST, rest, strict=False))
+    if twice := sorted(placed.keys() & by_name.keys()):
+        raise TypeError(f"HotSPaTrainer got multiple values for argument {twice[0]!r}")
+    return {**placed, **by_name}
 
 
 def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:

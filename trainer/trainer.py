@@ -46,7 +46,7 @@ from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
 from hf_hotspa.trainer.overrides import OverridesMixin, refuse_overrides
 from hf_hotspa.trainer.own_loss import OwnLossMixin
-from hf_hotspa.trainer.plain_arguments import completed
+from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.rows import is_stream, scanned
@@ -104,9 +104,10 @@ class HotSPaTrainer(
     optimizer: torch.optim.Optimizer | None
 
     def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *,
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
         token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
     ) -> None:  # fmt: skip
+        kwargs = named(rest, kwargs)
         args = completed(args)
         check_collator(kwargs.get("data_collator"), args)
         self._refuse(kwargs)

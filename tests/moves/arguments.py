@@ -76,7 +76,23 @@ def _by_length(kit: Kit) -> Seen:
     return kit.train(kit.trainer(args=kit.arguments(**changes)))
 
 
+def _by_place(kit: Kit) -> Seen:
+    def made(model: Any, args: Any, data_collator: Any = None, train_dataset: Any = None, **rest: Any) -> Any:
+        return kit.trainer_class(model, args, data_collator, train_dataset, **rest)
+
+    return kit.train(kit.trainer(made))
+
+
+def _loaders(kit: Kit) -> Seen:
+    args = kit.arguments(per_device_eval_batch_size=4 if kit.stock else 4 // kit.world_size)
+    trainer = kit.trainer(args=args, eval_dataset=kit.rows())
+    loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
+    return {"batches": [len(loader) for loader in loaders], "rows": [loader.total_batch_size for loader in loaders]}
+
+
 MOVES: tuple[Move, ...] = (
+    Move("`Trainer(model, args, collator, rows)`: arguments by their place", _by_place),
+    Move("`len` and `total_batch_size` of the data loaders", _loaders),
     Move("`accelerator_config` with `num_steps=2`", _accumulation_of_accelerate),
     Move("`args.gradient_accumulation_steps` read by a callback and afterwards", _accumulation_read),
     Move('`include_num_input_tokens_seen="non_padding"`', lambda kit: _tokens(kit, "non_padding")),

@@ -17,7 +17,7 @@ from transformers.training_args import OptimizerNames
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
-from hf_hotspa.trainer.plain_arguments import completed
+from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.oracle import random_rows, relative_error
@@ -344,3 +344,13 @@ def test_training_again_continues_from_the_trained_weights(tmp_path):
     assert trainer.engine is None
     trainer.train()  # a new engine from the model
     assert trainer.state.global_step == 2
+
+
+def test_arguments_by_place_are_those_of_the_stock_trainer():
+    assert named(("collator", "rows"), {"callbacks": []}) == {
+        "data_collator": "collator", "train_dataset": "rows", "callbacks": [],
+    }  # fmt: skip
+    with pytest.raises(TypeError, match="multiple values for argument 'data_collator'"):
+        named(("collator",), {"data_collator": "another"})
+    with pytest.raises(TypeError, match="by place"):
+        named((None,) * 30, {})

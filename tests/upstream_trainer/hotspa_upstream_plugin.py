@@ -5,13 +5,16 @@ It lies in a folder of its own, which is all of this repository that those tests
 `tests`, too.
 """
 
+import functools
 import json
 import os
+import sys
 from typing import Any
 
 import pytest
 
 OURS, SWAP = os.environ["HOTSPA_UPSTREAM"] == "ours", os.environ.get("HOTSPA_UPSTREAM_SWAP") == "1"
+TOYS = ("RegressionModel", "RegressionDictModel", "RegressionPreTrainedModel", "RegressionRandomPreTrainedModel")
 _begun = 0
 _notes: dict[str, dict[str, Any]] = {}
 
@@ -19,54 +22,86 @@ _notes: dict[str, dict[str, Any]] = {}
 def pytest_configure(config: pytest.Config) -> None:
     if not OURS:
         return
-    import transformers
-
+    from hf_hotspa.runtime.engine import HotSPaEngine
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     # one process can do one thing: no calibration in front of every test
-    original = HotSPaTrainingArguments.__post_init__
+    original = HotSPaTrainingArguments.complete
 
     def explicit(self: Any) -> None:
         if self.hotspa_strategies == "auto":
-            self.hotspa_strategies = "dp1:4096@4096"
+            self.hotspa_strategies = "dp1:128@2048"  # the shortest of those models has 128 positions
         self.hotspa_report = False
         original(self)
 
-    HotSPaTrainingArguments.__post_init__ = explicit  # type: ignore[method-assign]
-    step = HotSPaTrainer.training_step
+    HotSPaTrainingArguments.complete = explicit  # type: ignore[method-assign]
+    step = HotSPaEngine.forward_backward  # not of the trainer, where it would pass for an override of the user's
 
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         global _begun
         _begun += 1
         return step(self, *args, **kwargs)
 
-    HotSPaTrainer.training_step = counted  # type: ignore[method-assign]
-    transformers.Trainer = HotSPaTrainer
+    HotSPaEngine.forward_backward = counted  # type: ignore[method-assign]
+    made = HotSPaTrainer.__init__
+
+    @functools.wraps(made)
+    def begins(self: Any, *args: Any, **kwargs: Any) -> None:
+        global _begun
+        _begun = 0  # the first step is the one of this trainer: a test may have trained with another
+        made(self, *args, **kwargs)
+
+    HotSPaTrainer.__init__ = begins  # type: ignore[method-assign]
+    # the package's own init can run twice: the module object that counts is the one of now
+    sys.modules["transformers"].Trainer = HotSPaTrainer  # type: ignore[attr-defined]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    if SWAP:
-        for module in {item.module for item in session.items if hasattr(item, "module")}:
-            if hasattr(module, "get_regression_trainer"):
-                module.get_regression_trainer = _language_trainer
-
-
-def _language_trainer(
-    a: float = 0, b: float = 0, double_output: bool = False, train_len: int = 64, eval_len: int = 64,
-    pretrained: bool = True, output_dir: str | None = None, **kwargs: Any,
-) -> Any:  # fmt: skip
-    """In place of upstream's `get_regression_trainer`: rows of tokens and a tiny Llama."""
-    import torch
     import transformers
-    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    def rows(count: int) -> list[dict[str, Any]]:
-        generator = torch.Generator().manual_seed(42)
-        drawn = torch.randint(3, 100, (count, 12), generator=generator).tolist()
-        return [{"input_ids": ids, "labels": ids} for ids in drawn]
+    for module in {item.module for item in session.items if hasattr(item, "module")}:
+        if OURS and vars(module).get("Trainer") is transformers.trainer.Trainer:
+            raise pytest.UsageError(f"{module.__name__} runs with the stock Trainer")
+    if not SWAP:
+        return
+    from transformers import LlamaForCausalLM
 
-    def make() -> Any:
+    # what the tests look at: two numbers of the toy, here two weights of every model
+    LlamaForCausalLM.a = property(lambda model: model.model.norm.weight[0])
+    LlamaForCausalLM.b = property(lambda model: model.lm_head.weight[3, 0])
+    swapped = {"get_regression_trainer": _language_trainer, "RegressionDataset": TokenRows}
+    swapped |= dict.fromkeys(TOYS, TinyModel)
+    packages = {item.module.__name__.rpartition(".")[0] for item in session.items if hasattr(item, "module")}
+    for name, module in list(sys.modules.items()):
+        if name.rpartition(".")[0] in packages:
+            for toy in swapped.keys() & vars(module).keys():
+                setattr(module, toy, swapped[toy])
+
+
+class TokenRows:
+    """In place of upstream's `RegressionDataset`: `length` rows of 12 tokens."""
+
+    def __init__(self, a: float = 2, b: float = 3, length: int = 64, seed: int = 42, label_names: Any = None) -> None:
+        import torch
+
+        drawn = torch.randint(3, 100, (length, 12), generator=torch.Generator().manual_seed(seed)).tolist()
+        self.rows = [{"input_ids": ids, "labels": ids} for ids in drawn]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+class TinyModel:
+    """In place of upstream's regression models: makes a tiny Llama, whatever it is called with."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         torch.manual_seed(0)
         config = LlamaConfig(
             vocab_size=100, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
@@ -74,7 +109,22 @@ def _language_trainer(
         )  # fmt: skip
         return LlamaForCausalLM(config)
 
-    for name in ("label_names", "optimizers"):  # of the toy's parameters and columns
+    @staticmethod
+    def from_pretrained(folder: str) -> Any:
+        from transformers import LlamaForCausalLM
+
+        return LlamaForCausalLM.from_pretrained(folder)
+
+
+def _language_trainer(
+    a: float = 0, b: float = 0, double_output: bool = False, train_len: int = 64, eval_len: int = 64,
+    pretrained: bool = True, output_dir: str | None = None, **kwargs: Any,
+) -> Any:  # fmt: skip
+    """In place of upstream's `get_regression_trainer`: rows of tokens and a tiny Llama."""
+    import transformers
+    from transformers import TrainingArguments
+
+    for name in ("label_names", "optimizers", "keep_report_to"):  # of the toy's parameters and columns
         kwargs.pop(name, None)
     own = {
         name: kwargs.pop(name, None) for name in ("compute_metrics", "data_collator", "preprocess_logits_for_metrics")
@@ -82,8 +132,8 @@ def _language_trainer(
     model_init = kwargs.pop("model_init", None)
     args = TrainingArguments(output_dir, **kwargs)
     return transformers.Trainer(
-        None if model_init else make(), args, train_dataset=rows(train_len), eval_dataset=rows(eval_len),
-        model_init=make if model_init else None, **own,
+        None if model_init else TinyModel(), args, train_dataset=TokenRows(length=train_len),
+        eval_dataset=TokenRows(length=eval_len), model_init=TinyModel if model_init else None, **own,
     )  # fmt: skip
 
 
