@@ -5,7 +5,7 @@
 FOLDER is the folder `tests` of the source of transformers in the pinned release; nothing of it is in this repository. Its
 `trainer/test_trainer*.py` run on one CPU process four times: with either Trainer, with the toy regression models as they
 are and with a tiny language model in their place. Only tests that pass with the stock Trainer count. With ours each must
-pass, or be refused by name before the first step; what is neither is listed, and makes the exit code 1.
+pass, or be refused by name before the first step of the trainer made last; what is neither is listed, and makes the exit code 1.
 """
 
 import argparse
@@ -75,7 +75,8 @@ def main() -> int:
         ))  # fmt: skip
         for name, entry in found.items():
             if entry["verdict"] == THIRD:
-                print(f"  {name}: {entry.get('error', entry.get('outcome', 'it did not run'))}")
+                said = entry.get("error") or entry.get("outcome", "it did not run")
+                print(f"  {name}: {said.splitlines()[0]}")
         wrong += count[THIRD]
         results[kind] = found
     if options.json:
