@@ -18,8 +18,8 @@ OUTCOME = "first error"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "ANSWER_S", 0.6)
-    monkeypatch.setattr(roll_call, "_GRACE_S", 0.3)
+    monkeypatch.setattr(roll_call, "ANSWER_S", 2.0)
+    monkeypatch.setattr(roll_call, "_GRACE_S", 1.0)
 
 
 class Waits:
