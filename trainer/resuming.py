@@ -141,7 +141,7 @@ class ResumeMixin(StockResumeMixin):
             if self.is_world_process_zero():
                 logger.warning("%s is skipped: %s", folder / name, reasons[0])
         raise ResumeError(
-            f"there is no checkpoint to resume from in {str(folder)!r}",
+            f"No valid checkpoint found in output directory ({folder})",  # the stock Trainer's words, as below
             why=f"none of {len(names)} can be used; see the warnings" if names else None,
             fix="start without resume_from_checkpoint, or check output_dir",
         )
@@ -151,6 +151,12 @@ class ResumeMixin(StockResumeMixin):
     ) -> tuple[HotspaError | None, Resumption | StockCheckpoint | None]:
         """A checkpoint, or what is wrong with it. The ranks share the hashing; each may find something else."""
         try:
+            if not path.is_dir():
+                raise ResumeError(
+                    f"Can't find a valid checkpoint at {path}",
+                    why="there is no such folder",
+                    fix="check the path; resume_from_checkpoint=True takes the newest of output_dir",
+                )
             if is_stock(path):
                 return None, StockCheckpoint.open(path)
             manifest = read_manifest(path)

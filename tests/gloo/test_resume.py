@@ -218,7 +218,7 @@ def test_the_newest_one_that_verifies_is_taken(tmp_path):
 
 
 def test_nothing_to_resume_from(tmp_path):
-    with pytest.raises(ResumeError, match="no checkpoint to resume from") as caught:
+    with pytest.raises(ResumeError, match="No valid checkpoint found in output directory") as caught:
         train(make_trainer(str(tmp_path), 1), True)
     assert isinstance(caught.value, ValueError)  # as stock Trainer
     train(make_trainer(str(tmp_path), 1, max_steps=2))

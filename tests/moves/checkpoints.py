@@ -1,6 +1,7 @@
 """Moves: checkpoints."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,18 @@ def adapter(kit: Kit) -> Seen:
     return {**seen, "loaded": flat(PeftModel.from_pretrained(kit.model(), str(path)))}
 
 
+def not_found(resume: str | bool, words: str) -> Callable[[Kit], Seen]:
+    def run(kit: Kit) -> Seen:
+        asked = resume if resume is True else str(kit.folder / str(resume))
+        try:
+            kit.trainer().train(resume_from_checkpoint=asked)
+        except ValueError as error:
+            return {"said": words in str(error)}
+        return {"said": "nothing"}
+
+    return run
+
+
 MOVES: tuple[Move, ...] = (
     Move("`from_pretrained` of a `checkpoint-N`", saved()),
     Move("`save_only_model=True`", saved(save_only_model=True)),
@@ -201,6 +214,9 @@ MOVES: tuple[Move, ...] = (
     Move("a tokenizer that only the collator has, in checkpoints and in `save_model`", tokenizer_of_the_collator),
     Move("`resume_from_checkpoint=True`", resumed(True)),
     Move("`resume_from_checkpoint` with a path", resumed("checkpoint-1")),
+    Move("the same where there is no such folder: a `ValueError`", not_found("nowhere", "Can't find a valid checkpoint at")),
+    Move("`resume_from_checkpoint=True` where there is none: a `ValueError`",
+         not_found(True, "No valid checkpoint found in output directory")),
     Move("going on from a checkpoint of the stock `Trainer`", from_stock(2)),
     Move("the same with `True`, in the second epoch, with accumulation",
          from_stock(4, resume=True, max_steps=6, gradient_accumulation_steps=3, warmup_steps=3)),
