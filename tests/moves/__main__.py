@@ -21,7 +21,7 @@ def page() -> str:
         "# What carries over from `Trainer`",
         "",
         f"{len(every)} things that users do with the stock `Trainer`, each tried with both on every test run: {len(every) - refused} give the same",
-        f"losses, rates and weights, {refused} are refused by name before the first step. Nothing else can happen. Written by",
+        f"losses, rates and weights, {refused} are refused by name before the first step. Written by",
         "`python -m tests.moves`; run by `tests/gloo/test_moves.py` on one process and on two.",
     ]
     for group in GROUPS:
