@@ -156,9 +156,7 @@ def _text(value: Any) -> str:
 
 def _refused(collator: Any, how: str, why: str, fix: str) -> UnsupportedError:
     name = getattr(collator, "__name__", type(collator).__name__)
-    return UnsupportedError(
-        f"the data collator {name}{' ' if how else ''}{how} cannot be honoured", why=f"{why}", fix=fix
-    )
+    return UnsupportedError(f"the data collator {name}{' ' if how else ''}{how} cannot be honoured", why=why, fix=fix)
 
 
 class CollatorMixin(Trainer):

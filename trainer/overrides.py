@@ -21,7 +21,7 @@ from hf_hotspa.runtime.model_check import check_hooks
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation import is_own_loader
-from hf_hotspa.trainer.row_order import LengthGroupedRows, rows_of
+from hf_hotspa.trainer.row_order import LengthGroupedRows, order_seed, rows_of
 from hf_hotspa.trainer.stale_weights import structure_only
 from hf_hotspa.trainer.streaming import StreamLoader
 from hf_hotspa.trainer.views import is_users
@@ -159,8 +159,7 @@ class OverridesMixin(Trainer):
 
     def _row_sampler(self, dataset: Any, table: SequenceTable) -> Sampler[int] | None:
         """An order of rows that is neither the seeded shuffle nor that of the data set."""
-        args = self.args
-        seed = args.seed if args.data_seed is None else args.data_seed
+        args, seed = self.args, order_seed(self.args)
         if is_users(type(self)._get_train_sampler):
             sampler = self._get_train_sampler(self.train_dataset)
             return rows_of(sampler, len(dataset), seed, lambda text: self._agreement().texts(text))

@@ -27,6 +27,7 @@ from hf_hotspa.runtime.agreement import Agreement, Mailbox
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.resuming_stock import StockResumeMixin
+from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.same_data import table_facts
 from hf_hotspa.trainer.stream_place import StreamProgress
 
@@ -52,7 +53,7 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     """
     order: dict[str, Any] = {
         "mini_batch_size": args.hotspa_mini_batch_size,
-        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "seed": order_seed(args),
         "train_sampling_strategy": str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)),
         "dataloader_drop_last": args.dataloader_drop_last,
         "hotspa_overlong": args.hotspa_overlong,

@@ -11,12 +11,18 @@ from typing import Any
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import RandomSampler, Sampler, SequentialSampler
+from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import UnsupportedError
 
 _FIX = "return a sampler of single rows with a length, or leave the order to train_sampling_strategy"
+
+
+def order_seed(args: TrainingArguments) -> int:
+    """The seed of the order of rows: `data_seed`, or `seed` where that is None."""
+    return args.seed if args.data_seed is None else args.data_seed
 
 
 class LengthGroupedRows(Sampler[int]):
@@ -98,7 +104,7 @@ def rows_of(sampler: Any, num_rows: int, seed: int, texts: Callable[[str], list[
     Args:
         sampler: What `_get_train_sampler` returned; None for the order of the data set.
         num_rows: Rows of the data set.
-        seed: `data_seed`, or `seed` where that is None.
+        seed: See `order_seed`.
         texts: See `RowsOfUser`.
 
     Raises:

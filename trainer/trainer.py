@@ -49,6 +49,7 @@ from hf_hotspa.trainer.own_loss import OwnLossMixin
 from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
+from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.same_data import data_facts
@@ -254,7 +255,7 @@ class HotSPaTrainer(
             quadratic_cost=shape.quadratic_cost,
             policy=args.hotspa_overlong,
             rules=self._row_rules(),
-            seed=args.seed if args.data_seed is None else args.data_seed,
+            seed=order_seed(args),
             shuffle=args.train_sampling_strategy != "sequential",
             row_sampler=self._row_sampler(dataset, table),
             drop_last=args.dataloader_drop_last,
