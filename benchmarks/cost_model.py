@@ -129,7 +129,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
             cpu_s = torch.tensor(counted[key[1]].pop(), dtype=torch.float64)
             dist.all_reduce(cpu_s)
             if index >= 0:
-                done.append(Run(phase.compute_s, phase.switch_s, float(cpu_s), quiet.others))
+                done.append(Run(phase.compute_s, phase.moved_s, float(cpu_s), quiet.others))
         missing = sum(sum(run.others <= options.others for run in done) < options.rounds for done in runs.values())
         say(f"{name}: round {index + 1}, {missing} of {len(runs)} still to run in quiet", flush=True)
         if index >= 0 and not missing:

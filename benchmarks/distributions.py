@@ -51,10 +51,11 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     import torch.distributed as dist
 
     from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN, pool_of
+    from hf_hotspa.cost.choice import Choice
     from hf_hotspa.cost.chooser import PhaseChooser
     from hf_hotspa.cost.memory import MemoryOptions
     from hf_hotspa.cost.rooms import MemoryRooms
-    from hf_hotspa.cost.search import Choice, search
+    from hf_hotspa.cost.search import search
     from hf_hotspa.cost.sizes import ModelSizes
     from hf_hotspa.cost.trust import PhaseSeconds
     from hf_hotspa.data.bucketing import plan_mini_batch
@@ -62,6 +63,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.data.table import SequenceTable
     from hf_hotspa.runtime.calibration import calibrate
     from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.runtime.options import EngineOptions
     from hf_hotspa.strategy import Strategy
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
@@ -71,7 +73,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     began = time.perf_counter()
     calibration = calibrate(model.config, strategies=strategies, compute_dtype=dtype)
     calibration_s = time.perf_counter() - began
-    engine = HotSPaEngine(model, [Bucket(s, 1, 1) for s in strategies], compute_dtype=dtype)
+    engine = HotSPaEngine(model, [Bucket(s, 1, 1) for s in strategies], EngineOptions(compute_dtype=dtype))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-4, foreach=True)
     sizes = ModelSizes(shape, calibration.key.dtype, vector=engine.description.vector)
     time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
@@ -130,7 +132,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
                 if side.name == "auto":
                     predicted = sum(phase.seconds for phase in chooser.predict(number, plan))
                     measured = {
-                        s: PhaseSeconds(s, phase.compute_s, phase.switch_s)
+                        s: PhaseSeconds(s, phase.compute_s, phase.moved_s)
                         for phase in report.phases
                         for s in (Strategy.parse(phase.strategy),)
                     }

@@ -1,4 +1,4 @@
-"""What `peers.py` writes into the README (families of sides, relative to `auto`) and into the documentation (every side).
+"""What `peers.py` writes into docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (every side).
 
 Both are blocks between two marks, made of the JSON file alone: no number is typed by hand. The file itself is put beside them.
 """
@@ -45,7 +45,7 @@ _LEGEND = (
     "How many times as long as `auto` the fastest side of a family takes for the same mini-batches: the geometric mean over "
     "the length files, and the least and the most. A limit of memory is what the longest sequence needs under model "
     "parallelism, and a tenth more; the same rule for all. All sides in seconds, and where their time goes: "
-    "[side by side](docs/side-by-side.md)."
+    "[side by side](side-by-side.md)."
 )
 _FAMILY_LEGEND = (
     "A number of tokens: the longest sequence that a side can hold under the limit. Bold: the fastest, and what is within "
@@ -58,7 +58,7 @@ Kind = dict[str, dict[str, Any]]
 """The cells of a model and dtype, by length file."""
 
 
-def readme_block(data: dict[str, Any], names: Sequence[str]) -> str:
+def families_block(data: dict[str, Any], names: Sequence[str]) -> str:
     """One table: families of sides against models and dtypes, without and under a limit of memory, relative to `auto`.
 
     Args:

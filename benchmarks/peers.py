@@ -29,7 +29,7 @@ import psutil
 from contest import MODELS
 from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
 from peer_memory import Ladder, measure_memory
-from peer_pages import details_block, readme_block, update_block
+from peer_pages import details_block, families_block, update_block
 from peer_plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
 from peer_profile import profile_tables
 from peer_results import Results, json_text, published
@@ -325,7 +325,7 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--pages",
         action="store_true",
-        help="only write --model and --dtype into README.md, and all cells into docs/side-by-side.md and .json",
+        help="only write --model and --dtype into docs/measured.md, and all cells into docs/side-by-side.md and .json",
     )
     parser.add_argument("--quick", action="store_true", help="a small run that shows that everything works")
     options = parser.parse_args(arguments)
@@ -343,7 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.pages:
         kinds = [f"{model} {dtype}" for model in options.model for dtype in options.dtype]
         root = Path(__file__).resolve().parents[1]
-        update_block(root / "README.md", readme_block(results.data, kinds))
+        update_block(root / "docs" / "measured.md", families_block(results.data, kinds))
         update_block(root / "docs" / "side-by-side.md", details_block(results.data))
         (root / "docs" / "side-by-side.json").write_text(json_text(published(results.data)))
     elif options.profile:

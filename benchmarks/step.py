@@ -55,7 +55,7 @@ class Timing:
     give_back: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     switch_share: list[float] = field(default_factory=list)
-    switch_bytes: int = 0
+    moved_bytes: int = 0
     num_packs: list[int] = field(default_factory=list)
 
 
@@ -71,11 +71,12 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.data.table import SequenceTable
     from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.runtime.options import EngineOptions
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     # one engine knows the strategies of all sides: they share weights, optimizer and memory
     used = {bucket.strategy: bucket for side in sides for bucket in side.buckets}
-    engine = HotSPaEngine(make_model(options.model), list(used.values()), compute_dtype=dtype)
+    engine = HotSPaEngine(make_model(options.model), list(used.values()), EngineOptions(compute_dtype=dtype))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-3, foreach=True)
     shape, table = engine.description.shape, SequenceTable.from_lengths(lengths)
 
@@ -120,7 +121,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
             timing.wait.append(sum(phase.wait_s for phase in report.phases))
             timing.give_back.append(sum(phase.return_s for phase in report.phases))
             timing.switch_share.append(report.switch_s / seconds)
-            timing.switch_bytes = report.switch_bytes
+            timing.moved_bytes = report.moved_bytes
             timing.num_packs = [phase.num_packs for phase in report.phases]
     engine.close()
     profiler()
@@ -186,7 +187,7 @@ def table_rows(sides: Sequence[Side], timings: dict[str, Timing], num_tokens: in
         median = {
             key: statistics.median(value)
             for key, value in asdict(timing).items()
-            if key not in ("seconds", "switch_bytes", "num_packs")
+            if key not in ("seconds", "moved_bytes", "num_packs")
         }
         rows.append(
             {
@@ -197,7 +198,7 @@ def table_rows(sides: Sequence[Side], timings: dict[str, Timing], num_tokens: in
                 "min": min(timing.seconds),
                 "max": max(timing.seconds),
                 "tokens_per_second": num_tokens / seconds,
-                "switch_bytes": timing.switch_bytes,
+                "moved_bytes": timing.moved_bytes,
                 "speedup_over_static_tp": reference / seconds if reference else None,
                 "speedup_over_best_static": best / seconds if best else None,
                 "medians": median,
@@ -221,7 +222,7 @@ def print_table(rows: Sequence[dict[str, Any]], ranks: int) -> None:
         print(
             f"{row['side']:{width}}  {row['seconds']:12.3f}  {row['min']:6.3f} .. {row['max']:6.3f}"
             f"  {row['medians']['cpu']:6.3f}"
-            f"  {row['tokens_per_second']:8.0f}  {row['medians']['switch_share']:6.1%}  {row['switch_bytes'] / 1e6:8.1f}"
+            f"  {row['tokens_per_second']:8.0f}  {row['medians']['switch_share']:6.1%}  {row['moved_bytes'] / 1e6:8.1f}"
             f"  {ratio(row['speedup_over_static_tp']):>5}  {ratio(row['speedup_over_best_static']):>13}"
             f"  {'+'.join(map(str, row['packs']))}"
         )

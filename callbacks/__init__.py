@@ -9,11 +9,12 @@ if TYPE_CHECKING:
     from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
     from hf_hotspa.callbacks.trace import TraceCallback
 
-__all__ = ["PhaseProgressCallback", "ReportCallback", "SwitchOverheadCallback", "TraceCallback"]
+__all__ = ["PhaseProgressCallback", "ReportCallback", "SettingsCallback", "SwitchOverheadCallback", "TraceCallback"]
 
 _HOMES = {
     "PhaseProgressCallback": "hf_hotspa.callbacks.progress",
     "ReportCallback": "hf_hotspa.callbacks.report",
+    "SettingsCallback": "hf_hotspa.callbacks.settings",
     "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
     "TraceCallback": "hf_hotspa.callbacks.trace",
 }

@@ -2,6 +2,7 @@
 
 import logging
 import os
+from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
@@ -35,24 +36,38 @@ class ReportCallback(TraceCallback):
         if pictures:
             check_pictures()
 
+    @property
+    def page(self) -> Path | None:
+        """Where the page is, or will be at the end of training; None where no record is kept."""
+        return None if self.folder is None else self.folder / PAGE_NAME
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Ends the record and writes the page."""
         had_record = self._writer is not None
         super().on_train_end(args, state, control, **kwargs)
-        if not had_record or self.folder is None:
-            return
+        if had_record and (run := self._make_page()) is not None:
+            tqdm.write(f"{verdict(run)[0]}. The run in one page: {self.page}")
+
+    def on_train_interrupted(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the page of a run that Ctrl-C has ended; its record has no end."""
+        had_record = self._writer is not None
+        self._close()
+        if had_record:
+            self._make_page()
+
+    def _make_page(self) -> RunLog | None:
+        if self.folder is None:
+            return None
         try:
             run = read_run_log(self.folder)
-            page = save_page(self.folder / PAGE_NAME, report_page(run))
+            save_page(self.folder / PAGE_NAME, report_page(run))
             if self.pictures:
                 save_pictures(run, self.folder)
         except (OSError, HotspaError) as error:
             logger.warning("no page of the run was made: %s", error)
-            return
-        tqdm.write(_last_words(run, str(page)))
-
-
-def _last_words(run: RunLog, page: str) -> str:
-    return f"{verdict(run)[0]}. The run in one page: {page}"
+            return None
+        return run

@@ -1,8 +1,8 @@
 """`SwitchOverheadCallback`: what switching costs, in the log and as a table.
 
-Sees step reports only. Its numbers reach every `report_to` through `HotSPaTrainer.log`, as means over the steps since
-the last log: seconds of switching, exposed and hidden behind computation, its MB and share of the step, tokens per
-second, waiting, and seconds per strategy; with a time model also how far its predictions are off.
+Sees step reports only. Its numbers reach every `report_to` and `state.log_history` through `HotSPaTrainer.log`, as means
+over the steps since the last log. A printed line has the few of them that `SHORT_KEYS` names. Switching is told apart
+from the load and the return that a run under one strategy has, too (`StepReport.longest_phase`).
 """
 
 import logging
@@ -17,9 +17,23 @@ from hf_hotspa.report import PhaseReport, RunFacts, StepReport
 from hf_hotspa.reporting.terminal import once, text_table
 
 _HEADER = (
-    "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "switch s", "hidden s", "switch MB", "share",
+    "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
 )  # fmt: skip
 _MUCH_SWITCHING, _STEPS_TO_WARN = 0.4, 10
+
+SHORT_KEYS = tuple(
+    f"hotspa/{name}"
+    for name in (
+        "tokens_per_s",
+        "switch_share",
+        "predicted_gain",
+        "truncated",
+        "split",
+        "dropped",
+        "skipped_mini_batches",
+    )
+)
+"""What printed log lines have of our numbers without `hotspa_log_all`: speed, the cost of switching, and lost rows."""
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +48,9 @@ class _PhaseSums:
     tokens: int = 0
     compute_s: float = 0.0
     wait_s: float = 0.0
-    switch_s: float = 0.0
+    moved_s: float = 0.0
     hidden_s: float = 0.0
-    switch_bytes: int = 0
+    moved_bytes: int = 0
     predicted_s: float | None = None
 
     def add(self, phase: PhaseReport) -> None:
@@ -46,9 +60,9 @@ class _PhaseSums:
         self.tokens += phase.num_tokens
         self.compute_s += phase.compute_s
         self.wait_s += phase.wait_s
-        self.switch_s += phase.switch_s
+        self.moved_s += phase.moved_s
         self.hidden_s += phase.hidden_s
-        self.switch_bytes += phase.switch_bytes
+        self.moved_bytes += phase.moved_bytes
         if phase.predicted_s is not None:
             self.predicted_s = (self.predicted_s or 0.0) + phase.predicted_s
 
@@ -61,13 +75,17 @@ class _Totals:
     tokens: int = 0
     seconds: float = 0.0
     switch_s: float = 0.0
+    load_return_s: float = 0.0
     hidden_s: float = 0.0
     switch_bytes: int = 0
+    moved_bytes: int = 0
     frozen_bytes: int = 0
     wait_s: float = 0.0
     predicted_s: float = 0.0
     measured_s: float = 0.0
     off_s: float = 0.0
+    single_s: float = 0.0
+    against_single_s: float = 0.0
     by_strategy: dict[str, _PhaseSums] = field(default_factory=lambda: defaultdict(_PhaseSums))
 
     def add(self, report: StepReport) -> None:
@@ -75,10 +93,15 @@ class _Totals:
         self.tokens += report.num_tokens
         self.seconds += report.total_s
         self.switch_s += report.switch_s
+        self.load_return_s += report.load_return_s
         self.hidden_s += report.hidden_s
         self.switch_bytes += report.switch_bytes
+        self.moved_bytes += report.moved_bytes
         self.frozen_bytes += report.frozen_bytes
         self.wait_s += sum(phase.wait_s for phase in report.phases)
+        if report.single_s is not None and report.predicted_s is not None:
+            self.single_s += report.single_s
+            self.against_single_s += report.predicted_s
         for phase in report.phases:
             self.by_strategy[phase.strategy].add(phase)
             if phase.predicted_s is not None:
@@ -93,13 +116,15 @@ class SwitchOverheadCallback(TrainerCallback):
     Args:
         print_table: Print a table of the phases at every logging step, and their sums at the end, on the main process.
 
-    The logged keys, each a mean over the steps since the last log: `hotspa/switch_s` (exposed seconds, which the step
-    takes longer), `hotspa/hidden_s` (beside computation), `hotspa/switch_mb`, of it `hotspa/frozen_mb` where weights are
-    frozen (the rest is trained weights and gradients), `hotspa/switch_share` (exposed, 0 to 1),
-    `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`,
-    `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error`
-    (errors of phases, which do not cancel, as a share of the measured seconds); and counts since the last log of rows that a policy changed: `hotspa/truncated`,
-    `hotspa/split`, `hotspa/dropped`.
+    The keys, each a mean over the steps since the last log. Of what was moved, once a mini-batch is what a run under one
+    strategy moves, too; the rest is switching: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which the
+    step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
+    `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. `hotspa/wait_s` (waiting for
+    the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
+    `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
+    the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
+    phases: above 1 switching pays); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
+    `hotspa/dropped`.
     """
 
     def __init__(self, print_table: bool = False) -> None:
@@ -131,7 +156,7 @@ class SwitchOverheadCallback(TrainerCallback):
             share = whole.switch_s / whole.seconds
             if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
                 logger.warning(
-                    "switches take %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
+                    "switching takes %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
                     "(hotspa_strategies=auto weighs both)",
                     100 * share,
                 )
@@ -144,8 +169,10 @@ class SwitchOverheadCallback(TrainerCallback):
             return {}
         metrics: dict[str, float] = {
             "hotspa/switch_s": totals.switch_s / totals.steps,
+            "hotspa/load_return_s": totals.load_return_s / totals.steps,
             "hotspa/hidden_s": totals.hidden_s / totals.steps,
             "hotspa/switch_mb": totals.switch_bytes / totals.steps / 1e6,
+            "hotspa/load_return_mb": (totals.moved_bytes - totals.switch_bytes) / totals.steps / 1e6,
             "hotspa/switch_share": totals.switch_s / totals.seconds,
             "hotspa/wait_s": totals.wait_s / totals.steps,
             "hotspa/tokens_per_s": totals.tokens / totals.seconds,
@@ -156,6 +183,8 @@ class SwitchOverheadCallback(TrainerCallback):
         if totals.measured_s > 0:
             metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
+        if totals.against_single_s > 0:
+            metrics["hotspa/predicted_gain"] = totals.single_s / totals.against_single_s
         for strategy, sums in totals.by_strategy.items():
             metrics[f"hotspa/{strategy}/compute_s"] = sums.compute_s / totals.steps
         metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
@@ -180,7 +209,8 @@ class SwitchOverheadCallback(TrainerCallback):
         if self.print_table and state.is_world_process_zero and totals.steps:
             title = (
                 f"whole run: {totals.steps} steps, {totals.tokens} tokens, {totals.tokens / totals.seconds:.0f} tokens/s, "
-                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s, "
+                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s; loading and returning, which "
+                f"one strategy needs too, {totals.load_return_s / totals.seconds:.1%}; "
                 f"{totals.hidden_s:.1f} s more hidden behind computation"
             )
             tqdm.write(_table(title, totals.by_strategy, totals.seconds))
@@ -198,10 +228,10 @@ def _table(title: str, by_strategy: dict[str, _PhaseSums], seconds: float) -> st
                 f"{sums.tokens}",
                 f"{sums.compute_s:.3f}",
                 f"{sums.wait_s:.3f}",
-                f"{sums.switch_s:.3f}",
+                f"{sums.moved_s:.3f}",
                 f"{sums.hidden_s:.3f}",
-                f"{sums.switch_bytes / 1e6:.1f}",
-                f"{sums.switch_s / seconds:.1%}",
+                f"{sums.moved_bytes / 1e6:.1f}",
+                f"{sums.moved_s / seconds:.1%}",
                 *([f"{sums.predicted_s or 0.0:.3f}"] if predicted else []),
             ]
         )

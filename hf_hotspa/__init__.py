@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.errors import HotspaError
     from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.runtime.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "EngineOptions",
     "HotSPaEngine",
     "HotSPaTrainer",
     "HotSPaTrainingArguments",
@@ -59,6 +61,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "EngineOptions": "hf_hotspa.runtime.options",
     "HotSPaEngine": "hf_hotspa.runtime.engine",
     "HotSPaTrainer": "hf_hotspa.trainer.trainer",
     "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments",

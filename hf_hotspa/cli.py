@@ -2,7 +2,7 @@
 
 `plan` chooses strategies, buckets and packs for a model, machines and lengths; `estimate` says what one strategy keeps
 in memory. Both read a config.json and data sheets, import neither torch nor transformers, and answer in seconds.
-`calibrate` measures the machine at hand, with torch; what it writes is what `plan --calibration` reads. What is wrong with the input is said in one message on stderr, with exit code 2.
+`train` fine-tunes, with torch. `calibrate` measures the machine at hand, with torch; what it writes is what `plan --calibration` reads. What is wrong with the input is said in one message on stderr, with exit code 2.
 """
 
 import argparse
@@ -10,31 +10,64 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_hotspa.checkpoint.commands import COMMANDS as CHECKPOINT_COMMANDS
 from hf_hotspa.checkpoint.commands import add_parsers as add_checkpoint_parsers
 from hf_hotspa.checkpoint.commands import run as run_checkpoint_command
 from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.hardware import PRESETS
 from hf_hotspa.cost.histogram import DISTRIBUTIONS
+from hf_hotspa.cost.lengths import LONGEST
 from hf_hotspa.cost.model_config import preset_names
-from hf_hotspa.cost.planning import LONGEST, Estimate, Plan, Setup, make_estimate, make_plan
+from hf_hotspa.cost.planning import Estimate, Plan, Setup, make_estimate, make_plan
 from hf_hotspa.cost.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
+from hf_hotspa.data.bucketing import OVERLONG_POLICIES
 from hf_hotspa.data.pipeline_order import SCHEDULES
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.input_commands import add_data_arguments, data_counts
+from hf_hotspa.input_commands import add_parsers as add_input_parsers
+from hf_hotspa.input_commands import run as run_input_command
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.reporting import commands as reporting
 
 USAGE_ERROR = 2
+TRAIN = "train"
+_LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "peft")
+
+
+class _Version(argparse.Action):
+    """Prints the versions that a report of a problem needs, and ends. Nothing is imported for it."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
+        own = sys.modules["hf_hotspa"].__version__  # also of a source tree that is not installed
+        print(f"hf-hotspa {own} ({', '.join(map(_installed, _LIBRARIES))})")
+        parser.exit()
+
+
+def _installed(name: str) -> str:
+    try:
+        return f"{name} {version(name)}"
+    except PackageNotFoundError:
+        return f"no {name}"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="hf-hotspa", description="Plans hot-switched training without any device.")
+    parser = argparse.ArgumentParser(
+        prog="hf-hotspa", description="Fine-tunes with hot-switched strategies; plans that without any device."
+    )
+    parser.add_argument("--version", action=_Version, help="print the versions")
     commands = parser.add_subparsers(dest="command", required=True)
+    # its flags are those of TrainingArguments and more, which only torch and transformers know: `main` hands them on
+    commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set; hf-hotspa train --help")
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument(
-        "--model", required=True, help=f"a config.json, its folder, or one of: {', '.join(preset_names())}"
+        "--model",
+        required=True,
+        help=f"a name on the hub, a config.json, its folder, or one of: {', '.join(preset_names())}",
     )
     model.add_argument("--json", action="store_true", help="print JSON instead of tables")
     common = argparse.ArgumentParser(add_help=False, parents=[model])
@@ -46,10 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--sequence-parallel",
         action="store_true",
-        help="strategies with tp are sequence parallel (+sp): norms and residuals divided over tp",
+        help="all strategies with tp are sequence parallel (+sp): norms and residuals divided over tp; `plan` tries both",
     )
     common.add_argument(
-        "--recompute", action="store_true", help="all strategies recompute (+rc): layers keep their input only"
+        "--recompute",
+        action="store_true",
+        help="all strategies recompute (+rc): layers keep their input only; `plan` tries both",
     )
     common.add_argument(
         "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
@@ -66,19 +101,29 @@ def _parser() -> argparse.ArgumentParser:
         choices=SCHEDULES,
         help="hotspa_pipeline_schedule: gpipe holds more than the others, up to what a bucket allows",
     )
-    machines = f"{', '.join(PRESETS)}, or a YAML file"
+    machines = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
 
     plan = commands.add_parser("plan", parents=[common], help="choose strategies, buckets and packs")
     source = plan.add_mutually_exclusive_group(required=True)
     source.add_argument("--hardware", help=machines)
     source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
-    plan.add_argument("--lengths", required=True, help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram")
+    rows = plan.add_mutually_exclusive_group(required=True)
+    rows.add_argument(
+        "--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram, which `hf-hotspa lengths` makes"
+    )
+    add_data_arguments(rows, plan)
     plan.add_argument(
         "--longest",
         type=int,
         metavar="TOKENS",
         help=f"the longest sequence that must fit; by default that of the histogram, or {LONGEST} (the model's "
         "positions, if fewer) for named lengths",
+    )
+    plan.add_argument(
+        "--overlong",
+        default="error",
+        choices=OVERLONG_POLICIES,
+        help="hotspa_overlong: what becomes of sequences above --longest (default: %(default)s)",
     )
     plan.add_argument(
         "--mini-batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
@@ -104,6 +149,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
     measure.add_argument("--output", metavar="FILE", help="also write the calibration here")
     measure.add_argument("--force", action="store_true", help="measure although the cache holds it")
+    add_input_parsers(commands)
     reporting.add_parsers(commands)
     add_checkpoint_parsers(commands)
     return parser
@@ -127,7 +173,9 @@ def _setup(args: argparse.Namespace) -> Setup:
 def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
     if args.plot:
         check_plot()
-    plan = make_plan(_setup(args), args.lengths, args.longest, args.mini_batch, args.max_buckets)
+    setup = _setup(args)  # first: what is wrong with it is said before a data set is read
+    lengths = args.lengths if args.dataset is None else data_counts(args, args.model)
+    plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)
     if args.plot:
         save_plot(plan, args.plot)
     return plan, "" if args.json else plan_text(plan)
@@ -139,12 +187,16 @@ def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Calibration | None, str]:
-    from hf_hotspa.calibrate_command import run  # the one command that imports torch
+    from hf_hotspa.calibrate_command import run  # imports torch
 
     found = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
     if found is not None and args.output:
         found.save(args.output)
     return found, "" if args.json or found is None else calibration_text(found)
+
+
+def _inputs(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
+    return args, run_input_command(args)
 
 
 def _reporting(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
@@ -155,6 +207,8 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, str]]] = {
     "plan": _plan,
     "estimate": _estimate,
     "calibrate": _calibrate,
+    "hardware": _inputs,
+    "lengths": _inputs,
     "report": _reporting,
     "compare": _reporting,
 }
@@ -169,7 +223,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code: 0; 2 when the input is wrong or does not fit; 1 when `verify` finds a damaged checkpoint.
     """
-    args = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    if words[:1] == [TRAIN]:
+        from hf_hotspa import train_command  # imports torch
+
+        return train_command.main(words[1:])
+    args = _parser().parse_args(words)
     try:
         if args.command in CHECKPOINT_COMMANDS:
             return run_checkpoint_command(args)

@@ -17,6 +17,10 @@ class HotspaError(Exception):
     """
 
     code = "HSP-000"
+    is_internal = False
+    """Whether it speaks of a fault of the program, which a traceback helps to find."""
+    is_echo = False
+    """Whether it only says that another rank failed."""
     _by_code: dict[str, type["HotspaError"]] = {}
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
@@ -28,11 +32,16 @@ class HotspaError(Exception):
         HotspaError._by_code[cls.code] = cls
 
     def __str__(self) -> str:
-        parts = [f"{self.code} {type(self).__name__.removesuffix('Error')}: {self.what}"]
-        parts += [
-            f"{label}: {text}" for label, text in (("Where", self.where), ("Why", self.why), ("Fix", self.fix)) if text
-        ]
-        return " | ".join(parts)
+        return " | ".join(self._parts())
+
+    def lines(self) -> str:
+        """The message with a line for each of its parts, for a terminal."""
+        return "\n  ".join(self._parts())
+
+    def _parts(self) -> list[str]:
+        named = (("Where", self.where), ("Why", self.why), ("Fix", self.fix))
+        head = f"{self.code} {type(self).__name__.removesuffix('Error')}: {self.what}"
+        return [head, *(f"{label}: {text}" for label, text in named if text)]
 
     def to_dict(self) -> dict[str, str | None]:
         """The error as JSON-ready plain data."""
@@ -89,6 +98,7 @@ class PlanError(HotspaError):
     """A switch plan failed its own validation: a bug of the planner, nothing was sent."""
 
     code = "HSP-201"
+    is_internal = True
 
 
 class PlanMismatchError(HotspaError):
@@ -101,6 +111,7 @@ class TransferError(HotspaError):
     """A transfer failed or timed out while it was in flight; the process group must not be used again."""
 
     code = "HSP-204"
+    is_internal = True
 
 
 class CheckpointError(HotspaError):
@@ -173,6 +184,7 @@ class PeerError(HotspaError):
     """Another rank failed with an error that is not of this family; its text is in the message."""
 
     code = "HSP-112"
+    is_echo = True
 
 
 class SilentPeerError(PeerError):

@@ -1,7 +1,8 @@
 """Locks of a process on files.
 
-A lock ends with the process that holds it, however that dies, so there are no stale ones, and the file may stay. It is
-one of POSIX (`lockf`): forked children do not inherit it, and the process itself never conflicts with it. No torch.
+A lock ends with the process that holds it, however that dies, so there are no stale ones: the file that a killed one leaves
+may stay. Who gives a lock back removes the file. It is one of POSIX (`lockf`): forked children do not inherit it, and the process itself never
+conflicts with it. No torch.
 """
 
 import contextlib
@@ -60,11 +61,22 @@ class ProcessLock:
         """
         if self.held:
             return True
-        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
-        try:
-            if not self._wait(descriptor, patience_s):
+        deadline = time.monotonic() + patience_s
+        while True:
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+            try:
+                taken = self._wait(descriptor, deadline)
+                current = not taken or self._is_at_path(descriptor)
+            except BaseException:
                 os.close(descriptor)
+                raise
+            if taken and current:
+                break
+            os.close(descriptor)
+            if not taken:
                 return False
+            # the one before has removed the file meanwhile: who comes next would lock another one
+        try:
             self.left_behind = os.pread(descriptor, _MAX_OWNER, 0).decode(errors="replace")
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, owner.encode(), 0)
@@ -75,8 +87,13 @@ class ProcessLock:
         _held[self._key] = descriptor
         return True
 
-    def _wait(self, descriptor: int, patience_s: float) -> bool:
-        deadline = time.monotonic() + patience_s
+    def _is_at_path(self, descriptor: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(descriptor), os.stat(self.path, follow_symlinks=False))
+        except FileNotFoundError:
+            return False
+
+    def _wait(self, descriptor: int, deadline: float) -> bool:
         while True:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -97,9 +114,11 @@ class ProcessLock:
             return ""
 
     def release(self) -> None:
-        """Gives the lock back, if it is held."""
+        """Gives the lock back, if it is held, and removes its file."""
         descriptor = _held.pop(self._key, None)
         if descriptor is not None:
             with contextlib.suppress(OSError):
-                os.ftruncate(descriptor, 0)
+                os.ftruncate(descriptor, 0)  # also where the file cannot be removed: nobody died here
+                if self._is_at_path(descriptor):
+                    os.unlink(self.path)
             os.close(descriptor)

@@ -74,8 +74,8 @@ class PhaseReport:
         return self.load_s + self.compute_s + self.return_s
 
     @property
-    def switch_s(self) -> float:
-        """What switching adds to the phase: the exposed seconds of loading weights and returning gradients."""
+    def moved_s(self) -> float:
+        """The exposed seconds of loading weights and returning gradients."""
         return self.load_s + self.return_s
 
     @property
@@ -84,7 +84,7 @@ class PhaseReport:
         return self.hidden_load_s + self.hidden_return_s
 
     @property
-    def switch_bytes(self) -> int:
+    def moved_bytes(self) -> int:
         return self.load_bytes + self.return_bytes
 
 
@@ -120,6 +120,8 @@ class StepReport:
         phases: The phases in the order in which they ran.
         total_s: Wall seconds of forward and backward on this rank, agreement included, optimizer step excluded.
         ranks: What every rank measured, for traces.
+        single_s: What the best single strategy that fits (`RunFacts.single`) was predicted to take for the same rows, to
+            be compared with the `predicted_s` of the phases; None without a time model.
     """
 
     step: int
@@ -134,34 +136,71 @@ class StepReport:
     phases: tuple[PhaseReport, ...]
     total_s: float
     ranks: RankMeasures | None = None
+    single_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(phase.num_tokens for phase in self.phases)
 
     @property
+    def longest_phase(self) -> PhaseReport | None:
+        """The phase of the longest sequences: its strategy could have trained the whole mini-batch; None without phases.
+
+        What it moved is `load_return_s`: a run under one strategy also loads weights and returns gradients once a
+        mini-batch. What the other phases moved is switching.
+        """
+        return max(self.phases, key=lambda phase: phase.longest_tokens, default=None)
+
+    @property
+    def moved_s(self) -> float:
+        """Exposed seconds in which weights and gradients were moved: `load_return_s` and `switch_s`."""
+        return sum(phase.moved_s for phase in self.phases)
+
+    @property
+    def load_return_s(self) -> float:
+        """The part of `moved_s` that a single strategy would have needed, too: one load and one return."""
+        return self.longest_phase.moved_s if self.longest_phase is not None else 0.0
+
+    @property
     def switch_s(self) -> float:
-        """Exposed seconds of all switches."""
-        return sum(phase.switch_s for phase in self.phases)
+        """The part of `moved_s` that is there because strategies were switched; 0 for one phase."""
+        return sum(phase.moved_s for phase in self.phases if phase is not self.longest_phase)
 
     @property
     def hidden_s(self) -> float:
-        """Seconds of all switches that ran beside computation."""
+        """Seconds in which weights and gradients were moved beside computation."""
         return sum(phase.hidden_s for phase in self.phases)
 
     @property
+    def moved_bytes(self) -> int:
+        """Bytes of weights and gradients that moved between ranks."""
+        return sum(phase.moved_bytes for phase in self.phases)
+
+    @property
     def switch_bytes(self) -> int:
-        return sum(phase.switch_bytes for phase in self.phases)
+        """The part of `moved_bytes` that is there because strategies were switched."""
+        return sum(phase.moved_bytes for phase in self.phases if phase is not self.longest_phase)
 
     @property
     def frozen_bytes(self) -> int:
-        """The part of `switch_bytes` that was frozen weights."""
+        """The part of `moved_bytes` that was frozen weights."""
         return sum(phase.frozen_bytes for phase in self.phases)
+
+    @property
+    def predicted_s(self) -> float | None:
+        """What the time model said of all phases together; None without one."""
+        known = [phase.predicted_s for phase in self.phases if phase.predicted_s is not None]
+        return sum(known) if known and len(known) == len(self.phases) else None
 
     @property
     def switch_share(self) -> float:
         """The part of the step that switching took (exposed seconds), 0 to 1."""
         return self.switch_s / self.total_s if self.total_s > 0 else 0.0
+
+    @property
+    def load_return_share(self) -> float:
+        """The same for the load and the return that a single strategy needs, too."""
+        return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
         """The report as JSON-ready plain data, without `ranks` (their number has no bound)."""
@@ -230,6 +269,7 @@ class RunFacts:
         plan: What the time model foretold when it chose the buckets; None where they were given. `seconds` and
             `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
         lengths: The sequence lengths of the data set (`reporting/histogram.py`); None for a stream.
+        single: The best single strategy that fits, by the time model; None without one, and where nothing fits.
     """
 
     world_size: int
@@ -240,6 +280,7 @@ class RunFacts:
     buckets: list[dict[str, Any]]
     plan: dict[str, Any] | None = None
     lengths: dict[str, list[int]] | None = None
+    single: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The facts as JSON-ready plain data."""

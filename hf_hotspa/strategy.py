@@ -108,6 +108,10 @@ class Strategy:
         """The same strategy with another order of its shards."""
         return replace(self, shard_order=shard_order)
 
+    def recomputing(self, every: int) -> "Strategy":
+        """The same strategy, in which every n-th layer recomputes, unless it says so itself; 0 for none."""
+        return replace(self, rc=self.rc or every)
+
     def tp_ranks(self, dp_coord: int, pp_coord: int) -> tuple[int, ...]:
         """The ranks of one tensor-parallel group, by tp coordinate."""
         return tuple(self.rank(Coord(dp_coord, t, pp_coord)) for t in range(self.tp))
@@ -186,6 +190,16 @@ def strategies_of(world_size: int) -> Iterator[Strategy]:
 def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
     """The strategies of a world size that can run the model."""
     return [s for s in strategies_of(world_size) if s.misfit(model) is None]
+
+
+def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
+    """The legal strategies, each with and without `+sp`, where it has tp and the model allows it, and `+rc`."""
+    return [
+        replace(strategy, sp=sp, rc=rc)
+        for strategy in legal_strategies(world_size, model)
+        for sp in ((False, True) if strategy.tp > 1 and model.sp_obstacle is None else (False,))
+        for rc in (0, 1)
+    ]
 
 
 def most_in_flight(pp: int, pack_tokens: int, longest: int) -> int:

@@ -27,6 +27,8 @@ class _KeepDouble(TorchFunctionMode):
                     return args[0]
                 if func in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.zeros_like):
                     kwargs = {**kwargs, "dtype": torch.float64}
+        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__) and len({t.dtype for t in args[:2]}) == 2:
+            args = tuple(t.double() for t in args[:2])  # `a.float() @ b.float()` of which one is kept in fp64
         if func in (torch.Tensor.backward, torch.autograd.backward):
             return self._backward(*args, **kwargs)
         return func(*args, **kwargs)

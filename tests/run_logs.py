@@ -22,9 +22,16 @@ def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes:
     return PhaseReport(strategy=strategy, **{**numbers, **changes})
 
 
-def made_report(step: int, *phases: PhaseReport, loss: float = 2.0, world_size: int = 2) -> StepReport:
+def made_phases(faster: float = 1.0) -> tuple[PhaseReport, PhaseReport]:
+    """The short sequences under one strategy, the long ones under another."""
+    return made_phase(SHORT, 0.4 / faster, longest_tokens=16), made_phase(LONG, 0.8 / faster, longest_tokens=100)
+
+
+def made_report(
+    step: int, *phases: PhaseReport, loss: float = 2.0, world_size: int = 2, single_s: float | None = None
+) -> StepReport:
     """A mini-batch of two phases, with 10 ms of agreement and 10 ms at the end."""
-    phases = phases or (made_phase(SHORT, 0.4), made_phase(LONG, 0.8))
+    phases = phases or made_phases()
     rows, start = [], 0.0
     for p in phases:
         rows.append([p.load_s, p.compute_s, p.wait_s, p.return_s, p.hidden_load_s, 0.0, 1e6, 2e6, start])
@@ -32,7 +39,7 @@ def made_report(step: int, *phases: PhaseReport, loss: float = 2.0, world_size: 
     ranks = RankMeasures([0.01] * world_size, [(5 + rank) << 20 for rank in range(world_size)], [rows] * world_size)
     return StepReport(
         step=step, loss=loss, grad_norm=1.0, num_labels=390, num_rows=20, num_truncated=0, num_split=0, num_dropped=0,
-        num_empty=0, phases=phases, total_s=start + 0.02, ranks=ranks,
+        num_empty=0, phases=phases, total_s=start + 0.02, ranks=ranks, single_s=single_s,
     )  # fmt: skip
 
 
@@ -53,19 +60,26 @@ def made_facts(**changes: Any) -> RunFacts:
             "rows": [{"strategy": SHORT, "compute_s": 0.3, "switch_s": 0.1}],
         },
         "lengths": length_histogram(LENGTHS),
+        "single": LONG,
     }  # fmt: skip
     return RunFacts(**{**facts, **changes})
 
 
 def write_run(
-    folder: Path, steps: int = 6, *, begin: int = 1, faster: float = 1.0, end: bool = True, **facts: Any
+    folder: Path,
+    steps: int = 6,
+    *,
+    begin: int = 1,
+    faster: float = 1.0,
+    end: bool = True,
+    single_s: float | None = 2.64,
+    **facts: Any,
 ) -> Path:
     """Writes a record and returns its folder; a run that is twice as `faster` takes half the seconds."""
     writer = RunLogWriter(folder, goes_on=begin > 1)
     writer.header(made_facts(**facts))
     for step in range(begin, begin + steps):
-        phases = (made_phase(SHORT, 0.4 / faster), made_phase(LONG, 0.8 / faster))
-        report = made_report(step, *phases, loss=3.0 - 0.1 * step)
+        report = made_report(step, *made_phases(faster), loss=3.0 - 0.1 * step, single_s=single_s)
         writer.step(step, report, wall_s=report.total_s + 0.05, lr=1e-3 / step)
         if step % 2 == 0:
             writer.evaluation(step, {"eval_loss": 3.1 - 0.1 * step, "eval_runtime": 0.5, "eval_note": "text"})

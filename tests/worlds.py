@@ -1,8 +1,10 @@
 """Pieces of the multi-process tests: an engine and its mini-batches from plain rows."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -10,13 +12,20 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.data.rows import RowRules
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.strategy import parse_buckets
 from tests.oracle import exact_in_double, relative_error
 
 
-def make_engine(model: PreTrainedModel, buckets: str, **options: Any) -> HotSPaEngine:
-    """An engine for a bucket list in the user's grammar."""
-    return HotSPaEngine(model, parse_buckets(buckets), **options)
+def make_engine(
+    model: PreTrainedModel,
+    buckets: str,
+    weights: Path | None = None,
+    device: torch.device | None = None,
+    **options: Any,
+) -> HotSPaEngine:
+    """An engine for a bucket list in the user's grammar; `options` are those of `EngineOptions`."""
+    return HotSPaEngine(model, parse_buckets(buckets), EngineOptions(**options), weights=weights, device=device)
 
 
 def make_mini_batch(

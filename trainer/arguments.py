@@ -20,11 +20,19 @@ from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
+from hf_hotspa.trainer.misspelt import warn_of_misspelt
 from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
+from hf_hotspa.uncaught import show_errors_once
 
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
+
+_NOT_NEGATIVE = {
+    "hotspa_max_failed_saves": "use 0 to stop at the first one",
+    "hotspa_trace_steps": "use 0 for no trace, or some; 3 is the default",
+    "hotspa_skip_non_finite": "use 0 to skip none, or a small number",
+}
 
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
@@ -186,6 +194,13 @@ class HotSPaTrainingArguments(TrainingArguments):
             "memory. A checkpoint exists from the first step on at which all ranks have written it."
         },
     )
+    hotspa_stock_checkpoints: bool = field(
+        default=False,
+        metadata={
+            "help": "Checkpoints also hold what the stock Trainer resumes from: optimizer.pt, scheduler.pt, rng_state*.pth and "
+            "training_args.bin. With AdamW 8 bytes a parameter more, which rank 0 gathers in host memory and writes."
+        },
+    )
     hotspa_max_failed_saves: int = field(
         default=3,
         metadata={
@@ -224,6 +239,7 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
+    hotspa_log_all: bool = field(default=False, metadata={"help": "Print all hotspa/ numbers in log lines, not a few."})
     hotspa_report: bool = field(
         default=True,
         metadata={
@@ -232,13 +248,12 @@ class HotSPaTrainingArguments(TrainingArguments):
         },
     )
     hotspa_trace_steps: int = field(
-        default=3,
-        metadata={
-            "help": "How many steps go into perfetto_trace.json beside the record, from the second on; 0 for none."
-        },
+        default=3, metadata={"help": "Steps in perfetto_trace.json beside the record, from the second on; 0 for none."}
     )
 
     def __post_init__(self) -> None:
+        show_errors_once()
+        warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
@@ -294,18 +309,9 @@ class HotSPaTrainingArguments(TrainingArguments):
                 f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
                 fix="use 0 for none, or leave it out and set the probability in the model's config",
             )
-        if self.hotspa_max_failed_saves < 0:
-            raise HotspaConfigError(
-                f"hotspa_max_failed_saves is {self.hotspa_max_failed_saves}", fix="use 0 to stop at the first one"
-            )
-        if self.hotspa_trace_steps < 0:
-            raise HotspaConfigError(
-                f"hotspa_trace_steps is {self.hotspa_trace_steps}", fix="use 0 for no trace, or some; 3 is the default"
-            )
-        if self.hotspa_skip_non_finite < 0:
-            raise HotspaConfigError(
-                f"hotspa_skip_non_finite is {self.hotspa_skip_non_finite}", fix="use 0 to skip none, or a small number"
-            )
+        for name, fix in _NOT_NEGATIVE.items():
+            if getattr(self, name) < 0:
+                raise HotspaConfigError(f"{name} is {getattr(self, name)}", fix=fix)
         refuse_arguments(self)
         explain_arguments(self)
         check_optimizer_name(self.optim)
@@ -380,14 +386,12 @@ class HotSPaTrainingArguments(TrainingArguments):
                 )
 
     def _check_auto(self) -> None:
-        if self.hotspa_longest is not None and self.hotspa_longest < 1:
-            raise HotspaConfigError(
-                f"hotspa_longest is {self.hotspa_longest}", fix="use at least 1 token, or leave it out"
-            )
-        if self.hotspa_max_buckets < 1:
-            raise HotspaConfigError(
-                f"hotspa_max_buckets is {self.hotspa_max_buckets}", fix="use at least 1; 3 is the default"
-            )
+        for name, fix in (
+            ("hotspa_longest", "use at least 1 token, or leave it out"),
+            ("hotspa_max_buckets", "use 3, say"),
+        ):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise HotspaConfigError(f"{name} is {value}", fix=fix)
 
     @property
     def place_model_on_device(self) -> bool:

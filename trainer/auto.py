@@ -28,12 +28,13 @@ from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.single import SingleStrategy, with_single
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.table import SequenceTable
-from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
@@ -71,6 +72,7 @@ class AutoStrategies:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
+        self.single = SingleStrategy(plan.choice.static, plan.time, plan.switch, quadratic_cost)
 
     @property
     def predicted_bytes(self) -> dict[Strategy, float]:
@@ -110,13 +112,13 @@ class AutoStrategies:
         for phase in report.phases:
             strategy = Strategy.parse(phase.strategy)
             phases.append(replace(phase, predicted_s=predicted[strategy].seconds))
-            measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.switch_s)
+            measured[strategy] = PhaseSeconds(strategy, phase.compute_s, phase.moved_s)
         refit = self.chooser.trained(step, plan, measured)
         if refit is not None:
             self.refits.append(refit)
             if self._args.process_index == 0:
                 logger.warning("step %d: %s", step + 1, refit)
-        return replace(report, phases=tuple(phases))
+        return with_single(replace(report, phases=tuple(phases)), self.single, plan)
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to choose on as this one would have; JSON-ready."""
@@ -161,56 +163,36 @@ def prepare_auto(
     """
     with agreement_of(args) as agreement:
         compute_dtype = torch.bfloat16 if args.bf16 else None
-        description, tables = None, list[SequenceTable]()
-        with collected() as found:
-            description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
-            tables = read_tables()
-        facts = model_facts(model)
-        if tables:
-            facts |= {
-                "rows of the data set": str([len(table) for table in tables]),
-                "tokens of the data set": str([table.num_tokens for table in tables]),
-            }
-        digests = {"model": description.digest() if description is not None else ""}
-        agreement.check(digests, found.error, "auto strategies", facts=facts)
-        assert description is not None
-        assert tables
-
-        strategies = legal_strategies(args.world_size, description.shape)
+        description, tables = agreement.run(
+            "auto strategies",
+            lambda: (describe_model(model, compute_dtype, args.hotspa_attention_dropout is None), read_tables()),
+            lambda found: {"model": found[0].digest()},
+            facts=lambda found: (
+                model_facts(model)
+                | {
+                    "rows of the data set": str([len(table) for table in found[1]]),
+                    "tokens of the data set": str([table.num_tokens for table in found[1]]),
+                }
+            ),
+        )
+        every = args.hotspa_recompute_every
+        strategies = [s.recomputing(every) for s in legal_strategies(args.world_size, description.shape)]
         calibration = agreed_calibration(model.config, description, args, strategies, agreement)
-        limit, source = _memory_limit(args, agreement)
-        avoided = ""
-        with collected() as found:
-            avoided = json.dumps(largest_packs(args.output_dir))
-        agreement.check({}, found.error, "auto strategies")
+        limit, source = memory_limit(args, agreement)
+        avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
         # nodes may have disks of their own
-        most = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
+        known = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
+        most = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
         if most and args.process_index == 0:
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
-        plan = None
-        with collected() as found:
-            plan = _plan(description, args, strategies, tables, calibration, limit, source, mini_batch_size, most)
-        agreement.check({"choice of strategies": repr(plan.pool) if plan else ""}, found.error, "auto strategies")
-        assert plan is not None
+        plan = agreement.run(
+            "auto strategies",
+            lambda: _plan(description, args, strategies, tables, calibration, limit, source, mini_batch_size, most),
+            lambda plan: {"choice of strategies": repr(plan.pool)},
+        )
     if args.process_index == 0:
         tqdm.write(str(plan))
     return AutoStrategies(plan, args, description.shape.quadratic_cost)
-
-
-class _Found:
-    """An error that was found, to be agreed on."""
-
-    error: HotspaError | None = None
-
-
-@contextmanager
-def collected() -> Iterator[_Found]:
-    """Collects an error of our family instead of raising it."""
-    found = _Found()
-    try:
-        yield found
-    except HotspaError as error:
-        found.error = error
 
 
 @contextmanager
@@ -244,13 +226,13 @@ def agreed_calibration(
             device=args.device,
             progress=lambda text: tqdm.write(f"calibration: {text}"),
         )
-    calibration = None
-    with collected() as found:
+
+    def read() -> Calibration:
         calibration = Calibration.load(str(args.hotspa_calibration))
         _check_fit(calibration, args, description, strategies)
-    agreement.check({"calibration": repr(calibration)}, found.error, "hotspa_calibration")
-    assert calibration is not None
-    return calibration
+        return calibration
+
+    return agreement.run("hotspa_calibration", read, lambda calibration: {"calibration": repr(calibration)})
 
 
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:
@@ -295,22 +277,12 @@ def _plan(
     most_tokens: Mapping[Strategy, int],
 ) -> AutoPlan:
     sizes = model_sizes(description, args)
-    # a second source keeps two strategies' weights; where it decides itself, the worse case counts
-    second = ON_OFF[args.hotspa_second_source]
-    copies = 2 if second or (second is None and args.device.type == "cuda") else 1
-    options = MemoryOptions(
-        optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
-        recompute=args.hotspa_recompute_every,
-        switch_bytes=2 * (args.hotspa_staging_mb << 20),
-        weight_copies=copies,
-        schedule=args.hotspa_pipeline_schedule,
-    )
     return make_auto_plan(
         tables[0],
         description.shape,
         strategies,
         calibrated_time(calibration, sizes, args),
-        calibration.memory_model(sizes, options),
+        calibration.memory_model(sizes, memory_options(args)),
         calibration.switch_seconds(strategies, sizes),
         mini_batch_size=mini_batch_size,
         limit_bytes=limit,
@@ -323,6 +295,18 @@ def _plan(
     )
 
 
+def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
+    """What a run keeps in memory beside weights and activations."""
+    # a second source keeps two strategies' weights; where it decides itself, the worse case counts
+    second = ON_OFF[args.hotspa_second_source]
+    return MemoryOptions(
+        optimizer_bytes=4 if args.optim in _ONE_STATE else 8,
+        switch_bytes=2 * (args.hotspa_staging_mb << 20),
+        weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
+        schedule=args.hotspa_pipeline_schedule,
+    )
+
+
 def model_sizes(description: ModelDescription, args: HotSPaTrainingArguments) -> ModelSizes:
     """The sizes of a model in the dtypes of a run."""
     dtype = dtype_name(description.compute_dtype)
@@ -330,15 +314,11 @@ def model_sizes(description: ModelDescription, args: HotSPaTrainingArguments) ->
 
 
 def calibrated_time(calibration: Calibration, sizes: ModelSizes, args: HotSPaTrainingArguments) -> TimeModel:
-    """The time model of a run; a calibration is measured without recomputation, and with our own schedule."""
-    return replace(
-        calibration.time_model(sizes),
-        recompute=args.hotspa_recompute_every,
-        schedule=args.hotspa_pipeline_schedule,
-    )
+    """The time model of a run; a calibration is measured with our own schedule."""
+    return replace(calibration.time_model(sizes), schedule=args.hotspa_pipeline_schedule)
 
 
-def _memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:
+def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:
     """Bytes of a device that the plan may use, the least over all ranks, and where the number is from."""
     if args.hotspa_memory_limit_mb is not None:
         return float(args.hotspa_memory_limit_mb * _MIB), "as given"

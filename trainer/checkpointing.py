@@ -1,7 +1,7 @@
 """What `HotSPaTrainer` writes when Hugging Face's loop saves.
 
 `CheckpointingMixin` replaces the methods of `transformers.Trainer` that write pickles by ones that go through
-`hf_hotspa.checkpoint`; when a checkpoint is due, how many stay, and what the trainer's state is remain the Trainer's. A
+`hf_hotspa.checkpoint`, and writes pickles beside them only where they are asked for (`hotspa_stock_checkpoints`); when a checkpoint is due, how many stay, and what the trainer's state is remain the Trainer's. A
 save that fails is a warning; only several in a row end training.
 """
 
@@ -9,6 +9,7 @@ import dataclasses
 import json
 import logging
 from collections.abc import Callable, Collection, Iterator
+from copy import deepcopy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +32,16 @@ from hf_hotspa.checkpoint.manifest import (
 from hf_hotspa.checkpoint.model_files import ModelWeights, saved_state
 from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.saving import CheckpointWriter
+from hf_hotspa.checkpoint.stock import OPTIMIZER, SCHEDULER
+from hf_hotspa.checkpoint.stock_writing import (
+    PICKLED_ARGUMENTS,
+    optimizer_state,
+    pickled,
+    random_file,
+    random_states,
+    state_buffers,
+    state_names,
+)
 from hf_hotspa.checkpoint.tensors import (
     Share,
     optimizer_to_json,
@@ -44,7 +55,7 @@ from hf_hotspa.checkpoint.tensors import (
 from hf_hotspa.errors import CheckpointError, HotspaError
 from hf_hotspa.runtime.adapters import is_adapted, save_config
 from hf_hotspa.runtime.specs import dtype_name
-from hf_hotspa.runtime.verdict import settle
+from hf_hotspa.runtime.verdict import settled
 from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.resuming import ResumeMixin
 from hf_hotspa.trainer.same_settings import argument_facts, text_of
@@ -103,13 +114,12 @@ class CheckpointingMixin(ResumeMixin):
         Raises:
             CheckpointError: on every rank: it cannot be made.
         """
-        folder, error = Path(self.args.output_dir), None
-        if self.args.should_save:
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-            except OSError as failure:
-                error = write_error("output_dir cannot be made", folder, failure)
-        self._agreement().check({}, error, "output_dir")
+        folder = Path(self.args.output_dir)
+        self._agreement().run(
+            "output_dir",
+            lambda: folder.mkdir(parents=True, exist_ok=True) if self.args.should_save else None,
+            otherwise=lambda failure: write_error("output_dir cannot be made", folder, failure),
+        )
 
     def _writer(self, trial: Any = None) -> CheckpointWriter:
         folder = Path(self._get_output_dir(trial))
@@ -200,6 +210,7 @@ class CheckpointingMixin(ResumeMixin):
             files = ModelWeights(self.model, vector, engine.description.adapters is not None)
         held = files.hold(self._weights(), rank, world) if args.hotspa_async_save else None
         random_text = json.dumps(random_state())
+        stock = self._stock_files(optimizer) if args.hotspa_stock_checkpoints else {}
         texts: dict[str, str] = {}
         failure: Exception | None = None
         try:
@@ -214,8 +225,10 @@ class CheckpointingMixin(ResumeMixin):
                     raise failure
                 records = []
                 if rank == 0:
-                    records += self._write_model_files(folder, temporary, {shard.name for shard in files.shards})
+                    of_others = {shard.name for shard in files.shards} | {random_file(r, world) for r in range(world)}
+                    records += self._write_model_files(folder, temporary, of_others)
                     records += [disk.write(temporary, name, [text.encode()]) for name, text in texts.items()]
+                records += [disk.write(temporary, name, [pickled(value)]) for name, value in stock.items()]
                 if optimizer is not None:
                     records.append(disk.write(temporary, rank_tensors(rank, world), share.file()))
                     records.append(disk.write(temporary, rank_state(rank, world), [random_text.encode()]))
@@ -245,6 +258,24 @@ class CheckpointingMixin(ResumeMixin):
 
         step = self.state.global_step
         return write_files, make_manifest
+
+    def _stock_files(self, optimizer: Any) -> dict[str, Any]:
+        """File -> what this rank pickles into it for the stock Trainer, taken now. Collective."""
+        engine, args = self.engine, self.args
+        assert engine is not None
+        rank, world, states = args.process_index, args.world_size, dict[str, dict[str, Tensor]]()
+        files: dict[str, Any] = {PICKLED_ARGUMENTS: args} if rank == 0 else {}
+        if optimizer is None:
+            return files
+        for key in state_names(engine.master, optimizer):
+            states[key] = {}
+            for name, whole in engine.weights(False, state_buffers(engine.master, optimizer, key)):
+                if rank == 0 and name in engine.master.parameters:  # a tied name is none of its own
+                    states[key][name] = whole.to("cpu", copy=True).contiguous()
+        if rank == 0:
+            files[OPTIMIZER] = optimizer_state(optimizer, engine.master, states)
+            files[SCHEDULER] = deepcopy(self.lr_scheduler.state_dict())
+        return files | {random_file(rank, world): random_states(world)}
 
     def _common_texts(self, share: Share) -> dict[str, str]:
         """The JSON files that one rank writes for all."""
@@ -314,20 +345,25 @@ class CheckpointingMixin(ResumeMixin):
             tokenizer.save_pretrained(target)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """The model in Hugging Face's format, and the arguments as JSON: stock Trainer pickles them.
+        """The model in Hugging Face's format, and the arguments as JSON: the stock Trainer pickles them.
 
         May be called on the main process alone; where all call it, all raise what it raises.
         """
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
-        error: HotspaError | None = None
-        if self.args.should_save:
+
+        def save() -> None:
+            if not self.args.should_save:
+                return
             try:
                 target.mkdir(parents=True, exist_ok=True)
                 self.model.save_pretrained(target, state_dict=state_dict)
                 self._write_tokenizer(target)
                 (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
-            except HotspaError as failure:
-                error = failure
+                if self.args.hotspa_stock_checkpoints:
+                    (target / PICKLED_ARGUMENTS).write_bytes(pickled(self.args))
+            except HotspaError:
+                raise
             except Exception as failure:  # of the disk, or of a tokenizer
-                error = model_not_saved(target, failure)
-        settle(f"the model saved in {target}", error, self.is_world_process_zero(), float(self.args.ddp_timeout))
+                raise model_not_saved(target, failure) from failure
+
+        settled(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))

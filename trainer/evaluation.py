@@ -24,7 +24,7 @@ from hf_hotspa.data.bucketing import check_lengths
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.rows import Row, read_row
 from hf_hotspa.data.table import SequenceTable
-from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError
+from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.evaluation import EvaluationResult
 from hf_hotspa.strategy import Bucket, Strategy
@@ -60,7 +60,8 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     if choice == LONGEST:
         return (Bucket(last.strategy, last.longest, last.pack_tokens),)
     strategy = Strategy.parse(choice)
-    own = next((bucket for bucket in buckets if bucket.strategy == strategy), None)
+    # with activation_checkpointing all strategies of the engine recompute, which an evaluation has nothing to do with
+    own = next((bucket for bucket in buckets if bucket.strategy == strategy.recomputing(bucket.strategy.rc)), None)
     if own is None:
         pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
         raise HotspaConfigError(
@@ -200,16 +201,15 @@ class EvaluationMixin:
     def _evaluation_loader(self: Any, dataset: Any) -> DataLoader[Any]:
         self._asked = dataset
         engine = self._start_engine(training=False)
-        loader, error, facts = None, None, None
-        try:
-            loader = self._make_evaluation_loader(engine, dataset)
+
+        def facts(_: DataLoader[Any]) -> dict[str, str]:
             _, tokens, table = self._evaluation_scans.get(id(dataset), (dataset, dataset, None))
-            facts = data_facts(tokens, table, self._row_rules())
-            facts |= {name: str(getattr(self, name) is not None) for name in _DECIDE_LOGITS}
-        except HotspaError as found:
-            error = found
-        engine.agree(error, "evaluation data set", facts)
-        return loader
+            same = data_facts(tokens, table, self._row_rules())
+            return same | {name: str(getattr(self, name) is not None) for name in _DECIDE_LOGITS}
+
+        return engine.agreement.run(
+            "evaluation data set", lambda: self._make_evaluation_loader(engine, dataset), facts=facts
+        )
 
     def _stream_rows(
         self: Any,

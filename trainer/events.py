@@ -6,25 +6,30 @@ dispatches these, on every rank, to the callbacks that define them:
 * `on_run_begin(args, state, control, run=RunFacts)`: engine and data are ready;
 * `on_phase_begin(args, state, control, phase=PhaseEvent)`, `on_phase_end(..., phase=PhaseEvent)`: inside a mini-batch;
 * `on_switch(args, state, control, switch=SwitchEvent)`: twice a phase, when it has ended;
-* `on_step_report(args, state, control, report=StepReport)`: before the optimizer step.
+* `on_step_report(args, state, control, report=StepReport)`: before the optimizer step;
+* `on_train_interrupted(args, state, control)`: Ctrl-C has ended training; on the main process only.
 
 They return nothing. `state.global_step` counts the optimizer steps before. Promises:
 
 * A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
   the next mini-batch (or on the end of training), so that none is left inside a collective. No event communicates, but for what comes before `COLLECTIVE_EVENTS`.
 * The seconds inside callbacks are known by class.
+* The callbacks that the Trainer adds of itself (`add_own`) come after those of the user, and are not in `callbacks`, which
+  users and their tests read; `pop_callback` and `remove_callback` find them all the same.
+* What transformers prints of a log has a few of our numbers, unless `hotspa_log_all`; every other reader has all of them.
 """
 
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
+from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
+from hf_hotspa.callbacks.switch_overhead import SHORT_KEYS
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.runtime.measures import Observer, PhaseMeasure, phase_event, switch_events
@@ -33,6 +38,17 @@ logger = logging.getLogger(__name__)
 
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 """The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
+
+
+_PRINTERS = (ProgressCallback, PrinterCallback)
+"""The callbacks of transformers that print whatever is logged. Others, `report_to` and `state.log_history` have it all."""
+
+
+def _short(logs: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """What a printed line has of the logs."""
+    if logs is None:
+        return None
+    return {name: value for name, value in logs.items() if not name.startswith("hotspa/") or name in SHORT_KEYS}
 
 
 class CallbackEvents(CallbackHandler):
@@ -56,6 +72,7 @@ class CallbackEvents(CallbackHandler):
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
         self._before, self._around = before, around
+        self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
         self._defers = False
@@ -65,6 +82,38 @@ class CallbackEvents(CallbackHandler):
     def total_s(self) -> float:
         """Seconds inside all callbacks."""
         return sum(self.seconds.values())
+
+    # -- whom to call ---------------------------------------------------------------------------------------------
+
+    @property
+    def every(self) -> list[TrainerCallback]:
+        """The callbacks of the user, and then those that the Trainer added of itself."""
+        return [*self.callbacks, *self._own.values()]
+
+    def add_own(self, callback: TrainerCallback, instead: type[TrainerCallback] | None = None) -> None:
+        """Adds a callback of the Trainer's own, unless the user has given one of its class (or of the class `instead`)."""
+        kind = instead or type(callback)
+        if not any(isinstance(given, kind) for given in self.callbacks):
+            self._own[kind] = callback
+
+    def add_callback(self, callback: Any) -> None:
+        """Adds a callback of the user, a class or an object; it replaces the Trainer's own of its class."""
+        super().add_callback(callback)
+        added = self.callbacks[-1]
+        self._own = {kind: own for kind, own in self._own.items() if not isinstance(added, kind)}
+
+    def pop_callback(self, callback: Any) -> TrainerCallback | None:
+        """Takes a callback out, the user's or our own, by its class or itself, and returns it; None where there is none."""
+        found: TrainerCallback | None = super().pop_callback(callback)
+        if found is None:
+            found = next((own for own in self._own.values() if _is(own, callback)), None)
+            self._own = {kind: own for kind, own in self._own.items() if own is not found}
+        return found
+
+    def remove_callback(self, callback: Any) -> None:
+        """As `pop_callback`. Raises `ValueError` for a callback that is not there, as in transformers."""
+        if self.pop_callback(callback) is None and not isinstance(callback, type):
+            raise ValueError(f"{type(callback).__name__} is not among the callbacks")
 
     # -- errors ---------------------------------------------------------------------------------------------------
 
@@ -118,21 +167,25 @@ class CallbackEvents(CallbackHandler):
             "eval_dataloader": self.eval_dataloader,
         }
         with self._around():
-            for callback in self.callbacks:
-                result = self._call(callback, event, state.global_step, args, state, control, **shared, **kwargs)
+            for callback in self.every:
+                if event == "on_log" and type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
+                    given = {**kwargs, "logs": _short(kwargs.get("logs"))}
+                else:
+                    given = kwargs
+                result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
                 if result is not None:
                     control = result
         return control
 
     def defined(self, event: str) -> bool:
         """Whether any callback wants the event."""
-        return any(hasattr(callback, event) for callback in self.callbacks)
+        return any(hasattr(callback, event) for callback in self.every)
 
     def dispatch(
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **facts: Any
     ) -> None:
         """An event of ours, to the callbacks that define it."""
-        for callback in self.callbacks:
+        for callback in self.every:
             if hasattr(callback, event):
                 self._call(callback, event, state.global_step, args, state, control, **facts)
         self._steps_since_log += event == "on_step_report"
@@ -140,13 +193,17 @@ class CallbackEvents(CallbackHandler):
     def pop_metrics(self, step: int) -> dict[str, float]:
         """What the callbacks measured since the last log, and the mean seconds a step inside callbacks."""
         metrics: dict[str, float] = {}
-        for callback in self.callbacks:
+        for callback in self.every:
             if hasattr(callback, "pop_metrics"):
                 metrics.update(self._call(callback, "pop_metrics", step) or {})
         if self._steps_since_log:
             metrics["hotspa/callback_s"] = round((self.total_s - self._logged_s) / self._steps_since_log, 6)
         self._logged_s, self._steps_since_log = self.total_s, 0
         return metrics
+
+
+def _is(callback: TrainerCallback, wanted: Any) -> bool:
+    return isinstance(callback, wanted) if isinstance(wanted, type) else callback is wanted
 
 
 class PhaseDispatcher(Observer):

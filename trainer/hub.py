@@ -31,6 +31,14 @@ _WORK = ".hub"
 _LAST = "last-checkpoint"
 
 
+def _hub_error(failure: Exception) -> HotspaError:
+    """For whatever the network or the hub raises."""
+    return HotspaError(
+        f"the hub cannot be reached or refuses: {type(failure).__name__}: {failure}",
+        fix="check the network, hub_model_id and hub_token, or train with push_to_hub=False",
+    )
+
+
 class HubMixin(Trainer):
     """`init_hf_repo` and `push_to_hub` for `HotSPaTrainer`, and the pushes of `hub_strategy`."""
 
@@ -53,18 +61,7 @@ class HubMixin(Trainer):
         return self._on_all_ranks(lambda: super(HubMixin, self).push_to_hub(*args, **kwargs))
 
     def _on_all_ranks(self, action: Callable[[], Any]) -> Any:
-        result, error = None, None
-        try:
-            result = action()
-        except HotspaError as failure:
-            error = failure
-        except Exception as failure:  # whatever the network or the hub raises
-            error = HotspaError(
-                f"the hub cannot be reached or refuses: {type(failure).__name__}: {failure}",
-                fix="check the network, hub_model_id and hub_token, or train with push_to_hub=False",
-            )
-        self._agreement().check({}, error, "hub")
-        return result
+        return self._agreement().run("hub", action, otherwise=_hub_error)
 
     # -- at every checkpoint ------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ like any other. With a model that has its weights, this only keeps them up to da
 import logging
 import os
 import uuid
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 from hf_hotspa.checkpoint.disk import Disk
 from hf_hotspa.checkpoint.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
-from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import has_weights, open_model
@@ -61,15 +62,14 @@ class ModelSourceMixin(Trainer):
             if model is not None:
                 refuse_other_models(model)
             return model
-        found, error = None, None
-        try:
+
+        def opened() -> PreTrainedModel:
             folder, config = self._named(model, has_model_init)
             found, self._model_folder = open_model(folder, config), folder
             refuse_other_models(found)
-        except HotspaError as failure:
-            error = failure
-        self._agreement().check({}, error, "opening the model")
-        return found
+            return found
+
+        return self._agreement().run("opening the model", opened)
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """The model of `model_init`.
@@ -174,15 +174,18 @@ class ModelSourceMixin(Trainer):
             return
         engine = self._start_engine(training=False)
         target = Path(output_dir if output_dir is not None else self.args.output_dir)
-        weights, error = engine.weights(), None
-        if self.args.should_save:
+        weights = engine.weights()
+
+        def write() -> None:
             try:
-                self._write_model(target, weights)
-            except Exception as failure:  # of the disk, or of a tokenizer: raised where all ranks are together
-                error = model_not_saved(target, failure)
-        for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
-            pass
-        engine.agree(error, "save_model")
+                if self.args.should_save:
+                    self._write_model(target, weights)
+            except Exception as failure:  # of the disk, or of a tokenizer
+                raise model_not_saved(target, failure) from failure
+            finally:
+                deque(weights, maxlen=0)  # also what is left after a failure: the other ranks are waiting for it
+
+        engine.agreement.run("save_model", write)
         self._model_folder, self._only_in_engine = target.absolute(), False
 
     def _write_model(self, target: Path, weights: Iterator[tuple[str, Tensor]]) -> None:

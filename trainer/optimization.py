@@ -90,8 +90,8 @@ class OptimizationMixin(Trainer):
             UnsupportedError: on every rank: it cannot be honoured.
         """
         assert self.engine is not None
-        error = None
-        try:
+
+        def taken_over() -> Optimizer:
             if self.optimizer is None:
                 raise UnsupportedError(
                     "create_optimizer was overridden and sets no optimizer",
@@ -99,12 +99,11 @@ class OptimizationMixin(Trainer):
                     fix="set self.optimizer in it",
                 )
             self._on_master_store(self.optimizer)
-        except UnsupportedError as found:
-            error = found
-        facts = (
-            optimizer_facts(self.optimizer, self.lr_scheduler) if error is None and self.optimizer is not None else None
+            return self.optimizer
+
+        self.engine.agreement.run(
+            "optimizer", taken_over, facts=lambda optimizer: optimizer_facts(optimizer, self.lr_scheduler)
         )
-        self.engine.agree(error, "optimizer", facts)
 
     def _on_master_store(self, optimizer: Optimizer) -> None:
         assert self.engine is not None

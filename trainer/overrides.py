@@ -14,7 +14,7 @@ from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
 from hf_hotspa.data.table import SequenceTable
-from hf_hotspa.errors import HotspaError, UnsupportedError
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import check_hooks
@@ -130,14 +130,9 @@ class OverridesMixin(Trainer):
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        error = None
-        try:
-            with structure_only():
-                check_hooks(self.model)  # those that were there at the start were found with the model
-        except HotspaError as found:
-            error = found
         assert self.engine is not None
-        self.engine.agree(error, "beginning of an epoch")
+        with structure_only():  # those that were there at the start were found with the model
+            self.engine.agreement.run("beginning of an epoch", lambda: check_hooks(self.model))
         super()._run_epoch(**kwargs)
 
     def get_batch_samples(

@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from hf_hotspa.data.rows import RowRules, read_row
-from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.runtime.adapters import bare_model
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
@@ -220,13 +220,7 @@ class OwnLossMixin(Trainer):
         if not self.loss_columns or dataset is None or is_stream(dataset) or isinstance(dataset, dict):
             return None
         dataset = self._scanned()[0] if dataset is self.train_dataset else dataset
-        found, error = None, None
-        try:
-            found = read_row(dataset[0], 0, self._row_rules()).columns
-        except HotspaError as failure:
-            error = failure
-        self._agreement().check({}, error, "loss_columns")
-        return found
+        return self._agreement().run("loss_columns", lambda: read_row(dataset[0], 0, self._row_rules()).columns)
 
     @contextmanager
     def _unlogged(self) -> Iterator[None]:

@@ -15,6 +15,7 @@ from transformers import Trainer, TrainingArguments
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.launcher import refuse_launcher_settings
+from hf_hotspa.uncaught import show_errors_once
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +45,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
         HotspaConfigError: they are none, or do not fit.
         UnsupportedError: a setting cannot be honoured.
     """
+    show_errors_once()
     if isinstance(args, HotSPaTrainingArguments):
         return args
     if args is None:

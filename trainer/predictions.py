@@ -1,35 +1,39 @@
 """Predicted seconds of phases where the strategies were given, to be shown beside the measured ones.
 
-Owns where the constants come from: what `hotspa_calibration` asks for, else what an earlier run with `auto` or
-`hf-hotspa calibrate` left in the cache, if anything. Promises: predictions decide nothing here, they are never corrected
+Beside them it says what the best single strategy would take, which switching is compared with. Owns where the
+constants come from: what `hotspa_calibration` asks for, else what an earlier run with `auto` or `hf-hotspa calibrate`
+left in the cache, if anything. Promises: predictions decide nothing here, they are never corrected
 on the way, they are the same on all ranks, and a cache that cannot be read costs a warning, not the run.
 """
 
 import json
 import logging
 import os
-from collections.abc import Mapping
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
+from hf_hotspa.cost.automatic import make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import predict_phases
-from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.cost.single import SingleStrategy, with_single
 from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.calibration import cached_calibration, calibration_key
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     agreed_calibration,
     agreement_of,
     calibrated_time,
-    collected,
+    memory_limit,
+    memory_options,
     model_sizes,
     trained_config,
 )
@@ -37,25 +41,75 @@ from hf_hotspa.trainer.auto import (
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
+class Known:
+    """What is known of the machine.
+
+    Args:
+        calibration: Measured seconds and bytes.
+        limit_bytes: What a device may hold, the least over all ranks.
+    """
+
+    calibration: Calibration
+    limit_bytes: float
+
+
 class Predictions:
     """The time model of a run with given strategies.
 
     Args:
-        time: The time model.
-        switch: Load and return seconds of each strategy.
+        engine: Knows the model and the buckets.
+        known: What is known of the machine.
+        args: The training arguments.
+
+    Attributes:
+        single: The best single strategy that fits; None before `compare_with_single`, and where none does.
     """
 
-    def __init__(self, time: TimeModel, switch: Mapping[Strategy, float]) -> None:
-        self._time, self._switch = time, dict(switch)
+    def __init__(self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments) -> None:
+        self._args, self._known, self._engine = args, known, engine
+        self._sizes = model_sizes(engine.description, args)
+        self._time = calibrated_time(known.calibration, self._sizes, args)
+        shape = engine.description.shape
+        self._given = [bucket.strategy for bucket in engine.buckets]
+        legal = [s.recomputing(args.hotspa_recompute_every) for s in legal_strategies(args.world_size, shape)]
+        self._legal = [s for s in legal if known.calibration.covers([s])]
+        self._switch = known.calibration.switch_seconds([*self._given, *self._legal], self._sizes)
+        self.single: SingleStrategy | None = None
+
+    def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
+        """Looks for the best single strategy for a data set, whatever strategies were given.
+
+        Args:
+            table: The scan of the data set.
+            mini_batch_size: Rows of a mini-batch.
+        """
+        shape, calibration = self._engine.description.shape, self._known.calibration
+        with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
+            plan = make_auto_plan(
+                table,
+                shape,
+                self._legal,
+                self._time,
+                calibration.memory_model(self._sizes, memory_options(self._args)),
+                self._switch,
+                mini_batch_size=mini_batch_size,
+                limit_bytes=self._known.limit_bytes,
+                longest=self._engine.buckets[-1].longest,
+                policy=self._args.hotspa_overlong,
+                max_phases=1,
+            )
+            self.single = SingleStrategy(plan.choice.static, self._time, self._switch, shape.quadratic_cost)
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """The report of a mini-batch with predictions."""
         foretold = {str(p.strategy): p.seconds for p in predict_phases(self._time, self._switch, plan)}
         phases = (replace(phase, predicted_s=foretold[phase.strategy]) for phase in report.phases)
-        return replace(report, phases=tuple(phases))
+        report = replace(report, phases=tuple(phases))
+        return with_single(report, self.single, plan) if self.single is not None else report
 
 
-def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> Calibration | None:
+def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> Known | None:
     """What `hotspa_calibration` asks for, else what rank 0's cache holds for this run; None where there is nothing.
 
     Collective, and to be called before there is an engine, which would share the machine with a measurement.
@@ -68,15 +122,15 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> C
         if args.hotspa_calibration is None:
             mine = _cached(model, args, strategies) if args.process_index == 0 else None
             text = agreement.texts(json.dumps(mine.to_dict()) if mine is not None else "")[0]
-            return Calibration.from_dict(json.loads(text)) if text else None
-        description = None
-        with collected() as found:
-            description = describe_model(
-                model, torch.bfloat16 if args.bf16 else None, args.hotspa_attention_dropout is None
-            )
-        agreement.check({}, found.error, "predictions")
-        assert description is not None
-        return agreed_calibration(model.config, description, args, strategies, agreement)
+            if not text:
+                return None
+            return Known(Calibration.from_dict(json.loads(text)), memory_limit(args, agreement)[0])
+        dtype = torch.bfloat16 if args.bf16 else None
+        description = agreement.run(
+            "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
+        )
+        calibration = agreed_calibration(model.config, description, args, strategies, agreement)
+        return Known(calibration, memory_limit(args, agreement)[0])
 
 
 def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:
@@ -90,16 +144,3 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
         logger.warning("no predictions: %s", error)
         return None
     return found if found is not None and found.covers(strategies) else None
-
-
-def make_predictions(
-    engine: HotSPaEngine, calibration: Calibration | None, args: HotSPaTrainingArguments
-) -> Predictions | None:
-    """The predictions of a run; None without a calibration."""
-    if calibration is None:
-        return None
-    sizes = model_sizes(engine.description, args)
-    return Predictions(
-        calibrated_time(calibration, sizes, args),
-        calibration.switch_seconds([bucket.strategy for bucket in engine.buckets], sizes),
-    )

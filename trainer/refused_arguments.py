@@ -70,6 +70,12 @@ def refuse_arguments(args: TrainingArguments) -> None:
         if value not in fine:
             shown = getattr(value, "value", value)
             raise UnsupportedError(f"the training argument {name}={shown!r} cannot be honoured", fix=why)
+    if vars(args).get("hotspa_stock_checkpoints") and vars(args).get("hotspa_offload") == "master":
+        raise UnsupportedError(
+            "hotspa_stock_checkpoints=True and hotspa_offload='master' do not go together",
+            why="the optimizer is DeepSpeed's CPU Adam then, whose settings are not those of the stock Trainer's",
+            fix="leave one of them out; hf-hotspa export gives the weights of any checkpoint",
+        )
     config: Any = args.accelerator_config
     for name, default in (("split_batches", False), ("dispatch_batches", None), ("use_seedable_sampler", True)):
         if getattr(config, name, default) != default:

@@ -66,6 +66,13 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     return order
 
 
+def _damaged(failure: Exception, path: Path) -> HotspaError:
+    """For what a state.json of somebody else's making leads to; any other failure is raised as it is."""
+    if not isinstance(failure, KeyError | TypeError | ValueError | RuntimeError):
+        raise failure
+    return DamagedCheckpointError(f"{type(failure).__name__}: {failure}", where=str(path))
+
+
 class ResumeMixin(StockResumeMixin):
     """The reading side of the checkpoints of `HotSPaTrainer`."""
 
@@ -101,19 +108,16 @@ class ResumeMixin(StockResumeMixin):
         begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
         if self._stream_progress is None or self._resumption is None:
             return begin
-        error = None
-        try:
-            begin = self._stream_progress.go_on(
-                self._resumption.state.get("hotspa", {}).get("stream")
-                if isinstance(self._resumption, Resumption)
-                else None,
+        progress, resumption = self._stream_progress, self._resumption
+        state = resumption.state if isinstance(resumption, Resumption) else {}
+        return self._agreement().run(
+            "resume",
+            lambda: progress.go_on(
+                state.get("hotspa", {}).get("stream"),
                 skip=not self.args.ignore_data_skip,
                 compare=not self.args.hotspa_allow_data_order_change,
-            )
-        except ResumeError as found:
-            error = found
-        self._agreement().check({}, error, "resume")
-        return begin
+            ),
+        )
 
     def _run_epoch(self, **kwargs: Any) -> None:
         if self._resumption is not None and self.state.global_step >= self.state.max_steps:
@@ -125,53 +129,48 @@ class ResumeMixin(StockResumeMixin):
         """The checkpoint to go on from, the same on all ranks."""
         agreement = self._agreement()
         if asked is not True:
-            error, found = self._verified(Path(asked), agreement)
-            agreement.check({}, error, "resume")
-            assert found is not None
-            return found
+            return agreement.run("resume", lambda: self._verified(Path(asked), agreement))
         folder = Path(self._get_output_dir(None))
         names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
-        for name in names:
-            error, found = self._verified(folder / name, agreement)
-            reasons = [text for text in agreement.texts(str(error) if error else "") if text]
-            if not reasons:
-                assert found is not None
+        for path in (folder / name for name in names):
+            found, reason = None, ""
+            try:
+                found = self._verified(path, agreement)
+            except HotspaError as error:  # raised by nobody: another checkpoint may do
+                reason = str(error)
+            reasons = [text for text in agreement.texts(reason) if text]
+            if found is not None and not reasons:
                 if self.is_world_process_zero():
-                    logger.info("resuming from %s", found.path)
+                    logger.info("resuming from %s", path)
                 return found
             if self.is_world_process_zero():
-                logger.warning("%s is skipped: %s", folder / name, reasons[0])
+                logger.warning("%s is skipped: %s", path, reasons[0])
         raise ResumeError(
             f"No valid checkpoint found in output directory ({folder})",  # the stock Trainer's words, as below
             why=f"none of {len(names)} can be used; see the warnings" if names else None,
             fix="start without resume_from_checkpoint, or check output_dir",
         )
 
-    def _verified(
-        self, path: Path, agreement: Agreement
-    ) -> tuple[HotspaError | None, Resumption | StockCheckpoint | None]:
-        """A checkpoint, or what is wrong with it. The ranks share the hashing; each may find something else."""
-        try:
-            if not path.is_dir():
-                raise ResumeError(
-                    f"Can't find a valid checkpoint at {path}",
-                    why="there is no such folder",
-                    fix="check the path; resume_from_checkpoint=True takes the newest of output_dir",
-                )
-            if is_stock(path):
-                return None, StockCheckpoint.open(path)
-            manifest = read_manifest(path)
-            check_step(path, manifest)
-            verify_files(path, manifest, agreement.rank, self.args.world_size)
-            if not manifest.resumable:
-                raise ResumeError(
-                    "the checkpoint holds the model only (save_only_model)",
-                    where=str(path),
-                    fix="start a new run with it as the model, and no resume_from_checkpoint",
-                )
-            return None, Resumption(path, manifest, read_object(path, manifest.located(STATE)))
-        except HotspaError as error:
-            return error, None
+    def _verified(self, path: Path, agreement: Agreement) -> Resumption | StockCheckpoint:
+        """A checkpoint that can be gone on from. The ranks share the hashing; each may find something else wrong."""
+        if not path.is_dir():
+            raise ResumeError(
+                f"Can't find a valid checkpoint at {path}",
+                why="there is no such folder",
+                fix="check the path; resume_from_checkpoint=True takes the newest of output_dir",
+            )
+        if is_stock(path):
+            return StockCheckpoint.open(path)
+        manifest = read_manifest(path)
+        check_step(path, manifest)
+        verify_files(path, manifest, agreement.rank, self.args.world_size)
+        if not manifest.resumable:
+            raise ResumeError(
+                "the checkpoint holds the model only (save_only_model)",
+                where=str(path),
+                fix="start a new run with it as the model, and no resume_from_checkpoint",
+            )
+        return Resumption(path, manifest, read_object(path, manifest.located(STATE)))
 
     def _check_data_order(self, loader: Any) -> None:
         """Called with every new train data loader; raises on every rank when a resumed run would see other data."""
@@ -209,20 +208,18 @@ class ResumeMixin(StockResumeMixin):
             self._restore_stock(resumption)
         else:
             self._read(resumption.path, resumption.manifest, resumption.state)
-            error = None
-            try:
-                self._load_scheduler(resumption)
-                load_state = getattr(self, "load_hotspa_state", None)
-                if load_state is not None:
-                    load_state(resumption.state.get("hotspa", {}))
-            except HotspaError as found:
-                error = found
-            engine.agree(error, "resume")
+            engine.agreement.run("resume", lambda: self._load_states(resumption))
         for old, group in zip(before, self.optimizer.param_groups, strict=True):
             other = {k for k in old if k not in ("params", "lr") and old[k] != group[k]}
             if other and self.is_world_process_zero():
                 text = ", ".join(f"{key} {group[key]} (not {old[key]})" for key in sorted(other))
                 logger.warning("the checkpoint's optimizer settings go on, as in the stock Trainer: %s", text)
+
+    def _load_states(self, resumption: Resumption) -> None:
+        self._load_scheduler(resumption)
+        load_state = getattr(self, "load_hotspa_state", None)
+        if load_state is not None:
+            load_state(resumption.state.get("hotspa", {}))
 
     def _load_scheduler(self, resumption: Resumption) -> None:
         try:
@@ -244,22 +241,22 @@ class ResumeMixin(StockResumeMixin):
         """Fills the master store and, given the state, the optimizer. Raises on all ranks."""
         engine = self.engine
         assert engine is not None
-        error: HotspaError | None = None
-        try:
-            check_model(
-                manifest, saved_vector(engine.description.vector, engine.description.adapters is not None), str(path)
-            )
-            if state is not None and engine.description.adapters is not None and self.is_world_process_zero():
-                self._check_base(state.get("base model"), str(path))  # the main process's is the one that counts
-            optimizer = bare_optimizer(self.optimizer) if state is not None and self.optimizer is not None else None
-            restore(path, manifest, engine.master, optimizer, state["optimizer"] if state is not None else None)
-            restore_buffers(path, manifest, [self.model, *(p.replica.model for p in engine.phases.values())])
-        except HotspaError as found:
-            error = found
-        except (KeyError, TypeError, ValueError, RuntimeError) as found:  # a state.json of somebody else's making
-            error = DamagedCheckpointError(f"{type(found).__name__}: {found}", where=str(path))
-        engine.agree(error, "resume")
+        engine.agreement.run(
+            "resume",
+            lambda: self._read_here(engine, path, manifest, state),
+            otherwise=lambda failure: _damaged(failure, path),
+        )
         self._model_goes_stale()
+
+    def _read_here(self, engine: HotSPaEngine, path: Path, manifest: Manifest, state: dict[str, Any] | None) -> None:
+        """What this rank reads of a checkpoint."""
+        adapted = engine.description.adapters is not None
+        check_model(manifest, saved_vector(engine.description.vector, adapted), str(path))
+        if state is not None and adapted and self.is_world_process_zero():
+            self._check_base(state.get("base model"), str(path))  # the main process's is the one that counts
+        optimizer = bare_optimizer(self.optimizer) if state is not None and self.optimizer is not None else None
+        restore(path, manifest, engine.master, optimizer, state["optimizer"] if state is not None else None)
+        restore_buffers(path, manifest, [self.model, *(p.replica.model for p in engine.phases.values())])
 
     def _base_digest(self) -> str:
         """The digest of the frozen weights beside an adapter; computed once for every engine. Main process."""
@@ -296,17 +293,19 @@ class ResumeMixin(StockResumeMixin):
         """The weights of the best checkpoint, into the master store and the model. Collective."""
         best = self.state.best_model_checkpoint
         assert best is not None
-        agreement, error, manifest = self._agreement(), None, None
+        agreement, path = self._agreement(), Path(best)
         logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
-        try:
-            if not is_stock(Path(best)):
-                manifest = read_manifest(Path(best))
-                verify_files(Path(best), manifest, agreement.rank, self.args.world_size)
-        except HotspaError as found:
-            error = found
-        agreement.check({}, error, "load_best_model_at_end")
+
+        def verified() -> Manifest | None:
+            if is_stock(path):
+                return None
+            manifest = read_manifest(path)
+            verify_files(path, manifest, agreement.rank, self.args.world_size)
+            return manifest
+
+        manifest = agreement.run("load_best_model_at_end", verified)
         if manifest is not None and manifest.has_masters:
-            self._read(Path(best), manifest, None)
+            self._read(path, manifest, None)
         else:
-            self._read_model_files(Path(best))
+            self._read_model_files(path)
         self._update_model()

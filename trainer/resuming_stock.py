@@ -13,7 +13,6 @@ from transformers import Trainer
 from hf_hotspa.checkpoint.manifest import ADAPTER_WEIGHTS
 from hf_hotspa.checkpoint.stock import StockCheckpoint, restore_adapter
 from hf_hotspa.checkpoint.tensors import copy_buffers
-from hf_hotspa.errors import HotspaError
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.loading import load_weights
@@ -49,12 +48,8 @@ class StockResumeMixin(Trainer):
         engine = self.engine
         assert engine is not None
         if engine.description.adapters is not None:
-            error: HotspaError | None = None
-            try:
-                restore_adapter(WeightFiles(folder, ADAPTER_WEIGHTS), engine.master)
-            except HotspaError as found:
-                error = found
-            engine.agree(error, "resume")
+            master = engine.master
+            engine.agreement.run("resume", lambda: restore_adapter(WeightFiles(folder, ADAPTER_WEIGHTS), master))
         else:
             with structure_only():
                 load_weights(folder, self.model, engine.master, self._agreement())
@@ -64,27 +59,20 @@ class StockResumeMixin(Trainer):
 
     def _restore_stock(self, stock: StockCheckpoint) -> None:
         """Weights, optimizer and scheduler. Raises on all ranks."""
-        engine = self.engine
+        engine, optimizer = self.engine, self.optimizer
         assert engine is not None
-        assert self.optimizer is not None
+        assert optimizer is not None
         self._read_model_files(stock.path)
-        error: HotspaError | None = None
-        try:
-            stock.restore_optimizer(self.optimizer, engine.master)
+
+        def restore() -> None:
+            stock.restore_optimizer(optimizer, engine.master)
             stock.check_scheduler(self.lr_scheduler)
             self.lr_scheduler.load_state_dict(dict(stock.scheduler))
-        except HotspaError as found:
-            error = found
-        engine.agree(error, "resume")
+
+        engine.agreement.run("resume", restore)
 
     def _set_stock_random_state(self, stock: StockCheckpoint) -> None:
         """The generators of this rank. Raises on all ranks."""
-        engine, error, found = self.engine, None, False
-        assert engine is not None
-        try:
-            found = stock.set_random_state(self.args.process_index)
-        except HotspaError as failure:
-            error = failure
-        engine.agree(error, "resume")
+        found = self._agreement().run("resume", lambda: stock.set_random_state(self.args.process_index))
         if not found and self.is_world_process_zero():
             logger.warning("%s holds no random states: what draws random numbers goes on with others", stock.path)

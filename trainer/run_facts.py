@@ -15,6 +15,8 @@ from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import dtype_name
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.auto import AutoStrategies
+from hf_hotspa.trainer.predictions import Predictions
 
 _LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
 
@@ -24,7 +26,7 @@ def run_facts(
     model: PreTrainedModel,
     args: HotSPaTrainingArguments,
     table: SequenceTable | None,
-    plan: AutoPlan | None,
+    foretold: AutoStrategies | Predictions | None,
 ) -> RunFacts:
     """The facts of a run. No communication, no host names.
 
@@ -33,9 +35,10 @@ def run_facts(
         model: The model that is trained.
         args: The training arguments.
         table: The scan of the data set; None for a stream.
-        plan: What `hotspa_strategies=auto` chose; None where strategies were given.
+        foretold: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
     """
     shape = engine.description.shape
+    single = foretold.single if foretold is not None else None
     return RunFacts(
         world_size=engine.world_size,
         versions={name.replace("-", "_"): _version(name) for name in _LIBRARIES}
@@ -74,8 +77,9 @@ def run_facts(
             {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
             for b in engine.buckets
         ],
-        plan=_plan(plan) if plan is not None else None,
+        plan=_plan(foretold.plan) if isinstance(foretold, AutoStrategies) else None,
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
+        single=str(single.bucket.strategy) if single is not None else None,
     )
 
 

@@ -19,7 +19,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 OF_ONE_RANK = frozenset({
     "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
-    "log_level_replica", "log_on_each_node", "hub_token", "hotspa_phase_table", "deepspeed", "hotspa_model_path",
+    "log_level_replica", "log_on_each_node", "hub_token", "hotspa_phase_table", "hotspa_log_all", "deepspeed", "hotspa_model_path",
 })  # fmt: skip
 """Arguments that may differ: what a rank shows and where, and the paths of files whose contents are compared."""
 

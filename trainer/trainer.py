@@ -15,11 +15,11 @@ import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 from transformers.trainer_utils import TrainOutput
 
 from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
+from hf_hotspa.callbacks.settings import SettingsCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.data.table import SequenceTable
@@ -30,12 +30,14 @@ from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.runtime.own_loss import TokenSlice
 from hf_hotspa.trainer.accumulation import AccumulationMixin
-from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.collators import CollatorMixin, check_collator
+from hf_hotspa.trainer.control_flags import ControlFlagsMixin
 from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
+from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import told_to_all
@@ -47,7 +49,7 @@ from hf_hotspa.trainer.out_of_memory import warn_of_known
 from hf_hotspa.trainer.overrides import OverridesMixin, refuse_overrides
 from hf_hotspa.trainer.own_loss import OwnLossMixin
 from hf_hotspa.trainer.plain_arguments import completed, named
-from hf_hotspa.trainer.predictions import Predictions, find_calibration, make_predictions
+from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream, scanned
@@ -74,7 +76,7 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    OverridesMixin, AccumulationMixin, CountingMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
+    OverridesMixin, AccumulationMixin, CountingMixin, ControlFlagsMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
     EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
 ):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
@@ -101,7 +103,7 @@ class HotSPaTrainer(
     """
 
     args: HotSPaTrainingArguments
-    callback_handler: CallbackHandler
+    callback_handler: CallbackEvents
     optimizer: torch.optim.Optimizer | None
 
     def __init__(
@@ -134,13 +136,12 @@ class HotSPaTrainer(
             print(args.hotspa_deepspeed, flush=True)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
         self.callback_handler = CallbackEvents(self.callback_handler, self._show_model, self._arguments_as_given)
-        if not any(isinstance(c, SwitchOverheadCallback) for c in self.callback_handler.callbacks):
-            self.add_callback(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
-        if args.hotspa_report and not any(isinstance(c, TraceCallback) for c in self.callback_handler.callbacks):
-            self.add_callback(ReportCallback(steps=args.hotspa_trace_steps))
-        shown = is_watched() and not args.disable_tqdm
-        if shown and not any(isinstance(c, PhaseProgressCallback) for c in self.callback_handler.callbacks):
-            self.add_callback(PhaseProgressCallback())
+        self.callback_handler.add_own(SettingsCallback())
+        self.callback_handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
+        if args.hotspa_report:
+            self.callback_handler.add_own(ReportCallback(steps=args.hotspa_trace_steps), instead=TraceCallback)
+        if is_watched() and not args.disable_tqdm:
+            self.callback_handler.add_own(PhaseProgressCallback())
         # gloo processes that leave with a live group abort now and then, after a correct run
         atexit.register(_destroy_default_group)
 
@@ -171,36 +172,15 @@ class HotSPaTrainer(
         if args.hotspa_auto:
             self._auto = prepare_auto(self.model, args, self._tables_for_auto, self.get_total_train_batch_size(args))
         loss = self._own_loss()
-        self.engine = HotSPaEngine(
-            self.model,
-            self._auto.buckets if self._auto is not None else args.hotspa_buckets,
-            weights=weights,
-            compute_dtype=torch.bfloat16 if args.bf16 else None,
-            device=args.device,
-            pipeline_schedule=args.hotspa_pipeline_schedule,
-            staging_bytes=args.hotspa_staging_mb << 20,
-            timeout_s=float(args.ddp_timeout),
-            overlap_load=ON_OFF[args.hotspa_overlap_load],
-            overlap_return=ON_OFF[args.hotspa_overlap_return],
-            switch_timeout_s=args.hotspa_switch_timeout,
-            planner=args.hotspa_planner,
-            second_source=ON_OFF[args.hotspa_second_source],
-            memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
-            label_smoothing=args.label_smoothing_factor if loss is None else 0.0,
-            loss=loss,
-            recompute_every=args.hotspa_recompute_every,
-            neftune_alpha=args.neftune_noise_alpha,
-            seed=args.seed,
-            gradients=args.hotspa_gradients,
-            offload_master=args.hotspa_offload == "master",
-            attention_dropout=args.hotspa_attention_dropout is None,
-        )
+        buckets = self._auto.buckets if self._auto is not None else recomputing_buckets(args)
+        options = engine_options(args, loss)
+        self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
-        self._predictions = make_predictions(self.engine, calibration, args)
+        self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes
         elif args.process_index == 0:
-            warn_of_known(args.output_dir, args.hotspa_buckets)
+            warn_of_known(args.output_dir, buckets)
         self._model_agrees(self.engine.model_digest)
         self._wrapped = self._num_parameters = None
         self.model_wrapped = self.model
@@ -211,20 +191,19 @@ class HotSPaTrainer(
         if self.args.activation_checkpointing:
             self.model.disable_input_require_grads()  # a hook of the Trainer's on a model that does not run
         engine = self._start_engine()
-        loader, error, same = None, None, dict[str, str]()
-        dataset, table = self.train_dataset, None
-        try:
+
+        def made() -> tuple[MiniBatchLoader | StreamLoader, Any, SequenceTable | None]:
             loader = self._make_loader(engine)
             self._check_evaluation_lengths(engine)
             self._check_data_order(loader)
-            if not is_stream(dataset):
-                dataset, table = self._scanned()
-            same = data_facts(dataset, table, self._row_rules())
-        except HotspaError as found:
-            error = found
-        engine.agree(error, "data set", same)
-        assert loader is not None
-        facts = run_facts(engine, self.model, self.args, table, self._auto.plan if self._auto is not None else None)
+            return loader, *((self.train_dataset, None) if is_stream(self.train_dataset) else self._scanned())
+
+        loader, _, table = engine.agreement.run(
+            "data set", made, facts=lambda made: data_facts(*made[1:], self._row_rules())
+        )
+        if self._predictions is not None and table is not None:
+            self._predictions.compare_with_single(table, self.get_total_train_batch_size(self.args))
+        facts = run_facts(engine, self.model, self.args, table, self._auto or self._predictions)
         self.callback_handler.dispatch(
             "on_run_begin", self.args, self.state, self.control, run=facts,
             callback_seconds=lambda: dict(self.callback_handler.seconds),
@@ -375,8 +354,10 @@ class HotSPaTrainer(
             with self.callback_handler.deferring_errors(), self._preemption, told_to_all(self, "training"):
                 output = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
-                    self.engine.agree(self.callback_handler.take_error(), "end of training")
-        except BaseException:
+                    self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                self._say_interrupted()
             if self.args.world_size == 1:  # on several ranks nobody knows who is still there
                 self._update_model()
             raise

@@ -172,13 +172,8 @@ class CheckpointWriter:
 
     def _on_first(self, action: Callable[[], T]) -> T | None:
         """Does something on rank 0, and raises its error on all ranks. None on the others."""
-        value, error = None, None
-        if self.agreement.rank == 0:
-            try:
-                value = action()
-            except HotspaError as found:
-                error = found
-            except Exception as found:  # not only ours: the other ranks wait
-                error = write_error("no checkpoint was written", self.folder.path, found)
-        self.agreement.check({}, error, "checkpoint")
-        return value
+        return self.agreement.run(
+            "checkpoint",
+            lambda: action() if self.agreement.rank == 0 else None,
+            otherwise=lambda failure: write_error("no checkpoint was written", self.folder.path, failure),
+        )

@@ -10,9 +10,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_hotspa.cost.choice import Choice
 from hf_hotspa.cost.memory import MemoryBreakdown, MemoryModel
-from hf_hotspa.cost.rooms import MemoryRooms
-from hf_hotspa.cost.search import Choice, Rooms, search
+from hf_hotspa.cost.rooms import MemoryRooms, Rooms
+from hf_hotspa.cost.search import search
 from hf_hotspa.cost.tables import table as text_table
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.bucketing import check_lengths, cut_rows
@@ -38,7 +39,7 @@ class AutoPlan:
         choice: The search's answer.
         memory: What each bucket of the pool holds on its fullest rank with full packs.
         time: The time model.
-        switch: Load and return seconds of each strategy of the pool.
+        switch: Load and return seconds of each strategy of the pool, and of the best static one.
         limit_bytes: Memory of a device.
         limit_source: Where the limit is from, in words.
         mini_batch_size: Rows of a mini-batch.
@@ -203,7 +204,7 @@ def make_auto_plan(
         choice,
         tuple(memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in pool),
         time,
-        {bucket.strategy: switch[bucket.strategy] for bucket in pool},
+        {bucket.strategy: switch[bucket.strategy] for bucket in (*pool, choice.static)},
         limit_bytes,
         limit_source,
         mini_batch_size,

@@ -95,11 +95,6 @@ class Calibration:
         """The tensor-parallel degrees that were measured."""
         return tuple(sorted({sample.tp for sample in self.samples}))
 
-    @property
-    def longest_pack(self) -> int:
-        """Tokens of the longest pack that was measured."""
-        return max(sum(sample.lengths) for sample in self.samples)
-
     def covers(self, strategies: Iterable[Strategy]) -> bool:
         """Whether all of these can be predicted."""
         return {s.tp for s in strategies} <= set(self.degrees)

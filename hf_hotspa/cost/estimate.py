@@ -7,12 +7,14 @@ pipeline, and caches: what decides. Both look at the same mini-batches and the s
 
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import numpy.typing as npt
 
+from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import MIN_PIPELINE_PACK_TOKENS, pack_sequences
 from hf_hotspa.strategy import Bucket, Strategy
@@ -51,20 +53,25 @@ class LengthTable:
         at = np.stack([np.searchsorted(lengths, self.edges, side="right") for lengths in self._sorted])
         sums = [np.concatenate(([0.0], np.cumsum(lengths, dtype=np.float64))) for lengths in self._sorted]
         squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
-        self._at = at
-        # [mini-batch, low edge, high edge]
-        self.count = np.maximum(at[:, None, :] - at[:, :, None], 0).astype(np.float64)
+        # the pairs of edges of which the first is below the second; everything below is [mini-batch, pair]
+        self._low, self._high = np.triu_indices(len(edges), 1)
+        self._low_at, self._high_at = at[:, self._low], at[:, self._high]
+        self.count = (self._high_at - self._low_at).astype(np.float64)
         self.tokens = self._between(sums)
         self.squares = self._between(squares)
         top = [
             np.where(row > 0, lengths[np.maximum(row - 1, 0)], 0) if len(lengths) else np.zeros(len(row), np.int64)
             for lengths, row in zip(self._sorted, at, strict=True)
         ]
-        self.longest = np.where(self.count > 0, np.stack(top)[:, None, :], 0).astype(np.float64)
+        self.longest = np.where(self.count > 0, np.stack(top)[:, self._high], 0).astype(np.float64)
+        self._longest_squares = self.longest**2
+        self._used = self.count > 0
+        self._used_weight = self._weights @ self._used
+        self._known: dict[tuple[Strategy, int, int], Array] = {}
 
     def _between(self, prefix: Sequence[Array]) -> Array:
-        ends = np.stack([sums[row] for sums, row in zip(prefix, self._at, strict=True)])
-        return np.maximum(ends[:, None, :] - ends[:, :, None], 0.0)
+        low = np.stack([sums[row] for sums, row in zip(prefix, self._low_at, strict=True)])
+        return np.stack([sums[row] for sums, row in zip(prefix, self._high_at, strict=True)]) - low
 
     def phase_seconds(
         self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float, longest: int = 0
@@ -75,39 +82,53 @@ class LengthTable:
         sequence of more than half the capacity), their number follows the rule of `data.packing`, and a pipeline
         takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
         its work on all of them. Infinite where the range is empty by
-        construction or holds a length above both the capacity and `longest`. That tokens in flight are limited is not in
-        it.
+        construction or holds a length above both the capacity and `longest`.
         """
+        key = time.kind(strategy), capacity, longest
+        if key not in self._known:
+            self._known[key] = self._compute_seconds(time, *key)
+        found = np.full((len(self.edges), len(self.edges)), np.inf)
+        found[self._low, self._high] = self._known[key] + self._used_weight * switch_s
+        return found
+
+    def _compute_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, longest: int) -> Array:
+        """The same without the switch, for each pair of edges."""
         dp, pp = strategy.dp, strategy.pp
-        count, tokens, squares = self.count, self.tokens, self.squares
-        half = np.array([np.searchsorted(lengths, capacity // 2, side="right") for lengths in self._sorted])
-        large = self._at[:, None, :] - np.maximum(self._at, half[:, None])[:, :, None]
+        tokens, squares = self.tokens, self.squares
+        half = np.array([[np.searchsorted(lengths, capacity // 2, side="right")] for lengths in self._sorted])
+        large = self._high_at - np.maximum(self._low_at, half)
         packs = np.maximum(np.ceil(tokens / capacity), large)
         packs = np.ceil(packs / dp) * dp
         if pp > 1:
             affordable = tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
             packs = np.maximum(packs, np.minimum(dp * pp, affordable))
-        packs = np.maximum(np.minimum(packs, count), 1)
-        each = np.ceil(packs / dp)
-        slowest = total = alone = np.zeros_like(tokens)
-        for cost, times in Counter(time.stage_costs(strategy)).items():
-            load = (cost.a * squares + cost.b * tokens) / np.minimum(packs, dp) + cost.c * each
-            slowest = np.maximum(slowest, load)
-            total = total + times * load
-            alone = alone + times * (cost.a * self.longest**2 + cost.b * self.longest + cost.c)
-        seconds = slowest
+        packs = np.maximum(np.minimum(packs, self.count), 1)
+        each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
+        costs = Counter(time.stage_costs(strategy))
+        loads = [(cost.a * squares + cost.b * tokens) / spread + cost.c * each for cost in costs]
+        slowest = seconds = np.maximum.reduce(loads)
+        total = sum(times * load for times, load in zip(costs.values(), loads, strict=True))
         if pp > 1:
             hop = time.hop(strategy)
             passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs)
-            seconds = slowest + (total - slowest) / each + passing
-        seconds = np.maximum(seconds, alone)
+            seconds = slowest + (total - slowest) / each + passing + self._alone_seconds(costs, capacity, pp) / dp
+        through = sum([cost * times for cost, times in costs.items()], Cost())
+        seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
         if strategy.world_size > time.slots:
-            seconds = np.maximum(seconds, total * np.minimum(packs, dp) * strategy.tp / time.slots)
-        seconds = seconds + time.fixed_s + switch_s
-        mean: Array = np.tensordot(self._weights, np.where(count > 0, seconds, 0.0), 1)
-        low, high = np.indices(mean.shape)
-        mean[(low >= high) | (self.edges[None, :] > max(capacity, longest))] = np.inf
+            seconds = np.maximum(seconds, total * spread * strategy.tp / time.slots)
+        mean: Array = self._weights @ np.where(self._used, seconds + time.fixed_s, 0.0)
+        mean[self.edges[self._high] > max(capacity, longest)] = np.inf
         return mean
+
+    def _alone_seconds(self, costs: Iterable[Cost], capacity: int, pp: int) -> Array:
+        """What stages wait because sequences longer than the packs leave little room for others in the pipeline: with
+        room for 1 / n of as many packs as there are stages, each of them takes n times as long."""
+        waits = []
+        for lengths in self._sorted:
+            squares, tokens = lengths.astype(np.float64) ** 2, lengths.astype(np.float64)
+            slowest = np.maximum.reduce([cost.a * squares + cost.b * tokens + cost.c for cost in costs])
+            waits.append(np.concatenate(([0.0], np.cumsum(slowest * (np.clip(tokens / capacity, 1, pp) - 1)))))
+        return self._between(waits)
 
 
 @dataclass(frozen=True)
@@ -151,17 +172,26 @@ class Evaluator:
     ) -> None:
         equal = [1 / len(batches)] * len(batches)
         self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]
+        self._tokens = [[0, *accumulate(batch)] for batch, _ in self._batches]
+        self._squares = [[0, *accumulate(length * length for length in batch)] for batch, _ in self._batches]
         self._time, self._switch, self._quadratic_cost = time, switch, quadratic_cost
-        self._known: dict[tuple[Strategy, int, int, int], PhaseCost] = {}
+        self._known: dict[tuple[Strategy, int, int, int], tuple[float, float, float]] = {}
+
+    @property
+    def num_simulated(self) -> int:
+        """Phases that were packed and simulated."""
+        return len(self._known)
 
     def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
         """The phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
-        key = strategy, low, high, pack_tokens
+        key = self._time.kind(strategy), low, high, pack_tokens
         if key not in self._known:
             self._known[key] = self._phase(*key)
-        return self._known[key]
+        compute, used, num_packs = self._known[key]
+        return PhaseCost(compute, self._switch[strategy] * used, num_packs)
 
-    def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
+    def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> tuple[float, float, float]:
+        """Seconds of computation, the weight of the mini-batches that need the phase, and packs."""
         compute = num_packs = used = 0.0
         most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
         for batch, weight in self._batches:
@@ -180,7 +210,7 @@ class Evaluator:
             num_packs += weight * sum(map(len, replicas))
             of_replicas = [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
             compute += weight * self._time.phase_seconds(strategy, of_replicas, most_tokens)
-        return PhaseCost(compute, self._switch[strategy] * used, num_packs)
+        return compute, used, num_packs
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
         """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas, or all
@@ -188,12 +218,12 @@ class Evaluator:
         total = 0.0
         costs = Counter(self._time.stage_costs(strategy))
         slots = self._time.slots
-        for batch, weight in self._batches:
-            lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
-            if lengths:
-                tokens, squares = sum(lengths), sum(length * length for length in lengths)
-                alone = lengths[bisect_right(lengths, pack_tokens) :]
-                packs = len(alone) - (sum(alone) - tokens) // pack_tokens
+        for (batch, weight), sums, square_sums in zip(self._batches, self._tokens, self._squares, strict=True):
+            first, end = bisect_right(batch, low), bisect_right(batch, high)
+            if first < end:
+                tokens, squares = sums[end] - sums[first], square_sums[end] - square_sums[first]
+                longer = min(max(first, bisect_right(batch, pack_tokens)), end)
+                packs = end - longer - (sums[longer] - sums[first]) // -pack_tokens
                 loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
                 busiest = max(loads.values()) / strategy.dp
                 busiest = max(busiest, sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp / slots)

@@ -6,8 +6,8 @@ published. Deterministic for a seed; no torch.
 """
 
 import os
-from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -64,11 +64,48 @@ def _log_normal(uniform: np.typing.NDArray[np.float64], median: float, sigma: fl
     return median * np.exp(sigma * normal)
 
 
+@dataclass(frozen=True)
+class Counts:
+    """How many sequences of each length there are.
+
+    Args:
+        lengths: [N] int64, different lengths in tokens, each at least 1.
+        sizes: [N] int64, how many sequences have each.
+        source: Where they are from, in words.
+    """
+
+    lengths: np.typing.NDArray[np.int64]
+    sizes: np.typing.NDArray[np.int64]
+    source: str = ""
+
+    @classmethod
+    def of(cls, lengths: Iterable[int] | np.typing.NDArray[np.int64], source: str = "") -> "Counts":
+        """The counts of some lengths; those of 0 tokens are left out."""
+        different, sizes = np.unique(np.fromiter(lengths, np.int64), return_counts=True)
+        some = different > 0
+        return cls(different[some], sizes[some].astype(np.int64), source)
+
+    @property
+    def total(self) -> int:
+        """All sequences."""
+        return int(self.sizes.sum())
+
+    def drawn(self, most: int | None = None, seed: int = 0) -> list[int]:
+        """At most so many lengths in random order, always with the longest one; all of them without a number."""
+        return _drawn(self.lengths, self.sizes, min(self.total, most or self.total), seed)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes them as a JSON histogram."""
+        counts = {str(length): size for length, size in zip(self.lengths.tolist(), self.sizes.tolist(), strict=True)}
+        write_json(path, KIND, SCHEMA_VERSION, {"source": self.source, "counts": counts})
+
+    def __str__(self) -> str:
+        return self.source
+
+
 def save_histogram(path: str | os.PathLike[str], lengths: Iterable[int], source: str = "") -> None:
     """Writes lengths as counts by length."""
-    counts = Counter(int(length) for length in lengths)
-    data = {"source": source, "counts": {str(length): counts[length] for length in sorted(counts)}}
-    write_json(path, KIND, SCHEMA_VERSION, data)
+    Counts.of(lengths, source).save(path)
 
 
 def load_histogram(path: str | os.PathLike[str], most: int | None = None, seed: int = 0) -> list[int]:
@@ -80,9 +117,21 @@ def load_histogram(path: str | os.PathLike[str], most: int | None = None, seed: 
         seed: For order and drawing.
 
     Raises:
+        HotspaConfigError: see `load_counts`.
+    """
+    return load_counts(path).drawn(most, seed)
+
+
+def load_counts(path: str | os.PathLike[str]) -> Counts:
+    """Reads a histogram.
+
+    Raises:
         HotspaConfigError: the file is missing, torn, of another kind or version, empty, or holds impossible numbers.
     """
-    remedy = 'write {"kind": "' + KIND + '", "schema_version": 1, "counts": {"length": count, ...}}'
+    remedy = (
+        "make it with `hf-hotspa lengths --dataset DATA -o FILE`, or write "
+        '{"kind": "' + KIND + '", "schema_version": 1, "counts": {"length": count, ...}}'
+    )
     data, where = read_json(path, KIND, SCHEMA_VERSION, remedy), str(path)
     counts = data.get("counts")
     if not isinstance(counts, dict) or not counts:
@@ -96,10 +145,9 @@ def load_histogram(path: str | os.PathLike[str], most: int | None = None, seed: 
             raise HotspaConfigError(f"the count of length {key} is {count!r}", where=where, fix=remedy)
         lengths.append(int(key))
         sizes.append(int(found))
-    total = sum(sizes)
-    if not total:
+    if not sum(sizes):
         raise HotspaConfigError("all counts of the histogram are 0", where=where, fix=remedy)
-    return _drawn(np.array(lengths), np.array(sizes), min(total, most or total), seed)
+    return Counts(np.array(lengths), np.array(sizes), where)
 
 
 def _drawn(

@@ -11,11 +11,11 @@ Activations are linear in the tokens of a pack (attention keeps no score matrix)
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
-from bisect import bisect_right
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 
-from hf_hotspa.cost.sizes import ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
+from hf_hotspa.cost.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.data.pipeline_order import most_packs
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
@@ -125,16 +125,19 @@ class MemoryBreakdown:
 
     def parts(self) -> dict[str, float]:
         """Bytes by name."""
-        return {f.name: getattr(self, f.name) for f in fields(self)[:-4]}
+        return {name: getattr(self, name) for name in _PARTS}
 
     @property
     def total(self) -> float:
         """Bytes in all."""
-        return sum(self.parts().values())
+        return sum([getattr(self, name) for name in _PARTS])
 
     def __str__(self) -> str:
         parts = ", ".join(f"{name.replace('_', ' ')} {size / _GIB:,.2f}" for name, size in self.parts().items() if size)
         return f"{self.total / _GIB:,.2f} GiB on stage {self.stage} ({parts})"
+
+
+_PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
 
 
 @dataclass(frozen=True)
@@ -150,6 +153,10 @@ class MemoryModel:
     sizes: ModelSizes
     world_size: int
     options: MemoryOptions = MemoryOptions()
+
+    @cached_property
+    def _master(self) -> MasterSizes:
+        return self.sizes.master(self.world_size)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -195,7 +202,7 @@ class MemoryModel:
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         strategy, pack_tokens = bucket.strategy, bucket.room
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
-        master = self.sizes.master(self.world_size)
+        master = self._master
         held_tokens, in_flight = bucket.most_tokens, most_packs(options.schedule, strategy.pp, stage, num_packs)
         if in_flight is None:
             in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
@@ -319,13 +326,28 @@ class MemoryModel:
         if limit_bytes is None:
             return UNLIMITED_TOKENS
         found = UNLIMITED_TOKENS
-        for stage in range(strategy.pp):
+        for stage in self._fullest(strategy):
 
             def total(tokens: int, stage: int = stage) -> float:
                 return self._breakdown(Bucket(strategy, longest, tokens), stage, num_packs, arena_bytes).total
 
-            # the first that does not fit comes behind it
-            found = max(0, bisect_right(range(found + 1), limit_bytes, key=total) - 1)
+            found = most_within(total, limit_bytes, found)
+        return found
+
+    def _fullest(self, strategy: Strategy) -> list[int]:
+        """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
+        way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
+        sizes, last = self.sizes.stages(strategy), strategy.pp - 1
+        found: list[int] = []
+        for stage, own in enumerate(sizes):
+            smaller = any(
+                sizes[before].num_layers >= own.num_layers
+                and sizes[before].weight_bytes >= own.weight_bytes
+                and sizes[before].gradient_bytes >= own.gradient_bytes
+                for before in found
+            )
+            if stage == last or not smaller:
+                found.append(stage)
         return found
 
     def bytes_needed(
@@ -355,6 +377,37 @@ class MemoryModel:
                     f"{limit_bytes / _GIB:,.2f} GiB",
                     fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
                 )
+
+
+def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
+    """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is.
+
+    Args:
+        total: Never falls. Made of few straight lines, as bytes over tokens are: the next number to look at is where
+            the line through the last two would meet the limit, or their middle where that led nowhere.
+        limit: The limit.
+        high: The largest number in question.
+    """
+    low, of_low, of_high = 0, total(0), total(high)
+    if of_low > limit:
+        return 0
+    if of_high <= limit:
+        return high
+    # low is within the limit, high is not
+    halve = False
+    while high - low > 1:
+        width = high - low
+        share = 0.5 if halve else (limit - of_low) / (of_high - of_low)
+        middle = min(max(low + int(share * width), low + 1), high - 1)
+        of_middle = total(middle)
+        if of_middle <= limit:
+            low, of_low = middle, of_middle
+        else:
+            high, of_high = middle, of_middle
+        if low == middle and high - low > 1 and not halve and (over := total(low + 1)) > limit:
+            high, of_high = low + 1, over
+        halve = not halve and high - low > width // 2
+    return low
 
 
 def round_up(num_bytes: float) -> str:

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.cost.hub import hub_file
 from hf_hotspa.cost.json_file import read_json
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
@@ -68,16 +69,14 @@ def preset_names() -> tuple[str, ...]:
 
 
 def load_model(text: str | os.PathLike[str]) -> ModelConfig:
-    """The model that a preset's name, a config file, or a folder with a `config.json` describes.
+    """The model that a preset's name, a config file, a folder with a `config.json`, or a name on the hub describes.
 
     Raises:
-        HotspaConfigError: there is no such preset or file, or it holds no JSON object.
+        HotspaConfigError: there is no such preset, file or model on the hub, or it holds no JSON object.
         ModelError: the config is not that of a causal language model that can be counted.
     """
-    path = _find(text)
-    if str(text) in preset_names():
-        return model_from(_read(path), str(text), str(text))
-    return model_from(_read(path), path.parent.resolve().name if path.name == "config.json" else path.stem, str(path))
+    path, name = _find(text)
+    return model_from(_read(path), name, str(text) if str(text) in preset_names() else str(path))
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
@@ -88,22 +87,35 @@ def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
         ModelError: see `load_model`.
     """
     load_model(text)
-    return _read(_find(text))
+    return _read(_find(text)[0])
 
 
-def _find(text: str | os.PathLike[str]) -> Path:
+def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
+    """The file, and what tables call the model."""
     names = preset_names()
     if str(text) in names:
-        return _PRESETS / f"{text}.json"
-    path = Path(text)
-    if path.is_dir():
+        return _PRESETS / f"{text}.json", str(text)
+    path = Path(text).expanduser()
+    folder = path.is_dir()
+    if folder:
         path /= "config.json"
-    if not path.is_file():
-        raise HotspaConfigError(
-            f"there is no model preset and no config file {str(text)!r}",
-            fix=f"use one of {', '.join(names)}, or the path of a config.json or its folder",
-        )
-    return path
+    if path.is_file():
+        return path, path.parent.resolve().name if path.name == "config.json" else path.stem
+    why: str | None = None
+    fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or a name on the hub"
+    if not folder and not _is_path(str(text)):
+        try:
+            return hub_file(str(text)), str(text)
+        except HotspaConfigError as error:
+            why, fix = " ".join(filter(None, (error.what, error.where and f"({error.where})"))), error.fix or fix
+            if "/" not in str(text):  # more likely a preset's name with a mistake
+                fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
+    raise HotspaConfigError(f"there is no model preset and no config file {str(text)!r}", why=why, fix=fix)
+
+
+def _is_path(text: str) -> bool:
+    """Whether it cannot be a name on the hub, which has one slash at most."""
+    return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
 
 
 def _read(path: Path) -> dict[str, Any]:

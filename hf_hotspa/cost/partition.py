@@ -38,8 +38,24 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
         keep: Choices of strategies kept for each number of ranges.
 
     Returns:
-        Finite ones, cheapest first; ties in the order of strategies and edges.
+        Finite ones, cheapest first; ties in the order of strategies and edges. The first is the best of all; for the
+        others only strategies are looked at that the first might have had (`_useful`).
     """
+    useful = _useful(costs, max_phases)
+    found = _best(costs[useful], max_phases, keep)
+    return [Partition(p.seconds, tuple((int(useful[s]), i, j) for s, i, j in p.ranges)) for p in found]
+
+
+def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
+    """The strategies that a best partition may need: not those that, for every range, `max_phases` others are as cheap
+    as, of which one would be free to take the place. Of equal ones the first count as cheaper."""
+    dearer = (costs[:, None] >= costs[None]).all(axis=(2, 3))  # [strategy, other]
+    order = np.arange(len(costs))
+    dearer &= ~(dearer.T & (order[:, None] <= order[None]))
+    return np.flatnonzero(dearer.sum(axis=1) < max_phases)
+
+
+def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
     num_strategies, num_edges = costs.shape[:2]
     last = num_edges - 1
     chosen = np.arange(num_strategies)[:, None]

@@ -9,36 +9,33 @@ their time.
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
+from hf_hotspa.cost.baselines import Baseline, DataParallel, baselines
 from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.hardware import Hardware, load_hardware, parse_bytes, parse_nodes
-from hf_hotspa.cost.histogram import DISTRIBUTIONS, load_histogram, synthetic_lengths
+from hf_hotspa.cost.cards import load_hardware
+from hf_hotspa.cost.choice import Choice
+from hf_hotspa.cost.hardware import Hardware, parse_bytes, parse_nodes
+from hf_hotspa.cost.histogram import Counts
+from hf_hotspa.cost.lengths import read_lengths
 from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions
 from hf_hotspa.cost.model_config import ModelConfig, load_model
 from hf_hotspa.cost.rooms import MemoryRooms
-from hf_hotspa.cost.search import Choice, search
+from hf_hotspa.cost.search import mini_batches, search
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.cost.switch_time import estimate
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.strategy import Bucket, Strategy, check_buckets, legal_strategies
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
 DTYPE = "bfloat16"
 """Of weights and activations, where nobody says."""
-LONGEST = 32768
-"""The longest sequence of synthetic lengths, where a model has positions for it."""
-_SEQUENCES = 2048
-_MINI_BATCHES = 64
-"""Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
 _SAME_LAYER = 0.05
 """How far the counted parameters of a layer may be from the measured model's: biases and extra norms are not counted."""
 _MOST_DEVICES = 1 << 15
-_MOST_SEQUENCES = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -168,9 +165,9 @@ class Setup:
         return replace(found, schedule=self.schedule)
 
     def strategies(self) -> list[Strategy]:
-        """Every legal strategy, with the options that are asked for."""
-        legal = legal_strategies(self.world_size, self.model.shape)
-        return list(map(self.with_options, legal))
+        """Every legal strategy with every choice of options, but for those that are asked for of all."""
+        options = strategies_with_options(self.world_size, self.model.shape)
+        return list(dict.fromkeys(map(self.with_options, options)))
 
     def with_options(self, strategy: Strategy) -> Strategy:
         """A strategy with its own options and those that are asked for of all."""
@@ -222,6 +219,7 @@ class Plan:
         mini_batch_size: Sequences of a mini-batch.
         choice: What the search chose.
         memory: What each bucket's strategy holds inside the pool.
+        baselines: What others would make of it under data parallelism, by stage of ZeRO.
     """
 
     setup: Setup
@@ -231,6 +229,13 @@ class Plan:
     mini_batch_size: int
     choice: Choice
     memory: tuple[MemoryBreakdown, ...]
+    baselines: tuple[Baseline, ...] = ()
+
+    @property
+    def rival(self) -> tuple[str, float]:
+        """What to compare with, and its seconds: the best of a single strategy and the baselines."""
+        others = [(found.name, found.seconds) for found in self.baselines if found.seconds is not None]
+        return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
 
     def notes(self) -> list[str]:
         """What the reader must know before using the plan."""
@@ -271,7 +276,10 @@ class Plan:
             "seconds": choice.seconds,
             "switch_seconds": choice.switch_seconds,
             "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
+            "baselines": [found.to_dict() for found in self.baselines],
+            "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
             "buckets": buckets,
+            "phases_simulated": choice.num_simulated,
             "notes": self.notes(),
         }
 
@@ -308,45 +316,30 @@ def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
     return {"total": memory.total, **memory.parts(), **place}
 
 
-def read_lengths(text: str, mini_batch_size: int, longest: int | None, positions: int | None) -> tuple[list[int], int]:
-    """Lengths from a named distribution or a file, and the longest sequence that must fit.
-
-    Raises:
-        HotspaConfigError: no such distribution or file, or an impossible size.
-        OverlongError: the file holds longer sequences than `longest`.
-    """
-    if not 1 <= mini_batch_size <= _MOST_SEQUENCES:
-        raise HotspaConfigError(
-            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {_MOST_SEQUENCES}"
-        )
-    if longest is not None and not 1 <= longest < UNLIMITED_TOKENS:
-        raise HotspaConfigError(f"a longest sequence of {longest} tokens is impossible", fix="use at least 1")
-    count = max(mini_batch_size, min(_SEQUENCES, _MINI_BATCHES * mini_batch_size))
-    if text in DISTRIBUTIONS or not (Path(text).exists() or text.endswith(".json")):
-        top = longest or min(LONGEST, positions or LONGEST)
-        return synthetic_lengths(text, count, top), top
-    lengths = load_histogram(text, count)
-    if longest is not None and max(lengths) > longest:
-        above = sum(length > longest for length in lengths)
-        raise OverlongError(
-            f"{above} of {len(lengths)} lengths are above --longest {longest}; the longest is {max(lengths)}",
-            where=text,
-            fix=f"use --longest {max(lengths)}, or shorten them in the histogram as hotspa_overlong will",
-        )
-    return lengths, longest or max(lengths)
-
-
 def make_plan(
-    setup: Setup, lengths: str, longest: int | None = None, mini_batch_size: int = 512, max_phases: int = 3
+    setup: Setup,
+    lengths: str | Counts,
+    longest: int | None = None,
+    mini_batch_size: int = 512,
+    max_phases: int = 3,
+    overlong: str = "error",
 ) -> Plan:
     """Chooses buckets for a setup with hardware.
+
+    Args:
+        setup: Model and machines.
+        lengths: See `read_lengths`, and for `longest` and `overlong`, too.
+        longest: The longest sequence that must fit.
+        mini_batch_size: Sequences of a mini-batch.
+        max_phases: Most buckets.
+        overlong: What happens to longer ones.
 
     Raises:
         HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
     """
     assert setup.hardware is not None
     shape = setup.model.shape
-    found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings)
+    found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
     time = setup.time(setup.strategies())
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
@@ -365,7 +358,10 @@ def make_plan(
     memory = [
         setup.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in choice.buckets
     ]
-    return Plan(setup, tuple(found), lengths, top, mini_batch_size, choice, tuple(memory))
+    others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
+    known = time.knows(Strategy(setup.world_size))
+    rivals = baselines(others, *mini_batches(found, mini_batch_size, top), top, setup.limit_bytes) if known else ()
+    return Plan(setup, tuple(found), str(lengths), top, mini_batch_size, choice, tuple(memory), rivals)
 
 
 @dataclass(frozen=True)

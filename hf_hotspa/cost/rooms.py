@@ -3,15 +3,31 @@
 The memory model answers; a pool of strategies shares one arena. Plain data, no torch.
 """
 
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
-from hf_hotspa.cost.memory import MemoryModel, round_up
-from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.cost.memory import MemoryModel, most_within, round_up
+from hf_hotspa.errors import DeviceMemoryError, HotspaError
 from hf_hotspa.strategy import Strategy
 
 _GIB = 1 << 30
+
+
+class Rooms(Protocol):
+    """How many tokens the packs of a strategy may have."""
+
+    def arena(self, strategy: Strategy) -> int:
+        """Bytes that a pool must keep for the strategy's weights and gradients."""
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The longest sequence in a pool with that arena; 0 when the strategy cannot run there."""
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """The error for a sequence that no strategy holds."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +56,7 @@ class MemoryRooms:
         def total(length: int) -> float:  # GPipe keeps what the losses of all packs keep
             return self.model.breakdown(strategy, 1, longest=length, arena_bytes=arena).total
 
-        return max(0, bisect_right(range(alone + 1), self.limit_bytes, key=total) - 1)
+        return most_within(total, self.limit_bytes, alone)
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""

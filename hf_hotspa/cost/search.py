@@ -6,7 +6,9 @@ What is exact and what is not:
   lengths that occur: all of them where they are few, else quantiles and the longest sequence each strategy can hold.
 * With few candidates (`EXACT_PHASES` phases to look at) every phase is packed and simulated, and the dynamic programme
   over these times is exact. Otherwise the dynamic programme runs over estimates (`estimate.LengthTable`), the best
-  partitions are packed and simulated, and the edges of the winner are moved while that helps: a heuristic.
+  partitions are packed and simulated, which corrects the estimates of the others, and the edges of the best are moved
+  while that helps: a heuristic. Of strategies that differ in `+sp` alone, which costs no time, the roomier one is looked
+  at, with the packs of both, and its `+sp` left out again where the packs fit without.
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
@@ -21,121 +23,31 @@ Deterministic; no torch.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from itertools import cycle, islice
-from typing import Protocol
 
 import numpy as np
 
+from hf_hotspa.cost.choice import Choice, Row
 from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.cost.partition import best_partitions
+from hf_hotspa.cost.rooms import Rooms
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.errors import HotspaConfigError, HotspaError, OverlongError
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Bucket, Strategy
 
 EXACT_PHASES = 600
 """Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
 _MOST_EDGES = 24
 _SEQUENCES_EVALUATED = 2048
-_SHORTLIST = 8
+_KEPT = 24
+"""Pools kept of each arena and number of phases, by estimate."""
+_PATIENCE = 8
+"""Pools that are simulated in vain before the search ends."""
+_STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
+"""By how many candidates an edge is moved at a time."""
 _RARE = 0.01
 """What a mini-batch with a longest sequence counts that the histogram does not show."""
-
-
-class Rooms(Protocol):
-    """How many tokens the packs of a strategy may have (`memory.MemoryRooms`, `FixedRooms`)."""
-
-    def arena(self, strategy: Strategy) -> int:
-        """Bytes that a pool must keep for the strategy's weights and gradients."""
-
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence in a pool with that arena; 0 when the strategy cannot run there."""
-
-    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
-
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
-        """The error for a sequence that no strategy holds."""
-
-
-@dataclass(frozen=True)
-class FixedRooms:
-    """Given room for each strategy, whatever the pool and the sequences."""
-
-    capacities: Mapping[Strategy, int]
-
-    def arena(self, strategy: Strategy) -> int:
-        """None."""
-        return 0
-
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The given number."""
-        return self.capacities[strategy]
-
-    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The given number."""
-        return self.capacities[strategy]
-
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
-        """Names the roomiest strategy."""
-        best = max(strategies, key=lambda strategy: self.capacities[strategy])
-        return OverlongError(
-            f"no strategy holds a sequence of {longest} tokens",
-            fix=f"at most {self.capacities[best]} tokens fit, with {best}",
-        )
-
-
-@dataclass(frozen=True)
-class Row:
-    """One bucket of the answer, over the mini-batches looked at.
-
-    Args:
-        bucket: Strategy, edges and pack size.
-        num_sequences: Sequences a mini-batch.
-        num_tokens: Tokens a mini-batch.
-        num_packs: Packs a mini-batch, over all replicas.
-        compute_s: Seconds of its computation.
-        switch_s: Seconds of its switch.
-    """
-
-    bucket: Bucket
-    num_sequences: float
-    num_tokens: float
-    num_packs: float
-    compute_s: float
-    switch_s: float
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The answer of a search.
-
-    Args:
-        buckets: By length.
-        seconds: Predicted mean seconds of a mini-batch, switches included.
-        switch_seconds: The switches in it.
-        static: The best single strategy, its packs and its lengths.
-        static_seconds: Its seconds, its own switch included.
-        rows: One for each bucket.
-        exact: Whether the dynamic programme ran over simulated times; see the head of the file.
-    """
-
-    buckets: tuple[Bucket, ...]
-    seconds: float
-    switch_seconds: float
-    static: Bucket
-    static_seconds: float
-    rows: tuple[Row, ...]
-    exact: bool
-
-    @property
-    def switches(self) -> bool:
-        """Whether more than one strategy is worth it."""
-        return len(self.buckets) > 1
-
-    def __str__(self) -> str:
-        """What `hotspa_strategies` takes."""
-        return ",".join(map(str, self.buckets))
 
 
 def search(
@@ -194,8 +106,34 @@ def search(
     return found.run(margin, pack_margin, plain_margin)
 
 
+def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
+    """The mini-batches that are looked at, and what each counts: equal, but for one that holds nothing but a longest
+    sequence, where all others are shorter.
+
+    Args:
+        sample: Lengths in random order.
+        size: Sequences of a mini-batch; all when None.
+        longest: The longest sequence that must fit.
+    """
+    size = size or len(sample)
+    count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
+    stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
+    batches, weights = [list(islice(stream, size)) for _ in range(count)], [1 / count] * count
+    if longest > max(map(max, batches)):
+        batches.append([longest])
+        weights.append(_RARE)
+    return batches, weights
+
+
 _Phases = tuple[tuple[Strategy, int, int, int], ...]
 """`(strategy, low, high, pack tokens)` of each phase, by length."""
+
+_Estimated = tuple[tuple[Strategy, int, int, float], ...]
+"""`(strategy, low, high, estimated seconds)` of each phase, by length."""
+
+
+def _total(phases: _Estimated) -> float:
+    return sum(seconds for *_, seconds in phases)
 
 
 class _Search:
@@ -213,22 +151,24 @@ class _Search:
         quadratic_cost: float,
         max_phases: int,
     ) -> None:
-        size = mini_batch_size or len(sample)
-        count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
-        stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
-        self.batches = [list(islice(stream, size)) for _ in range(count)]
-        self.pool, self.time, self.rooms, self.switch = pool, time, rooms, switch
+        self.batches, weights = mini_batches(sample, mini_batch_size, longest)
+        self.time, self.rooms, self.switch = time, rooms, switch
+        # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
+        twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
+        self.plain = {sp: s for sp, s in twins.items() if s in pool and self._is_roomier(sp, s)}
+        self.pool = [s for s in pool if s not in set(self.plain.values())]
         self.longest, self.max_phases = longest, max_phases
-        weights = [1 / count] * count
-        self.num_drawn = count
-        if longest > max(map(max, self.batches)):
-            self.batches.append([longest])
-            weights.append(_RARE)
+        self.num_drawn = round(1 / weights[0])
         self.weights = weights
         self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
         self.most_tokens = max(longest, *map(sum, self.batches))
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
+
+    def _is_roomier(self, sp: Strategy, plain: Strategy) -> bool:
+        """Whether there is nothing that the one without `+sp` does better."""
+        same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
+        return same and self.rooms.tokens(sp, self.rooms.arena(sp)) >= self.rooms.tokens(plain, self.rooms.arena(plain))
 
     def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
         static = self._best_static(plain_margin)
@@ -239,7 +179,7 @@ class _Search:
                 best, best_seconds = phases, seconds
         if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
             best = static
-        best, static = (tuple(self._slim(phase, pack_margin) for phase in phases) for phases in (best, static))
+        best, static = (self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static))
         return self._choice(best, static)
 
     def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
@@ -250,6 +190,17 @@ class _Search:
             if self.evaluator.phase(strategy, low, high, smaller).seconds <= most:
                 return strategy, low, high, smaller
         return phase
+
+    def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> _Phases:
+        """The same without `+sp` where the packs fit without."""
+        arena, found = max(self.rooms.arena(phase[0]) for phase in phases), []
+        for strategy, low, high, tokens in phases:
+            plain = self.plain.get(strategy)
+            fits = plain is not None and high <= self._room(plain, arena)
+            if plain is not None and fits and tokens <= self.rooms.pack_tokens(plain, arena, high):
+                strategy = plain
+            found.append((strategy, low, high, tokens))
+        return tuple(found)
 
     def _seconds(self, phases: _Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
@@ -264,7 +215,10 @@ class _Search:
         if key not in self._known_packs:
             fits = high <= self._room(strategy, arena)
             capacity = min(self.rooms.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
-            self._known_packs[key] = pack_choices(capacity, high) if capacity else []
+            found = set(pack_choices(capacity, high)) if capacity else set()
+            if strategy in self.plain:
+                found.update(self._packs(self.plain[strategy], arena, high))
+            self._known_packs[key] = sorted(found, reverse=True)
         return self._known_packs[key]
 
     def _best_static(self, plain_margin: float) -> _Phases:
@@ -295,35 +249,68 @@ class _Search:
         for arena in sorted({self.rooms.arena(s) for s in self.pool}, reverse=True):
             if not arenas or arena < arenas[-1] * 0.99:
                 arenas.append(arena)
-        found: list[tuple[float, _Phases]] = []
+        found: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in arenas:
             rooms = {s: self._room(s, arena) for s in self.pool if self.rooms.arena(s) <= arena}
             rooms = {s: room for s, room in rooms.items() if room >= min(map(min, self.batches))}
             if len(rooms) > 1 and max(rooms.values()) >= self.longest:
-                found += self._partitions(rooms, arena)
-        if self.exact or not found:
-            return [phases for _, phases in found]
-        shortlist = [phases for _, phases in sorted(found)[:_SHORTLIST]]
-        winner = min(shortlist, key=self._seconds)
-        return [*shortlist, self._moved(winner)]
+                for each in self._partitions(rooms, arena):
+                    strategies = tuple(strategy for strategy, *_ in each)
+                    if strategies not in found or _total(each) < _total(found[strategies]):
+                        found[strategies] = each
+        if self.exact:
+            return [self._with_packs(each) for each in found.values()]
+        return self._best_first(list(found.values()))
 
-    def _partitions(self, rooms: Mapping[Strategy, int], arena: int) -> list[tuple[float, _Phases]]:
+    def _best_first(self, left: list[_Estimated]) -> list[_Phases]:
+        """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
+
+        By how much a strategy takes longer than was estimated is about the same for other lengths; so what was
+        simulated corrects the estimates of all pools that have the strategy.
+        """
+        found: list[_Phases] = []
+        error: dict[Strategy, float] = {}
+        best, in_vain = float("inf"), 0
+
+        def corrected(each: _Estimated) -> float:
+            return sum(seconds * error.get(self.time.kind(strategy), 1.0) for strategy, _, _, seconds in each)
+
+        while left and in_vain < _PATIENCE:
+            each = min(left, key=corrected)
+            left.remove(each)
+            phases = self._with_packs(each)
+            seconds = self._seconds(phases)
+            for phase, (strategy, *_, estimate) in zip(phases, each, strict=True):
+                if estimate:
+                    error[self.time.kind(strategy)] = self.evaluator.phase(*phase).seconds / estimate
+            found.append(phases)
+            in_vain = 0 if seconds < best else in_vain + 1
+            best = min(best, seconds)
+        found.sort(key=self._seconds)
+        return [*found, *map(self._moved, found[:2])]
+
+    def _with_packs(self, each: _Estimated) -> _Phases:
+        """The phases with their best pack sizes in a pool of these strategies."""
+        arena = max(self.rooms.arena(strategy) for strategy, *_ in each)
+        return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
+
+    def _partitions(self, rooms: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
         """The best partitions with given rooms in a pool with that arena, with more than one phase."""
         edges = choose_edges(self.batches, list(rooms.values()), self.longest, _MOST_EDGES)
         strategies = list(rooms)
         if len(rooms) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
             costs = np.stack([self._simulated(edges, strategy, arena) for strategy in strategies])
+            keep = 1
         else:
-            self.exact = False
+            self.exact, keep = False, _KEPT
             table = LengthTable(self.batches, edges, self.weights)
             costs = np.stack([self._estimated(table, strategy, rooms[strategy], arena) for strategy in strategies])
-        found = []
-        for partition in best_partitions(costs, self.max_phases):
-            if len(partition.ranges) > 1:
-                phases = tuple(self._packed(strategies[s], edges[i], edges[j], arena) for s, i, j in partition.ranges)
-                found.append((partition.seconds, phases))
-        return found
+        return [
+            tuple((strategies[s], edges[i], edges[j], float(costs[s, i, j])) for s, i, j in partition.ranges)
+            for partition in best_partitions(costs, self.max_phases, keep)
+            if len(partition.ranges) > 1
+        ]
 
     def _estimated(
         self, table: LengthTable, strategy: Strategy, room: int, arena: int
@@ -361,14 +348,14 @@ class _Search:
     def _moved(self, phases: _Phases) -> _Phases:
         """The same strategies with edges moved to neighbouring candidates while that helps."""
         best, best_seconds = phases, self._seconds(phases)
-        edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, _MOST_EDGES)
+        edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, 2 * _MOST_EDGES)
         improved = True
         while improved:
             improved = False
             for index in range(len(best) - 1):
                 (first, low, edge, room), (second, _, high, other) = best[index : index + 2]
                 at = int(np.searchsorted(edges, edge))
-                for near in (at - 1, at + 1):
+                for near in (at + step for step in _STEPS):
                     if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(room, edge):
                         moved = edges[near]
                         trial = (*best[:index], (first, low, moved, room), (second, moved, high, other))
@@ -403,4 +390,5 @@ class _Search:
             self._seconds(static),
             tuple(rows),
             self.exact,
+            self.evaluator.num_simulated,
         )

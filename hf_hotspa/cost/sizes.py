@@ -116,6 +116,13 @@ class ModelSizes:
         vocabulary = shape.vocab_size * shape.hidden_size
         return shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
 
+    @property
+    def num_trained(self) -> int:
+        """Parameters that the optimizer updates, tied ones once."""
+        if self.vector is not None:
+            return sum(segment.numel for segment in self.vector.segments if segment.trainable)
+        return self.num_parameters
+
     def layers_of_stages(self, pp: int) -> tuple[range, ...]:
         """The layers of each stage: the same cut as layouts make.
 

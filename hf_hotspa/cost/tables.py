@@ -14,6 +14,8 @@ from hf_hotspa.strategy import Bucket
 
 _GIB = 1 << 30
 _BAR = 40
+_SAME = 0.02
+"""Seconds that differ by less are the same."""
 
 
 def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -59,12 +61,13 @@ def _notes(notes: Sequence[str]) -> list[str]:
 
 
 def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
-    """Shares of sequences and tokens by length, in powers of two, with the edges of buckets as lines."""
-    ordered, longest = sorted(lengths), buckets[-1].longest
+    """Shares of sequences and tokens by length, in powers of two, with the edges of buckets (if any) as lines."""
+    ordered = sorted(lengths)
+    longest = buckets[-1].longest if buckets else ordered[-1]
     first = 1 << max(0, math.ceil(math.log2(ordered[0])))
     edges = {bucket.longest: str(bucket.strategy) for bucket in buckets}
     doubled = {first << i for i in range(64) if first << i < longest}
-    highs = sorted(doubled | set(edges))
+    highs = sorted(doubled | set(edges) | {longest})
     rows, low, total = [], 0, sum(ordered)
     for high in highs:
         i, j = bisect_right(ordered, low), bisect_right(ordered, high)
@@ -166,16 +169,17 @@ def plan_text(plan: Plan) -> str:
                 f"{row.switch_s:,.2f}",
             ]
         )
-    verdict = (
-        f"{choice.static_seconds / choice.seconds:.2f}x the best static strategy"
-        if choice.switches
-        else "switching is not worth it here"
-    )
     numbers = [
         ["predicted", "seconds a step", "of these switches"],
         ["this plan", f"{choice.seconds:,.2f}", f"{choice.switch_seconds:,.2f}"],
         [f"best static, {choice.static}", f"{choice.static_seconds:,.2f}", ""],
     ]
+    for other in plan.baselines:
+        if other.seconds is None:
+            longest = f"holds sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else "does not fit"
+            numbers.append([f"{other.name}: {longest}", "-", ""])
+        else:
+            numbers.append([f"{other.name}, packs of {other.pack_tokens}", f"{other.seconds:,.2f}", ""])
     return "\n".join(
         [
             _heading(setup),
@@ -184,7 +188,7 @@ def plan_text(plan: Plan) -> str:
             table(rows, 2),
             "",
             table(numbers),
-            verdict,
+            _verdict(plan),
             "",
             _memory_rows([str(row.bucket.strategy) for row in choice.rows], plan.memory),
             "",
@@ -194,6 +198,20 @@ def plan_text(plan: Plan) -> str:
             *_notes([*plan.notes(), _source(setup)]),
         ]
     )
+
+
+def _verdict(plan: Plan) -> str:
+    """What the plan gains, and over what."""
+    choice, (name, seconds) = plan.choice, plan.rival
+    gain = choice.static_seconds / choice.seconds
+    if seconds < choice.seconds * (1 - _SAME):
+        lost = f"{name} is predicted to be {choice.seconds / seconds:.2f}x as fast as this plan"
+        return f"{lost}: one layout is enough here"
+    if not choice.switches:
+        return "switching is not worth it here"
+    if seconds < choice.static_seconds:
+        return f"{seconds / choice.seconds:.2f}x {name}, and {gain:.2f}x the best static strategy"
+    return f"{gain:.2f}x the best static strategy"
 
 
 def estimate_text(estimate: Estimate) -> str:

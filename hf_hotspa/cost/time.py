@@ -1,15 +1,15 @@
 """The time model: seconds of packs, of replicas and of phases under a strategy.
 
 One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives
-included; embedding and head have costs of their own; a pipeline is simulated event by event (`schedule`); the busiest
-replica decides. Where ranks share cores (CPU) the fluid model of `sharing` says how long a phase takes. Coefficients
+included; embedding and head have costs of their own; a pipeline is simulated operation by operation (`pipelines`); the busiest
+replica decides. Where ranks share cores (CPU) the fluid model there says how long a phase takes. Coefficients
 come from measurements (`fit`), from data sheets (`analytic`), or from published tables of whole stages (`of_stages`). The model is plain data with a JSON form that people can read. No torch.
 """
 
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hf_hotspa.cost import analytic
@@ -17,10 +17,9 @@ from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.fitting import Sample, fit_costs
 from hf_hotspa.cost.hardware import Hardware
 from hf_hotspa.cost.json_file import number, read_json, write_json
-from hf_hotspa.cost.schedule import one_forward_one_backward
-from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
+from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.data.pipeline_order import SCHEDULES, Operation, choose_passes
+from hf_hotspa.data.pipeline_order import SCHEDULES, choose_passes
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.strategy import Strategy
@@ -163,6 +162,13 @@ class TimeModel:
         """Whether there are coefficients for a strategy."""
         return strategy.tp in self.layers or (strategy.tp, strategy.pp) in self.stages
 
+    def kind(self, strategy: Strategy) -> Strategy:
+        """A strategy that takes as long as the given one, the same for all of which that is known.
+
+        Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only.
+        """
+        return replace(strategy, sp=False) if strategy.sp else strategy
+
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of each stage of a replica.
 
@@ -240,35 +246,37 @@ class TimeModel:
             alone = [self._alone(strategy, packs, None) for packs in replicas]
             return shared_seconds(alone, strategy.tp, self.slots)
         piped = [self._pipeline(strategy, packs, most_tokens) for packs in replicas]
-        forward, backward, hops, orders = zip(*piped, strict=True)
-        return shared_pipelines(forward, backward, hops, strategy.tp, self.slots, orders)
+        return shared_pipelines(piped, strategy.tp, self.slots)
 
     def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
         """Seconds of a replica whose ranks have a core each."""
         if strategy.pp > 1:
-            return one_forward_one_backward(*self._pipeline(strategy, packs, most_tokens))
+            return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)
         squares = sum(length * length for pack in packs for length in pack)
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 
-    def _pipeline(
-        self, strategy: Strategy, packs: Packs, most_tokens: int | None
-    ) -> tuple[list[list[float]], list[list[float]], list[float], list[list[Operation]]]:
-        """Forward and backward seconds `[stage][pack]`, the seconds of each pack's hop, and what each stage runs."""
+    def _pipeline(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> Pipeline:
         passes = choose_passes(self.schedule, [sum(pack) for pack in packs], strategy.pp, most_tokens)
         tokens = passes.tokens
         # what pads a pack is a sequence of its own
         squares = [
-            sum(length * length for length in pack) + (padded - sum(pack)) ** 2
+            sum([length * length for length in pack]) + (padded - sum(pack)) ** 2
             for pack, padded in zip(packs, tokens, strict=True)
         ]
         costs = self.stage_costs(strategy)
-        seconds = {c: [c.seconds(q, s) for q, s in zip(squares, tokens, strict=True)] for c in set(costs)}
         share, hop = self.forward_share, self.hop(strategy)
-        forward = {c: [share * t for t in found] for c, found in seconds.items()}
-        backward = {c: [(1 - share) * t for t in found] for c, found in seconds.items()}
-        hops, order = [hop.seconds(s) for s in tokens], [passes.operations(stage) for stage in range(strategy.pp)]
-        return [forward[c] for c in costs], [backward[c] for c in costs], hops, order
+        forward, backward = {}, {}
+        for cost in set(costs):
+            seconds = [cost.a * q + cost.b * s + cost.c for q, s in zip(squares, tokens, strict=True)]
+            forward[cost], backward[cost] = [share * t for t in seconds], [(1 - share) * t for t in seconds]
+        return Pipeline(
+            [forward[cost] for cost in costs],
+            [backward[cost] for cost in costs],
+            [hop.seconds(s) for s in tokens],
+            passes.reach,
+            passes.depth,
+        )
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 

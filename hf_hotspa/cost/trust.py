@@ -96,6 +96,10 @@ class ScaledTime(TimeModel):
         """`time`, scaled."""
         return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel)}, factors=dict(factors))
 
+    def kind(self, strategy: Strategy) -> Strategy:
+        """Each has a factor of its own."""
+        return strategy
+
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """See `TimeModel`."""
         factor = self.factors.get(strategy, 1.0)

@@ -1,11 +1,13 @@
-"""Model states under the stages of ZeRO: bytes of weights, gradients and optimizer state on each device.
+"""The stages of ZeRO: bytes of weights, gradients and optimizer state on each device, and what a step sends.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (SC'20), section 3.1 and
 Table 1: mixed precision with Adam keeps 2 bytes of weights, 2 of gradients and K = 12 of optimizer state (fp32 weights,
 momentum, variance) a parameter. Stage 1 divides the optimizer state over the data-parallel degree, stage 2 the
-gradients too, stage 3 everything. These are the formulas that other systems are planned with; what hf_hotspa itself
+gradients too, stage 3 everything. Section 7 has what is sent. These are the formulas that other systems are planned with; what hf_hotspa itself
 keeps is counted in `memory`.
 """
+
+from dataclasses import dataclass
 
 from hf_hotspa.errors import HotspaConfigError
 
@@ -46,3 +48,47 @@ def model_state_bytes(
         + gradient_bytes / (dp if stage >= 2 else 1)
         + optimizer_bytes / (dp if stage >= 1 else 1)
     )
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What a ring sends in one optimizer step, in elements that each device sends (and receives).
+
+    Args:
+        gathers: Weights, by all-gathers.
+        reduces: Gradients, by reduce-scatters.
+    """
+
+    gathers: float
+    reduces: float
+
+    @property
+    def total(self) -> float:
+        """Both."""
+        return self.gathers + self.reduces
+
+
+def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> Traffic:
+    """What a step of so many packs (micro-batches) a device sends.
+
+    An all-gather and a reduce-scatter of n elements send n (dp - 1) / dp each. Stages 0 and 1: gradients once, and the
+    weights that were trained once. Stage 2: gradients once a pack, as nobody keeps them whole; weights once. Stage 3:
+    all weights for each forward and each backward pass, gradients once a pack; plain data parallelism for one pack sends
+    two thirds of it.
+
+    Args:
+        trained: Parameters that are trained.
+        frozen: Parameters that are not.
+        dp: Data-parallel degree.
+        stage: 0 to 3.
+        packs: Packs of a device.
+
+    Raises:
+        HotspaConfigError: there is no such stage.
+    """
+    if stage not in STAGES:
+        raise HotspaConfigError(f"there is no ZeRO stage {stage!r}", fix=f"use one of {', '.join(map(str, STAGES))}")
+    share = (dp - 1) / dp
+    reduces = trained * (packs if stage >= 2 else 1)
+    gathers = 2 * packs * (trained + frozen) if stage == 3 else trained
+    return Traffic(gathers * share, reduces * share)

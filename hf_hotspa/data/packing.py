@@ -10,7 +10,7 @@ add up, because packed sequences do not attend to each other. Five steps, all de
    full), the packs of step 1 are kept and the costliest are halved up to the number of step 2.
 4. Packs go to replicas, costliest first, each to the replica with the least cost so far.
 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
-   first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `cost.schedule`).
+   first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `cost.pipelines`).
 
 In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
 

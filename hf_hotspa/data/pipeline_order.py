@@ -109,11 +109,14 @@ class Passes:
     reach: tuple[int, ...]
     replaced: bool = False
 
+    @property
+    def depth(self) -> int:
+        """How many forward passes the first stage may be ahead: GPipe goes as far as it may, on every stage."""
+        return len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
+
     def operations(self, stage: int) -> list[Operation]:
         """What a stage runs, in order."""
-        # GPipe goes as far ahead as it may on every stage
-        depth = len(self.tokens) + self.num_stages if self.kind == "gpipe" else self.num_stages
-        return operations(self.reach, depth, stage)
+        return operations(self.reach, self.depth, stage)
 
     @property
     def groups(self) -> list[tuple[int, int]]:

@@ -1,31 +1,35 @@
 """From whatever users have to a dataset of token rows: `input_ids`, and `labels` where part of a row does not count.
 
-Owns the accepted shapes of raw data, tried in this order:
+Owns the one way in which rows are read, whoever asks: the Trainer, examples and commands. `formats.py` says which columns are
+understood, `chat.py` and `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`rows.py`). Text (and a
+string completion) ends with the EOS token where the tokenizer has one and has not put it there; a chat template ends
+conversations itself. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
+is either known exactly or refused.
 
-* ``input_ids`` (and perhaps ``labels`` and the other columns of `rows.py`): kept as it is;
-* ``messages``: a conversation, put through the tokenizer's chat template; only what the assistant says carries labels;
-* ``prompt`` and ``completion``: two strings or two lists of messages; only the completion carries labels;
-* ``text``: every token counts.
+The lengths of the rows of a file, as training has them:
 
-Text (and a string completion) ends with the EOS token where the tokenizer has one and has not put it there; a
-chat template ends conversations itself. Nothing is ever truncated: over-long rows are the business of `bucketing.py`.
-Which tokens carry labels is either known exactly or refused: a chat template without ``{% generation %}`` markers must
-render each beginning of a conversation as a beginning of the whole, token by token.
+    dataset = prepare_dataset(load_source("chats.jsonl"), tokenizer)
+    lengths = scan_dataset(dataset).sequence_lengths  # hf_hotspa.data.scan; [S] int64, tokens of every sequence
 """
 
-import json
-import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+import logging
+import os
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.data.chat import ChatTemplate
+from hf_hotspa.data.chat_text import Tokens
+from hf_hotspa.data.formats import Chat, Format, Reading, Strings, format_of
 from hf_hotspa.data.rows import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
-from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
+from hf_hotspa.errors import DataError, UnsupportedError
 
-_GENERATION = re.compile(r"\{%-?\s*generation\b")
+logger = logging.getLogger(__name__)
+
+_VERSION = 2  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-_ACCEPTED = "'input_ids' (and 'labels'), 'messages', 'prompt' and 'completion', or 'text'"
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
+_said: set[str] = set()
 
 _Columns = dict[str, list[list[int]]]
 
@@ -34,7 +38,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
     Args:
-        dataset: A `datasets.Dataset` or a list of dictionaries, with columns as described above.
+        dataset: A `datasets.Dataset` or a list of dictionaries, with columns as `formats.py` has them.
         tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
         num_proc: Processes that tokenise.
         keep: Other columns to keep, where they are there.
@@ -63,17 +67,18 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     if "input_ids" in names:
         check_masks(names)
         return dataset.select_columns([name for name in (*TOKEN_COLUMNS, *keep) if name in names])
-    function = _tokenizing(names)
+    found = format_of(names)
+    say_once(found, tokenizer)
     features = {"input_ids": List(Value("int32"))}
-    if function is not _tokenize_texts:
+    if found.masked:
         features["labels"] = List(Value("int32"))
     kept = {name: dataset.features[name] for name in names if name in keep}
     return dataset.map(
-        function,
+        _tokenize_batch,
         batched=True,
         batch_size=256,
         with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer},
+        fn_kwargs={"tokenizer": tokenizer, "version": _VERSION},
         remove_columns=[name for name in names if name not in kept],
         features=Features({**features, **kept}),
         num_proc=num_proc,
@@ -90,14 +95,46 @@ def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Map
     if not rows or all("input_ids" in row for row in rows):
         return list(rows)
     names = list(rows[0])
-    function = _tokenizing(names)
+    say_once(format_of(names), tokenizer)
     for number, row in enumerate(rows):
         if set(row) != set(names):
             raise DataError(
                 f"a row has the columns {sorted(row)}, and the first one {sorted(names)}", where=f"dataset row {number}"
             )
-    columns = function({name: [row[name] for row in rows] for name in names}, list(range(len(rows))), tokenizer)
+    columns = _tokenize_batch({name: [row[name] for row in rows] for name in names}, list(range(len(rows))), tokenizer)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
+
+
+def say_once(found: Format, tokenizer: Any) -> None:
+    """Tells the user, once and on rank 0, what he could not expect of how his rows are read.
+
+    Raises:
+        DataError: the rows need a chat template, and the tokenizer has none.
+    """
+    key = repr((found.columns, found.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
+    if os.environ.get("RANK", "0") != "0" or key in _said:  # a stream comes here in each mini-batch
+        return
+    _said.add(key)
+    lines = []
+    if found.unused:
+        lines.append(f"Rows are read from the columns {list(found.columns)}; {list(found.unused)} are not used.")
+    templated = _has_template(tokenizer)
+    if found.kind == "answer" and not templated:
+        lines.append(
+            "The tokenizer has no chat template: questions and answers are written as '### Instruction:', '### Input:' and "
+            "'### Response:'."
+        )
+    if tokenizer.eos_token_id is None and (found.kind in ("text", "completion") or not templated):
+        lines.append(
+            "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn where "
+            "they end: set tokenizer.eos_token."
+        )
+    if found.kind in ("chat", "answer") and templated:
+        lines.append(ChatTemplate(tokenizer).statement() or "")
+    for line in lines:
+        if line and line not in _said:
+            _said.add(line)
+            logger.warning("%s", line)
 
 
 def check_masks(names: Collection[str]) -> None:
@@ -115,17 +152,6 @@ def check_masks(names: Collection[str]) -> None:
         )
 
 
-def _tokenizing(names: Sequence[str]) -> Callable[..., _Columns]:
-    """What tokenises rows of these columns."""
-    if "messages" in names:
-        return _tokenize_messages
-    if "prompt" in names and "completion" in names:
-        return _tokenize_completions
-    if "text" in names:
-        return _tokenize_texts
-    raise DataError(f"the dataset has the columns {list(names)}", fix=f"give it one of: {_ACCEPTED}")
-
-
 def load_source(path_or_name: str, split: str = "train") -> Any:
     """Loads a dataset by what the name says.
 
@@ -136,8 +162,8 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             Local files are all of the split `train`.
 
     Raises:
-        DataError: there is no such file, a directory holds nothing that can be read or several kinds of files, or the
-            hub does not have it.
+        DataError: there is no such file, it cannot be read, a directory holds nothing that can be read or several kinds of
+            files, or the hub does not have it.
     """
     import datasets
 
@@ -155,7 +181,13 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             kinds = sorted({p.suffix for p in files})
             found = f"files of the kinds {kinds}" if files else "no file that can be read"
             raise DataError(f"{path} holds {found}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
-        return datasets.load_dataset(builders[0], data_files={"train": list(map(str, files))}, split=split)
+        try:
+            return datasets.load_dataset(builders[0], data_files={"train": list(map(str, files))}, split=split)
+        except Exception as error:  # of the split, the builder, or what reads the file
+            raise DataError(
+                f"{path} cannot be read as split {split!r}: {type(error).__name__}: {error}",
+                fix="check the split and the file: one JSON object a line, and the same columns in all rows",
+            ) from error
     if path.suffix in _BUILDERS or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
@@ -168,73 +200,42 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         ) from error
 
 
-def _tokenize_texts(batch: Mapping[str, Any], rows: list[int], tokenizer: Any) -> _Columns:
-    for text, row in zip(batch["text"], rows, strict=True):
-        _check_string(text, "text", row)
-    ids = tokenizer(list(batch["text"]), verbose=False)["input_ids"]
-    return {"input_ids": [_with_eos(list(i), tokenizer) for i in ids]}
-
-
-def _tokenize_messages(batch: Mapping[str, Any], rows: list[int], tokenizer: Any) -> _Columns:
-    # A template may be one text or a table of them; asking for the one in use also covers tokenizers without any.
-    template = _chat_template(tokenizer)
-    marked = bool(_GENERATION.search(template)) and getattr(tokenizer, "is_fast", False)
+def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, version: int = _VERSION) -> _Columns:
+    """Tokens of some rows, by columns."""
+    found = format_of(list(batch))
+    records = [
+        dict(zip(found.columns, values, strict=True)) for values in zip(*(batch[n] for n in found.columns), strict=True)
+    ]
+    readings = [found.read(record, row) for record, row in zip(records, rows, strict=True)]
+    if not found.masked:
+        ids = tokenizer(readings, verbose=False)["input_ids"]
+        return {"input_ids": [_with_eos(list(i), tokenizer) for i in ids]}
+    readings = [_without_template(reading, tokenizer) for reading in readings]
+    chats = {at: reading for at, reading in enumerate(readings) if isinstance(reading, Chat)}
+    tokens: dict[int, Tokens] = {}
+    if chats:
+        laid_out = ChatTemplate(tokenizer).tokens(list(chats.values()), [rows[at] for at in chats])
+        tokens.update(zip(chats, laid_out, strict=True))
+    for at, reading in enumerate(readings):
+        if isinstance(reading, Strings):
+            tokens[at] = _completion_of_strings(reading.prompt, reading.completion, tokenizer, rows[at])
     columns: _Columns = {"input_ids": [], "labels": []}
-    tools = batch.get("tools", [None] * len(rows))
-    for messages, own_tools, row in zip(batch["messages"], tools, rows, strict=True):
-        _check_messages(messages, "messages", row)
-        render = _renderer(tokenizer, own_tools, row)
-        if marked:
-            out = render(messages, return_assistant_tokens_mask=True)
-            ids, counts = list(out["input_ids"]), out["assistant_masks"]
-        else:
-            ids = list(render(messages)["input_ids"])
-            counts = _assistant_mask(messages, ids, render, row)
+    for at in range(len(readings)):
+        ids, counts = tokens[at]
         columns["input_ids"].append(ids)
         columns["labels"].append([i if count else IGNORED_LABEL for i, count in zip(ids, counts, strict=True)])
     return columns
 
 
-def _assistant_mask(messages: Sequence[Any], ids: list[int], render: Callable[..., Any], row: int) -> list[int]:
-    """1 for each token of an assistant's turn, from what the template renders for the beginnings of a conversation."""
-    mask = [0] * len(ids)
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
-            continue
-        before = list(render(messages[:turn], add_generation_prompt=True)["input_ids"])
-        after = list(render(messages[: turn + 1])["input_ids"])
-        if after[: len(before)] != before or ids[: len(after)] != after:
-            raise DataError(
-                f"the chat template does not show which tokens turn {turn} of the conversation consists of",
-                where=f"dataset row {row}",
-                why="what it renders for the turns up to there is not the beginning of what it renders for all "
-                "(templates that rewrite earlier turns do this)",
-                fix="use a chat template with {% generation %} ... {% endgeneration %} around what the assistant says, "
-                "or give 'prompt' and 'completion', or 'input_ids' and 'labels'",
-            )
-        mask[len(before) : len(after)] = [1] * (len(after) - len(before))
-    return mask
+def _has_template(tokenizer: Any) -> bool:
+    return bool(getattr(tokenizer, "chat_template", None))
 
 
-def _tokenize_completions(batch: Mapping[str, Any], rows: list[int], tokenizer: Any) -> _Columns:
-    columns: _Columns = {"input_ids": [], "labels": []}
-    tools = batch.get("tools", [None] * len(rows))
-    for prompt, completion, own_tools, row in zip(batch["prompt"], batch["completion"], tools, rows, strict=True):
-        if isinstance(prompt, str):
-            _check_string(completion, "completion", row)
-            ids, counts = _completion_of_strings(prompt, completion, tokenizer, row)
-        else:
-            _check_messages(prompt, "prompt", row)
-            _check_messages(completion, "completion", row)
-            _chat_template(tokenizer)
-            render = _renderer(tokenizer, own_tools, row)
-            ids = list(render([*prompt, *completion])["input_ids"])
-            begin = list(render(prompt, add_generation_prompt=True)["input_ids"])
-            _check_prefix(begin, ids, row, "render the messages yourself and give 'prompt' and 'completion' as strings")
-            counts = [i >= len(begin) for i in range(len(ids))]
-        columns["input_ids"].append(ids)
-        columns["labels"].append([i if count else IGNORED_LABEL for i, count in zip(ids, counts, strict=True)])
-    return columns
+def _without_template(reading: Reading, tokenizer: Any) -> Reading:
+    """A question and its answer as strings, where there is no chat template to write them."""
+    if isinstance(reading, Chat) and reading.plain is not None and not _has_template(tokenizer):
+        return reading.plain
+    return reading
 
 
 def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: int) -> tuple[list[int], list[bool]]:
@@ -270,61 +271,6 @@ def _check_prefix(begin: list[int], ids: list[int], row: int, fix: str) -> None:
         )
 
 
-def _renderer(tokenizer: Any, tools: Any, row: int) -> Callable[..., Any]:
-    """`apply_chat_template` for one row; what a template raises names the row."""
-    if isinstance(tools, str):  # datasets keep them as JSON text where their schemas differ from row to row
-        try:
-            tools = json.loads(tools)
-        except ValueError as error:
-            raise DataError(f"'tools' is no JSON: {error}", where=f"dataset row {row}") from None
-
-    def render(messages: Sequence[Any], **options: Any) -> Any:
-        try:
-            return tokenizer.apply_chat_template(
-                list(messages), tools=tools or None, return_dict=True, tokenizer_kwargs={"verbose": False}, **options
-            )
-        except HotspaError:
-            raise
-        except Exception as error:  # templates raise what they like
-            raise DataError(
-                f"the chat template failed on {len(messages)} messages: {type(error).__name__}: {error}",
-                where=f"dataset row {row}",
-                fix="check the roles and their order; to train a first message of the assistant, the template needs "
-                "{% generation %} markers",
-            ) from error
-
-    return render
-
-
-def _chat_template(tokenizer: Any) -> str:
-    try:
-        return str(tokenizer.get_chat_template())
-    except Exception as error:
-        raise DataError(
-            f"the tokenizer has no chat template that can be used: {error}",
-            fix="set tokenizer.chat_template, or give 'text' or string 'prompt' and 'completion' columns",
-        ) from error
-
-
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:
     eos = tokenizer.eos_token_id
     return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]
-
-
-def _check_string(value: Any, key: str, row: int) -> None:
-    if not isinstance(value, str):
-        raise DataError(
-            f"{key} is a {type(value).__name__} instead of a string",
-            where=f"dataset row {row}",
-            fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages",
-        )
-
-
-def _check_messages(value: Any, key: str, row: int) -> None:
-    good = isinstance(value, list) and value and all(isinstance(m, Mapping) and m.get("role") for m in value)
-    if not good:
-        raise DataError(
-            f"{key} is no conversation",
-            where=f"dataset row {row}",
-            fix=f"give {key} as a list of messages such as {{'role': 'user', 'content': 'Hello'}}",
-        )

@@ -122,12 +122,6 @@ class Layout:
         """Elements of each of a rank's buffers, by segment."""
         return [int(placement.sizes[rank]) for placement in self.placements]
 
-    def rank_intervals(self, rank: int, segment: int) -> list[Interval]:
-        """What a rank holds of a segment, in vector order."""
-        base, placement = self.bases[segment], self.placements[segment]
-        low, high = np.searchsorted(placement.ranks, [rank, rank + 1])
-        return [Interval(base + a, base + b, segment, o) for _, a, b, o in placement.rows(int(low), int(high))]
-
 
 def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int:
     """The pipeline stage of a unit under a strategy."""

@@ -3,7 +3,7 @@
 One process a rank, named `rank r`. Its first track holds the mini-batches, its second their phases, its third what a
 phase is made of: `load`, `compute`, `wait`, `return`, one after the other; before the phases the `agreement` of all
 ranks, after them the `finish`. With overlap the load is exposed only in part: the exposed part is drawn first and the
-whole on a track `switch beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
+whole on a track `beside computation`. Clocks of ranks are aligned at the agreement, which is about the same
 moment on all of them. Times are in microseconds, as the format wants.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 from hf_hotspa.report import MEASURES, StepReport
 
 _SPANS = ("load_s", "compute_s", "wait_s", "return_s")
-_TRACKS = ("mini-batch", "phases", "inside phases", "switch beside computation")
+_TRACKS = ("mini-batch", "phases", "inside phases", "beside computation")
 _STEP, _PHASE, _INSIDE, _BESIDE = range(len(_TRACKS))
 
 
@@ -77,7 +77,17 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     end = traced.start_s + report.total_s
     step = traced.step
     found = [
-        _span(rank, _STEP, f"step {step}", begin, end - begin, loss=report.loss, tokens=report.num_tokens),
+        _span(
+            rank,
+            _STEP,
+            f"step {step}",
+            begin,
+            end - begin,
+            loss=report.loss,
+            tokens=report.num_tokens,
+            switch_s=report.switch_s,
+            load_return_s=report.load_return_s,
+        ),
     ]
     if agreed > begin:
         found.append(_span(rank, _INSIDE, "agreement", begin, agreed - begin, step=step))

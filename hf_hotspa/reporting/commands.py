@@ -46,9 +46,9 @@ def _report(args: argparse.Namespace) -> str:
     target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
     save_page(target, report_page(record))
     found = summarize(record)
-    rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "switch s", "hidden s"]]
+    rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "load+return s", "hidden s"]]
     for s in found.strategies:
-        times = (f"{s.wait_s:.2f}", f"{s.switch_s:.2f}", f"{s.hidden_s:.2f}")
+        times = (f"{s.wait_s:.2f}", f"{s.moved_s:.2f}", f"{s.hidden_s:.2f}")
         rows.append(
             [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
         )

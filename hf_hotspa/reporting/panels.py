@@ -114,13 +114,17 @@ def time_panel(run: RunLog) -> Panel:
     ]
     series = [s for s in series if any(s.values)]
     series += [
-        Series("switches", "switch", [r.switch_s for r in reports]),
+        Series("load and return", "load", [r.load_return_s for r in reports]),
+        Series("switching", "switch", [r.switch_s for r in reports]),
         Series(
-            "the rest", "other", [_rest(r.total_s, r.switch_s + sum(p.compute_s for p in r.phases)) for r in reports]
+            "the rest", "other", [_rest(r.total_s, r.moved_s + sum(p.compute_s for p in r.phases)) for r in reports]
         ),
     ]
     body = svg.stacked("Seconds of a step", _steps(run), series, " s")
-    note = "Computation of the busiest rank; switches are what is not hidden; the rest is waiting and agreeing."
+    note = (
+        "Computation of the busiest rank. Load and return: what one strategy alone would have to move, too; switching: what "
+        "is moved beyond that; both as far as they are not hidden. The rest is waiting and agreeing."
+    )
     return Panel(name, title, len(reports), body, note, _legend(series))
 
 
@@ -135,13 +139,17 @@ def share_panel(run: RunLog) -> Panel:
         return _empty(name, title, "No mini-batch was recorded.")
     reports = [record.report for record in run.steps]
     series = [
-        Series("exposed", "switch", [r.switch_share for r in reports]),
-        Series("hidden", "hidden", [r.hidden_s / r.total_s if r.total_s > 0 else 0.0 for r in reports]),
+        Series("switching", "switch", [r.switch_share for r in reports]),
+        Series("load and return", "load", [r.load_return_share for r in reports]),
+        Series("hidden, of both", "hidden", [r.hidden_s / r.total_s if r.total_s > 0 else 0.0 for r in reports]),
     ]
-    if not any(series[1].values):
+    if not any(series[2].values):
         series.pop()
-    body = svg.lines("Share of switches in the step time", _steps(run), series, "%", 100.0)
-    note = "Exposed: the step takes that much longer. Hidden: ran beside computation."
+    body = svg.lines("Share of switching in the step time", _steps(run), series, "%", 100.0)
+    note = (
+        "The step takes that much longer by switching, and by the load and the return that one strategy alone would need, "
+        "too. Hidden: ran beside computation."
+    )
     return Panel(name, title, len(reports), body, note, _legend(series))
 
 
@@ -237,7 +245,7 @@ def plan_panel(run: RunLog) -> Panel:
     rows = [["tokens", "strategy", "pack tokens"]]
     foretold = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
     if foretold:
-        rows[0] += ["compute s", "switch s"]
+        rows[0] += ["compute s", "load+return s"]
     for bucket in facts.buckets:
         row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
         if foretold:
@@ -272,7 +280,7 @@ def strategies_panel(run: RunLog) -> Panel:
             "compute s",
             "tokens/s",
             "wait s",
-            "switch s",
+            "load+return s",
             "GB moved",
         ]
     ]
@@ -287,8 +295,8 @@ def strategies_panel(run: RunLog) -> Panel:
                 f"{s.compute_s:.2f}",
                 svg.short(s.tokens_per_s),
                 f"{s.wait_s:.2f}",
-                f"{s.switch_s:.2f}",
-                f"{s.switch_bytes / 1e9:.3g}",
+                f"{s.moved_s:.2f}",
+                f"{s.moved_bytes / 1e9:.3g}",
                 *([f"{s.frozen_bytes / 1e9:.3g}"] if frozen else []),
             ]
         )

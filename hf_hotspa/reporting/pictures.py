@@ -51,7 +51,8 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
     axes = _axes("seconds of a step")
     rows = {s: [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports] for s in strategy_order(run)}
     rows = {name: row for name, row in rows.items() if any(row)}
-    rows["switches"] = [r.switch_s for r in reports]
+    rows["load and return"] = [r.load_return_s for r in reports]
+    rows["switching"] = [r.switch_s for r in reports]
     known = [sum(column) for column in zip(*rows.values(), strict=True)]
     rows["the rest"] = [max(0.0, r.total_s - k) for r, k in zip(reports, known, strict=True)]
     base = [0.0] * len(steps)

@@ -189,6 +189,9 @@ class RunLogWriter:
             self._lock.release()
 
 
+_LATER: dict[str, Any] = {"frozen_bytes": 0, "single": None, "single_s": None}
+"""Fields that the first records do not have, and what they count as there."""
+
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -270,7 +273,7 @@ def _count(value: Any) -> int:
 def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
-    facts = RunFacts(**{f.name: data[f.name] for f in fields(RunFacts)})
+    facts = RunFacts(**{f.name: data[f.name] for f in fields(RunFacts) if f.name in data or f.name not in _LATER})
     _count(facts.world_size)
     for bucket in facts.buckets:
         _count(bucket["low"]), _count(bucket["longest"]), _count(bucket["pack_tokens"])
@@ -285,6 +288,8 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
             _number(facts.plan[name])
         if not isinstance(facts.plan["rows"], list) or not isinstance(facts.plan["static"], str):
             raise TypeError("the plan has no rows or no best single strategy")
+    if not isinstance(facts.single, str | None):
+        raise TypeError("the best single strategy is no text")
     if run is None:
         return RunLog(path, facts, _number(data["time"]))
     run.facts, run.starts = facts, run.starts + 1
@@ -293,10 +298,6 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
 
 _PHASE_FIELDS = {f.name: f.type for f in fields(PhaseReport)}
 _STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks")}
-
-
-_LATER = {"frozen_bytes": 0}
-"""Fields that the first records do not have, and what they count as there."""
 
 
 def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:

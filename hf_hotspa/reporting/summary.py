@@ -28,9 +28,9 @@ class StrategyTotals:
     num_tokens: int
     compute_s: float
     wait_s: float
-    switch_s: float
+    moved_s: float
     hidden_s: float
-    switch_bytes: int
+    moved_bytes: int
     predicted_s: float | None
     measured_s: float
     frozen_bytes: int = 0
@@ -50,6 +50,7 @@ class Summary:
     seconds: float
     wall_s: float
     switch_s: float
+    load_return_s: float
     hidden_s: float
     wait_s: float
     first_loss: float | None
@@ -65,8 +66,13 @@ class Summary:
 
     @property
     def switch_share(self) -> float:
-        """Exposed seconds of switches by seconds of steps, 0 to 1."""
+        """Exposed seconds of switching by seconds of steps, 0 to 1."""
         return self.switch_s / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def load_return_share(self) -> float:
+        """The same for the load and the return that a single strategy needs, too."""
+        return self.load_return_s / self.seconds if self.seconds > 0 else 0.0
 
 
 def strategy_order(run: RunLog) -> list[str]:
@@ -90,6 +96,7 @@ def summarize(run: RunLog) -> Summary:
         seconds=sum(r.total_s for r in reports),
         wall_s=sum(record.wall_s for record in run.steps),
         switch_s=sum(r.switch_s for r in reports),
+        load_return_s=sum(r.load_return_s for r in reports),
         hidden_s=sum(r.hidden_s for r in reports),
         wait_s=sum(p.wait_s for r in reports for p in r.phases),
         first_loss=reports[0].loss if reports else None,
@@ -110,9 +117,9 @@ def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
         num_tokens=sum(p.num_tokens for p in phases),
         compute_s=sum(p.compute_s for p in phases),
         wait_s=sum(p.wait_s for p in phases),
-        switch_s=sum(p.switch_s for p in phases),
+        moved_s=sum(p.moved_s for p in phases),
         hidden_s=sum(p.hidden_s for p in phases),
-        switch_bytes=sum(p.switch_bytes for p in phases),
+        moved_bytes=sum(p.moved_bytes for p in phases),
         predicted_s=sum(p.predicted_s or 0.0 for p in known) if known else None,
         measured_s=sum(p.seconds for p in known),
         frozen_bytes=sum(p.frozen_bytes for p in phases),
@@ -125,7 +132,10 @@ def measured_steps(run: RunLog) -> list[StepRecord]:
 
 
 def verdict(run: RunLog) -> list[str]:
-    """Whether switching paid, in sentences; the first is the answer, a heading without a full stop."""
+    """Whether switching paid, in sentences; the first is the answer, a heading without a full stop.
+
+    Switching is compared with the best single strategy that fits, on the rows that were trained.
+    """
     summary = summarize(run)
     if not summary.num_steps:
         return ["No mini-batch was recorded"]
@@ -137,44 +147,62 @@ def verdict(run: RunLog) -> list[str]:
         )
         return [f"One strategy trained everything ({name}): nothing was switched", *foretold]
     cost = (
-        f"Measured: moving weights and gradients took {summary.switch_share:.1%} of the step time "
-        f"({summary.switch_s:.2f} s)"
-        + (f", and {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else ".")
+        f"Measured: switching took {summary.switch_share:.1%} of the step time ({summary.switch_s:.2f} s). Loading weights "
+        f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
+        + (f" {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else "")
     )
-    plan = run.facts.plan
-    predicted = [s for s in used if s.predicted_s]
-    if plan is not None and plan["static_s"] > 0 and predicted:
-        seconds = median(sum(phase.seconds for phase in record.report.phases) for record in measured_steps(run))
-        # how far the model is off in what ran is taken for how far it is off in what did not
-        ratio = sum(s.measured_s for s in predicted) / sum(s.predicted_s or 0.0 for s in predicted)
-        alone = plan["static_s"] * ratio
-        basis = (
-            f"The phases of a median step took {seconds:.3f} s; the best single strategy, {plan['static']}, would take "
-            f"about {alone:.3f} s on a typical mini-batch: {plan['static_s']:.3f} s as predicted, times {ratio:.2f}, "
-            "measured by predicted seconds of what ran."
-        )
-        return [_answer(alone / seconds if seconds else 1.0) + " (against a prediction)", basis, cost]
-    widest = used[-1]
-    computing = sum(s.compute_s for s in used)
-    if not widest.tokens_per_s or not computing:
-        return ["Whether switching paid is not known", cost]
-    alone = summary.num_tokens / widest.tokens_per_s + widest.switch_s
-    answer = _answer(alone / (computing + summary.switch_s))
+    return [*(_against_prediction(run) or _against_own_rates(run, summary)), cost]
+
+
+def _against_prediction(run: RunLog) -> list[str] | None:
+    """The answer where a time model has said what the best single strategy would take; None without one."""
+    known = [(r.report, r.report.single_s, r.report.predicted_s) for r in measured_steps(run)]
+    compared = [(report, single, foretold) for report, single, foretold in known if single and foretold]
+    if not compared or run.facts.single is None:
+        return None
+    measured = sum(phase.seconds for report, *_ in compared for phase in report.phases)
+    predicted = sum(foretold for *_, foretold in compared)
+    # how far the model is off in what ran is taken for how far it is off in what did not
+    own = [p for report, *_ in compared for p in report.phases if p.strategy == run.facts.single and p.predicted_s]
+    ratio = measured / predicted
+    if own:
+        ratio = sum(p.seconds for p in own) / sum(p.predicted_s or 0.0 for p in own)
+    alone = ratio * sum(single for _, single, _ in compared)
     basis = (
-        f"Everything under {widest.strategy}, which fits the longest sequences, would have taken about {alone:.2f} s at "
-        f"the rate it had on its own bucket, instead of {computing:.2f} s of computation and {summary.switch_s:.2f} s of "
-        f"switches. That rate was measured on its longer sequences, so this is rough: hf-hotspa compare with a run "
-        f"under {widest.strategy} alone measures it."
+        f"{len(compared)} steps took {measured:.2f} s in their phases. {run.facts.single} alone, the best single strategy "
+        f"that fits, would have taken about {alone:.2f} s for the same rows: as predicted, times {ratio:.2f}, measured by "
+        f"predicted seconds of {'its own phases' if own else 'what ran'}."
     )
-    return [answer + " (an estimate)", basis, cost]
+    return [f"{_answer(alone / measured if measured else 1.0, run.facts.single)} (predicted)", basis]
 
 
-def _answer(gain: float) -> str:
+def _answer(gain: float, single: str) -> str:
     if gain > 1 + _CLEAR:
-        return f"Switching paid: about {gain:.2f}x"
+        return f"Switching paid: about {gain:.2f}x as fast as {single} alone"
     if gain < 1 - _CLEAR:
-        return f"Switching did not pay: about {gain:.2f}x"
-    return "Switching made no clear difference"
+        return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast"
+    return f"One strategy would have been as fast: {single}"
+
+
+def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
+    """What can be said without a time model: of strategies that ran, and whose packs hold every sequence."""
+    longest = max(phase.longest_tokens for record in run.steps for phase in record.report.phases)
+    holds = {b["strategy"] for b in run.facts.buckets if max(b["pack_tokens"], b["longest"]) >= longest}
+    took = sum(s.compute_s + s.moved_s for s in summary.strategies)
+    measure = (
+        "hotspa_calibration=measure predicts it, and a run under a single strategy with hf-hotspa compare measures it."
+    )
+    for s in summary.strategies:
+        if s.strategy not in holds or not s.tokens_per_s:
+            continue
+        alone = summary.num_tokens / s.tokens_per_s + s.moved_s / s.num_phases * summary.num_steps
+        if alone <= took * (1 + _CLEAR):
+            basis = (
+                f"The packs of {s.strategy} hold the longest sequence ({longest} tokens), and at the rate that it had on its "
+                f"own bucket it would have taken about {alone:.2f} s for everything, instead of {took:.2f} s. This is rough: "
+            )
+            return [f"One strategy may have been as fast: {s.strategy} (an estimate)", basis + measure]
+    return ["Whether switching paid is not known", f"No single strategy was measured or predicted: {measure}"]
 
 
 def advice(run: RunLog) -> list[str]:
@@ -183,7 +211,7 @@ def advice(run: RunLog) -> list[str]:
     found = []
     if len(summary.strategies) > 1 and summary.switch_share > _MUCH_SWITCHING:
         found.append(
-            f"Switches take {summary.switch_share:.0%} of the step: use a larger hotspa_mini_batch_size, fewer strategies, "
+            f"Switching takes {summary.switch_share:.0%} of the step: use a larger hotspa_mini_batch_size, fewer strategies, "
             "or hotspa_overlap_load and hotspa_overlap_return."
         )
     if summary.seconds > 0 and summary.wait_s / summary.seconds > _MUCH_WAITING:

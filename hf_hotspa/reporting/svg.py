@@ -1,7 +1,7 @@
 """Small charts as inline SVG: histograms, bars, stacked bars and lines, in the colours of the page's style sheet.
 
 Every function returns one well-formed `<svg>` element that scales with its column. Colours are classes (`s0` ... `s5`
-for strategies, `switch`, `wait`, `other`, `hidden`), so that light and dark are a matter of the style sheet. What can be
+for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that light and dark are a matter of the style sheet. What can be
 pointed at carries its text in `data-tip`, which the page's script shows.
 """
 

@@ -1,5 +1,6 @@
 """Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
 
+`Agreement.run` is how ranks do a thing that may fail on some of them: its value, or one error on every rank. Below it,
 `Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
 digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
@@ -15,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,6 +24,7 @@ import torch.distributed as dist
 from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, TransferError
 from hf_hotspa.runtime.roll_call import RollCall
 
+T = TypeVar("T")
 _MAILBOX_KEY = "hotspa_first_error"
 _MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
 _HALF = 1 << 63
@@ -149,6 +151,45 @@ class Agreement:
 
     def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
         self.group, self.rank, self._mailbox = group, rank, mailbox
+
+    def run(
+        self,
+        where: str,
+        function: Callable[[], T],
+        digests: Callable[[T], Mapping[str, str]] | None = None,
+        *,
+        facts: Callable[[T], Mapping[str, str]] | None = None,
+        otherwise: Callable[[Exception], HotspaError] | None = None,
+    ) -> T:
+        """Calls the function on every rank; returns its value where all of them have one. A collective call.
+
+        Args:
+            where: The place, for messages: `set-up`.
+            function: What this rank does.
+            digests: What of the value must be equal on all ranks, by name (`check`).
+            facts: The same, to be shown where it is not.
+            otherwise: Makes an error for all ranks of what is no `HotspaError`; without it such a one is raised on this
+                rank alone, at once, and the others find it in the mailbox.
+
+        Raises:
+            HotspaError: on every rank, the error of the first rank on which one of the functions raised.
+            PlanMismatchError: on every rank, when something differs.
+        """
+        outcome: list[T] = []  # empty after an error: a value may be None
+        error, compared, shown = None, dict[str, str](), dict[str, str]()
+        try:
+            value = function()
+            compared |= digests(value) if digests is not None else {}
+            shown |= facts(value) if facts is not None else {}
+            outcome.append(value)
+        except HotspaError as failure:
+            error = failure
+        except Exception as failure:
+            if otherwise is None:
+                raise
+            error = otherwise(failure)
+        self.check(compared, error, where, facts=shown)
+        return outcome[0]
 
     def check(
         self,

@@ -151,6 +151,23 @@ def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calib
     return Calibration.load(path, key) if path.exists() else None
 
 
+def _of_any_kind(failure: Exception) -> HotspaError:
+    """The other ranks must not start without this one, whatever ended it."""
+    return as_hotspa_error(failure, "calibration")
+
+
+def _same(found: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -> dict[str, str]:
+    """What of the set-up must be equal on all ranks."""
+    key, _, degrees, whole = found
+    return {
+        "calibration's degrees": repr(degrees),
+        "calibration's strategies": repr(whole),
+        "model config": key.model,
+        "versions of libraries": repr(key.versions),
+        "dtype": key.dtype,
+    }
+
+
 class _Session:
     """One call of `calibrate` on this rank."""
 
@@ -196,40 +213,39 @@ class _Session:
         self, strategies: Iterable[Strategy] | None
     ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
         """The key, the shape of the model, and the degrees and whole strategies to measure; the same on every rank."""
-        error, key, shape, degrees, whole = None, None, None, [1], []
-        try:
-            if not isinstance(self.config, PreTrainedConfig):
-                raise HotspaConfigError(
-                    f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
-                    fix="pass model.config, or AutoConfig.from_pretrained(...)",
-                )
-            dtype = self.compute_dtype or config_dtype(self.config)
-            self.compute_dtype = dtype
-            nowhere = torch.device("meta")
-            few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
-            shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
-            strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
-            plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
-            # the whole model may have more stages than a copy has layers
-            whole = sorted(s for s in plain if s.world_size == self.world_size and s.misfit(copied) is None)
-            # tp 1 is always measured: the longest pack is found with it
-            degrees = sorted({1, *(s.tp for s in strategies)})
-            for tp in degrees:
-                why = Strategy(1, tp).misfit(shape) or (
-                    f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None
-                )
-                if why:
-                    raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
-            key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
-        except Exception as failure:  # of any kind: the other ranks must not start without this one
-            error = as_hotspa_error(failure, "calibration")
-        same = {"calibration's degrees": repr(degrees), "calibration's strategies": repr(whole)}
-        if key is not None:
-            same |= {"model config": key.model, "versions of libraries": repr(key.versions), "dtype": key.dtype}
-        self.agreement.check(same, error, "calibration")
-        assert key is not None
-        assert shape is not None
+        key, shape, degrees, whole = self.agreement.run(
+            "calibration", lambda: self._described(strategies), _same, otherwise=_of_any_kind
+        )
         return CalibrationKey(**self._from_first(vars(key))), shape, degrees, whole
+
+    def _described(
+        self, strategies: Iterable[Strategy] | None
+    ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
+        """The same, as this rank sees it."""
+        if not isinstance(self.config, PreTrainedConfig):
+            raise HotspaConfigError(
+                f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
+                fix="pass model.config, or AutoConfig.from_pretrained(...)",
+            )
+        dtype = self.compute_dtype or config_dtype(self.config)
+        self.compute_dtype = dtype
+        nowhere = torch.device("meta")
+        few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
+        shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
+        strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
+        plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
+        # the whole model may have more stages than a copy has layers
+        whole = sorted(s for s in plain if s.world_size == self.world_size and s.misfit(copied) is None)
+        # tp 1 is always measured: the longest pack is found with it
+        degrees = sorted({1, *(s.tp for s in strategies)})
+        for tp in degrees:
+            why = Strategy(1, tp).misfit(shape) or (
+                f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None
+            )
+            if why:
+                raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
+        key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
+        return key, shape, degrees, whole
 
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
@@ -241,13 +257,7 @@ class _Session:
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
         """What the cache of rank 0 holds; a broken file is an error of all ranks."""
-        found, error = None, None
-        if self.rank == 0:
-            try:
-                found = cached_calibration(key, folder)
-            except HotspaError as broken:
-                error = broken
-        self.agreement.check({}, error, "calibration")
+        found = self.agreement.run("calibration", lambda: cached_calibration(key, folder) if self.rank == 0 else None)
         data = self._from_first(found.to_dict() if found is not None else None)
         return None if data is None else Calibration.from_dict(data, str(folder))
 
@@ -290,18 +300,14 @@ class _Session:
     def _probes(self, degrees: list[int], whole: list[Strategy]) -> list[Probe]:
         """An engine on each copy; that with more layers knows the whole strategies."""
         assert self.compute_dtype is not None
-        models, error = [], None
-        try:
-            for count in layer_counts(self.config):
-                models.append(small_copy(self.config, count, self.compute_dtype, self.device))
-        except Exception as failure:  # of any kind: the other ranks must not start without this one
-            error = as_hotspa_error(failure, "calibration")
-        self.agreement.check({}, error, "calibration")
+        dtype = self.compute_dtype
+        models = self.agreement.run(
+            "calibration",
+            lambda: [small_copy(self.config, count, dtype, self.device) for count in layer_counts(self.config)],
+            otherwise=_of_any_kind,
+        )
         others = [()] * (len(models) - 1) + [tuple(whole)]
-        return [
-            Probe(model, degrees, self.compute_dtype, self.device, each)
-            for model, each in zip(models, others, strict=True)
-        ]
+        return [Probe(model, degrees, dtype, self.device, each) for model, each in zip(models, others, strict=True)]
 
     def _links(self, probe: Probe, shape: ModelShape) -> dict[str, Any]:
         """The fields of a calibration that say how fast links are."""

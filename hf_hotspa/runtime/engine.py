@@ -24,11 +24,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
-from hf_hotspa.errors import DataError, HotspaError
-from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.adapters import bare_model
 from hf_hotspa.runtime.agreement import Agreement, Mailbox, hotspa_cause
@@ -42,13 +42,11 @@ from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.model_check import check_model, model_facts
 from hf_hotspa.runtime.non_finite import raise_non_finite
 from hf_hotspa.runtime.options import EngineOptions, default_device
-from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.runtime.phase import PhaseRunner
 from hf_hotspa.runtime.same_rows import check_mini_batch
 from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from hf_hotspa.runtime.switching import Switching
-from hf_hotspa.strategy import Bucket, check_buckets, check_launch
-from hf_hotspa.switch.executor import SwitchStats
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
 
 
 class HotSPaEngine:
@@ -58,32 +56,12 @@ class HotSPaEngine:
         model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with its weights,
             the same on all ranks (else rank 0's are taken).
         buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
+        options: How it trains; the same on all ranks.
         weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
-        compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
-        pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
-        staging_bytes: Bound of each of the two staging buffers of a switch.
-        timeout_s: How long an operation may wait for a peer.
-        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
-        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
-        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
-        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
-            waiting for a peer's gradients is then waiting for its computation.
-        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
-        second_source: Whether a phase also loads from those of the phase before. None: where a second copy is small.
-        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
-            is free on an accelerator; no limit on CPU.
-        label_smoothing: As `label_smoothing_factor` of transformers.
-        recompute_every: Recompute every n-th layer of a stage instead of keeping its activations; 0 for none.
-        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
-        seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
-        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
-        gradients: The dtypes in which gradients accumulate and travel.
-        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
-        loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
-        attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
 
     Attributes:
+        agreement: How all ranks agree (`Agreement.run`).
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
         failures: What ended a phase; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, where it was read when the engine was made.
@@ -97,46 +75,22 @@ class HotSPaEngine:
         self,
         model: nn.Module,
         buckets: Sequence[Bucket],
+        options: EngineOptions | None = None,
         *,
         weights: Path | None = None,
-        compute_dtype: torch.dtype | None = None,
         device: torch.device | None = None,
-        pipeline_schedule: str = "auto",
-        staging_bytes: int = 16 << 20,
-        timeout_s: float = 1800.0,
-        devices_per_node: int | None = None,
-        overlap_load: bool | None = None,
-        overlap_return: bool | None = None,
-        switch_timeout_s: float = 120.0,
-        planner: str = "relay",
-        second_source: bool | None = None,
-        memory_limit: int | None = None,
-        label_smoothing: float = 0.0,
-        recompute_every: int = 0,
-        neftune_alpha: float | None = None,
-        seed: int = 0,
-        loss_chunk_tokens: int | None = None,
-        gradients: GradientDtypes = IN_FP32,
-        offload_master: bool = False,
-        loss: TokenLoss | SequenceLoss | None = None,
-        attention_dropout: bool = True,
     ) -> None:
         started = dist.is_available() and dist.is_initialized()
         self.rank: int = dist.get_rank() if started else 0
         self.world_size: int = dist.get_world_size() if started else 1
         self.buckets = tuple(buckets)
-        options = EngineOptions(
-            compute_dtype, pipeline_schedule, staging_bytes, timeout_s, devices_per_node, overlap_load, overlap_return,
-            switch_timeout_s, planner, second_source, memory_limit, label_smoothing, recompute_every, neftune_alpha, seed,
-            loss_chunk_tokens, gradients, offload_master, loss, attention_dropout,
-        )  # fmt: skip
-        options.check()
+        options = options or EngineOptions()
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         self.device = device = device or default_device()
         self.overlap = options.overlap(device)
         self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
         self._mailbox = Mailbox(self.rank, self.world_size)
-        self._agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
+        self.agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
         self.failures = PhaseFailures(self.rank, self._mailbox)
         self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
@@ -145,9 +99,9 @@ class HotSPaEngine:
         self.model_digest: str | None = None
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
         if weights is not None:
-            load_weights(weights, model, self.master, self._agreement)
+            load_weights(weights, model, self.master, self.agreement)
         else:
-            self.model_digest, same = fill_from_model(model, self.master, self._agreement, self._groups.switch)
+            self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
             if same:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         buffers = dict(bare_model(model)[0].named_buffers())
@@ -156,7 +110,7 @@ class HotSPaEngine:
             strategy: PhaseRunner(self.description, self._groups.mesh(strategy), *shared)
             for strategy in self._switching.pool.strategies
         }
-        self._agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
+        self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
         self._switching.prepare()
         self.observer = Observer()
@@ -166,19 +120,16 @@ class HotSPaEngine:
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
-        description, error = None, None
-        try:
+        def described() -> ModelDescription:
             description = describe_model(model, options.compute_dtype, options.attention_dropout)
             check_buckets(self.buckets, self.world_size, description.shape)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank, self.device)
-        except HotspaError as found:
-            error = found
+            return description
+
         facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets))}
         facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
-        self._agreement.check({"model": description.digest() if description else ""}, error, "set-up", facts=facts)
-        assert description is not None
-        return description
+        return self.agreement.run("set-up", described, lambda d: {"model": d.digest()}, facts=lambda _: facts)
 
     def _plan(self, options: EngineOptions) -> Switching:
         """Plans every switch; all ranks must have made the same plans, and the memory for them."""
@@ -192,22 +143,31 @@ class HotSPaEngine:
             options,
             self.failures.explain,
         )
-        error = None
-        try:
-            switching.check_memory()
-        except HotspaError as found:
-            error = found
         plans = [plan for plan, _ in switching.switches()]
-        self._agreement.check({f"plan {plan.name!r}": plan.digest() for plan in plans}, error, "set-up")
+        digests = {f"plan {plan.name!r}": plan.digest() for plan in plans}
+        self.agreement.run("set-up", switching.check_memory, lambda _: digests)
         return switching
 
-    def agree(self, error: HotspaError | None, where: str, facts: Mapping[str, str] | None = None) -> None:
-        """Raises on every rank when one of them has an error: the same error, naming the rank; or has other facts."""
-        self._agreement.check({}, error, where, facts=facts)
+    def mesh(self, strategy: Strategy) -> DeviceMesh | None:
+        """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `tp` whose degree is
+        above 1; None where all degrees are 1. Collective.
+
+        Its groups of `tp` and `pp` are those that the strategy runs on. Those of `dp` are made by the first call: the
+        engine sums gradients over replicas into the master store, and needs none.
+
+        Raises:
+            HotspaConfigError: the engine has no such strategy.
+        """
+        if strategy not in self.phases:
+            raise HotspaConfigError(
+                f"{strategy} is none of the engine's strategies",
+                fix=f"ask for one of {', '.join(map(str, self.phases))}",
+            )
+        return self._groups.device_mesh(strategy)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""
-        return bool(self._agreement.gather([float(flag)]).any())
+        return bool(self.agreement.gather([float(flag)]).any())
 
     def explain(self, error: Exception, where: str) -> Exception:
         """What to raise for an error that ends training on this rank alone; it is left for the others (`Mailbox`)."""
@@ -277,7 +237,7 @@ class HotSPaEngine:
                 why="the loss is a mean over label tokens",
                 fix="use a larger hotspa_mini_batch_size or drop rows without labels",
             )
-        check_mini_batch(self._agreement, mini_batch, self._switching.held(), error, where, facts)
+        check_mini_batch(self.agreement, mini_batch, self._switching.held(), error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
         self.master.zero_gradients()
         self.master.bind_gradients()
@@ -286,10 +246,18 @@ class HotSPaEngine:
         order = self._order(mini_batch)
         for index in order:
             phase = mini_batch.phases[index]
-            self.failures.phase_begins(phase, self.phases[phase.bucket.strategy], self._steps + 1, where)
+            runner = self.phases[phase.bucket.strategy]
+            self.failures.phase_begins(phase, runner, self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
-                phase_loss, measured = self._run_phase(phase, 1.0 / mini_batch.num_labels, previous)
+                phase_loss, measured = runner.run(
+                    phase,
+                    1.0 / mini_batch.num_labels,
+                    previous,
+                    step=self._steps,
+                    since=self._agreed,
+                    wait_for_all=self.agreement.barrier,
+                )
             except BaseException as failure:
                 explained = self._failed(phase, failure, where)
                 if explained is failure:
@@ -299,14 +267,14 @@ class HotSPaEngine:
             loss += phase_loss
             self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
-            previous = self.phases[phase.bucket.strategy]
+            previous = runner
         self._steps += 1
         return self._finish(mini_batch, order, loss, measures, begin, where)
 
     def _order(self, mini_batch: MiniBatch) -> list[int]:
-        """The phases in the order in which switching between them costs least."""
+        """The phases in the order in which switching between them costs least (`PlanPool.order`)."""
         strategies = [phase.bucket.strategy for phase in mini_batch.phases]
-        return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies)]
+        return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
 
     def _failed(self, phase: PhaseBatch, failure: BaseException, where: str) -> BaseException:
         """Ends what is under way; returns what to raise: the failure, or the error of a peer that caused it."""
@@ -321,59 +289,18 @@ class HotSPaEngine:
         self._switching.arenas.forget()
         return explained
 
-    def _run_phase(self, phase: PhaseBatch, scale: float, previous: PhaseRunner | None) -> tuple[float, PhaseMeasure]:
-        runner = self.phases[phase.bucket.strategy]
-        runner.replica.begin_step(self._steps)
-        clock = [time.perf_counter()]
-
-        def lap() -> float:
-            self._synchronize()
-            clock.append(time.perf_counter())
-            return clock[-1] - clock[-2]
-
-        load_job, return_job, load = None, None, SwitchStats()
-        if self.overlap.load:
-            load_job = runner.submit_load(previous)
-        else:
-            load = runner.load(previous)
-        if self.overlap.give_back:
-            return_job = runner.submit_return(len(phase.micro_batches))
-        load_s = lap()
-        micro_batches = [m.to(self.device, non_blocking=True) for m in phase.micro_batches]
-        loss = float(runner.compute(micro_batches, scale, phase.bucket.most_tokens))
-        compute_s = lap()
-        if load_job is not None:
-            load = load_job.result()
-            load_s, compute_s = load_s + load_job.exposed_s, compute_s - load_job.exposed_s
-        # without it, waiting for the busiest replica would be counted as switching
-        self._agreement.barrier()
-        wait_s = lap()
-        returned = runner.return_gradients()
-        return_s = lap()
-        return loss, PhaseMeasure(
-            load_s,
-            compute_s,
-            wait_s,
-            return_s,
-            load_job.busy_s if load_job is not None else 0.0,
-            return_job.busy_s if return_job is not None else 0.0,
-            float(load.sent_bytes),
-            float(returned.sent_bytes),
-            clock[0] - self._agreed,
-        )
-
     def _finish(
         self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
         where: str,
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
         values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
-        rows = self._agreement.gather(values)
+        rows = self.agreement.gather(values)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
         if not (torch.isfinite(rows[:, :2]).all()):
-            raise_non_finite(mini_batch.plan, self.phases, self.master, self._agreement, total_loss, where)
+            raise_non_finite(mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         frozen = [self.phases[mini_batch.phases[index].bucket.strategy].frozen_bytes for index in order]
@@ -381,13 +308,9 @@ class HotSPaEngine:
             self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen
         )
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
-            torch.cuda.current_stream(self.device).synchronize()
-
     def evaluation(self) -> Evaluation:
         """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
-        return Evaluation(self.phases, self._agreement, self._groups, self._failed, self._switching.held)
+        return Evaluation(self.phases, self.agreement, self._groups, self._failed, self._switching.held)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -399,21 +322,21 @@ class HotSPaEngine:
         write_to_model(model, self.weights(frozen=current != self._frozen_in))
         self._frozen_in = current
 
-    def weights(self, frozen: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
-        """Every weight whole, or every trained one, as `MasterStore.gather`. Collective: every rank takes all of them."""
+    def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, or every trained one, or other `buffers`, as `MasterStore.gather`. Collective: all take all."""
         # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
-        self._agreement.barrier()
-        return self.master.gather(self._groups.switch, frozen=frozen, before=self._agreement.barrier)
+        self.agreement.barrier()
+        return self.master.gather(self._groups.switch, False, frozen, self.agreement.barrier, buffers)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
-        self._agreement.barrier()
+        self.agreement.barrier()
         return {name: whole.clone() for name, whole in self.master.gather(self._groups.switch, gradients=True)}
 
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""
         self._switching.close()
-        self._agreement.barrier()
+        self.agreement.barrier()
         self._switching.arenas.clear()
         self._groups.close()

@@ -130,14 +130,20 @@ class Evaluation:
         replica, strategy = self._loaded.replica, phase.bucket.strategy
         widths = replica.vocabulary_widths
         dtype = torch.promote_types(replica.compute_dtype, torch.float32)
-        mine, error = None, None
-        if replica.is_last and replica.logits:
-            mine = torch.cat(replica.logits).to(dtype)
+
+        logits, replica.logits = replica.logits, None
+
+        def logits_here() -> Tensor | None:
+            if not replica.is_last or not logits:
+                return None
+            mine = torch.cat(logits).to(dtype)
             shard = strategy.shard_index(replica.mesh.coord.tp)
             if mine.shape[-1] != widths[shard]:
-                error = self._wrong_width(mine.shape[-1], widths[shard])
-        replica.logits = None
-        self._agreement.check({}, error, "evaluation")  # a broadcast of another size would end the process
+                raise self._wrong_width(mine.shape[-1], widths[shard])
+            return mine
+
+        # agreed on: a broadcast of another size would end the process
+        mine = self._agreement.run("evaluation", logits_here)
         for dp, packs in enumerate(phase.replicas):
             num_tokens = sum(pack.num_tokens for pack in packs)
             shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]

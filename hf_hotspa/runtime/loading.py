@@ -356,20 +356,17 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     Raises:
         HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
     """
-    saved: SavedModel | None = None
-    error: HotspaError | None = None
-    try:
-        saved = SavedModel(model, WeightFiles(folder))
-    except HotspaError as found:
-        error = found
-    agreement.check({"files of weights": saved.files.digest() if saved else ""}, error, "loading weights")
-    assert saved is not None
-    try:
+    saved = agreement.run(
+        "loading weights",
+        lambda: SavedModel(model, WeightFiles(folder)),
+        lambda saved: {"files of weights": saved.files.digest()},
+    )
+
+    def read() -> None:
         for name, buffer in saved.buffers().items():
             model.get_buffer(name).copy_(buffer)
         for name, (spec, start, stop) in master.owned_ranges().items():
             if stop > start:
                 master.parameters[name].copy_(saved.read(spec, start, stop))
-    except HotspaError as found:
-        error = found
-    agreement.check({}, error, "loading weights")
+
+    agreement.run("loading weights", read)

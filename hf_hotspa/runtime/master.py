@@ -5,7 +5,7 @@ changes it. Optimizers see one 1-D view per parameter under its Hugging Face nam
 work as usual, but only elementwise optimizers are exact on such shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -82,6 +82,17 @@ class MasterStore:
             high = max(min(spec.stop, held.stop), held.start) - held.start
             yield spec, segment.index, low, max(low, high)
 
+    def trained_shares(self) -> Iterator[tuple[nn.Parameter, tuple[int, int, int]]]:
+        """Each trained parameter, and `(segment, low, high)`: where this rank's share of it lies in the segment's buffer."""
+        for spec, segment_index, low, high in self._shares():
+            if spec.trainable:
+                yield self.parameters[spec.name], (segment_index, low, high)
+
+    def empty_buffers(self) -> list[Tensor | None]:
+        """Zeros, laid out as this rank's trained weights: by segment, None where it owns nothing or nothing is trained."""
+        pairs = zip(self.vector.segments, self.weights, strict=True)
+        return [torch.zeros_like(own) if own is not None and segment.trainable else None for segment, own in pairs]
+
     def owned_ranges(self) -> dict[str, tuple[ParameterSpec, int, int]]:
         """Parameter name -> `(spec, start, stop)`: the elements of its storage that this rank owns (perhaps none)."""
         ranges = {}
@@ -112,6 +123,7 @@ class MasterStore:
         gradients: bool = False,
         frozen: bool = True,
         before: Callable[[], None] = lambda: None,
+        buffers: Sequence[Tensor | None] | None = None,
     ) -> Iterator[tuple[str, Tensor]]:
         """Every parameter whole, on every rank, in master precision; at most one segment exists at a time. Collective.
 
@@ -120,12 +132,14 @@ class MasterStore:
             gradients: Gather the gradients of the trained parameters instead of the weights.
             frozen: Whether frozen weights are gathered, too.
             before: Called ahead of each segment.
+            buffers: Something else to gather, that is laid out as the weights and has their dtypes (`empty_buffers`).
 
         Yields:
             The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
             one.
         """
-        buffers = self.gradients if gradients else self.weights
+        if buffers is None:
+            buffers = self.gradients if gradients else self.weights
         for segment in self.vector.segments:
             if not segment.trainable and (gradients or not frozen):
                 continue

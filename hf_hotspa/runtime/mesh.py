@@ -1,8 +1,9 @@
 """Process groups and device meshes: made once, at start, by all ranks in one order.
 
 Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
-group is tied to what it is for: tensor parallel, pipeline, switching, forwarding inside a node, agreement. There are no
-data-parallel groups: the gradient return sums over replicas.
+group is tied to what it is for: tensor parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's
+tensor-parallel and pipeline groups are handed to a torch `DeviceMesh`, and taken from it. There are no data-parallel
+groups until a user asks for a mesh with them: the gradient return sums over replicas.
 """
 
 from collections.abc import Iterable
@@ -11,6 +12,7 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hotspa.strategy import Coord, Strategy
@@ -36,14 +38,16 @@ class TensorGroup:
 
 @dataclass(frozen=True)
 class StrategyMesh:
-    """Where a rank stands in a strategy, and its groups there (None for an axis of degree 1)."""
+    """Where a rank stands in a strategy, and its groups there (None for an axis of degree 1).
+
+    Coordinates and groups are those of a torch `DeviceMesh` over the ranks of the replica.
+    """
 
     strategy: Strategy
     rank: int
     coord: Coord
     tensor: TensorGroup | None
     pipeline: dist.ProcessGroup | None
-    device_mesh: DeviceMesh | None
 
 
 class ProcessGroups:
@@ -100,29 +104,48 @@ class ProcessGroups:
         me = strategy.coord(self.rank)
         tensor_of = {(d, p): self.of(strategy.tp_ranks(d, p)) for p in range(strategy.pp) for d in range(strategy.dp)}
         pipeline_of = {(d, t): self.of(strategy.pp_ranks(d, t)) for d in range(strategy.dp) for t in range(strategy.tp)}
-        tensor, pipeline = tensor_of[me.dp, me.pp], pipeline_of[me.dp, me.tp]
-        tensor_group = None
-        if tensor is not None:
+        replica = torch.tensor([strategy.tp_ranks(me.dp, p) for p in range(strategy.pp)])
+        mesh = self._device_mesh(replica, {"pp": pipeline_of[me.dp, me.tp], "tp": tensor_of[me.dp, me.pp]})
+        axes = mesh.mesh_dim_names or () if mesh is not None else ()
+        tensor = pipeline = None
+        if mesh is not None and "tp" in axes:
             shard_of = [strategy.shard_index(t) for t in range(strategy.tp)]
             order = tuple(shard_of.index(i) for i in range(strategy.tp))
-            tensor_group = TensorGroup(tensor, strategy.tp, shard_of[me.tp], order)
-        return StrategyMesh(
-            strategy, self.rank, me, tensor_group, pipeline, self._device_mesh(me, strategy, tensor, pipeline)
-        )
+            tensor = TensorGroup(mesh.get_group("tp"), strategy.tp, shard_of[mesh.get_local_rank("tp")], order)
+        if mesh is not None and "pp" in axes:
+            pipeline = mesh.get_group("pp")
+        return StrategyMesh(strategy, self.rank, me, tensor, pipeline)
 
-    def _device_mesh(
-        self, me: Coord, strategy: Strategy, tensor: dist.ProcessGroup | None, pipeline: dist.ProcessGroup | None
-    ) -> DeviceMesh | None:
-        """This rank's replica as a torch mesh over its axes of degree above 1, on the groups that exist already."""
-        axes = [(name, group) for name, group in (("pp", pipeline), ("tp", tensor)) if group is not None]
-        if not axes:
+    def device_mesh(self, strategy: Strategy) -> DeviceMesh | None:
+        """All ranks as a torch mesh over the axes `pp`, `dp`, `tp` of degree above 1; None where all are 1.
+
+        A collective call for all ranks of the world: the first time for a strategy it makes the groups of replicas, which
+        nothing here needs. The other groups are those that the strategy runs on.
+        """
+        me, dp, tp, pp = strategy.coord(self.rank), range(strategy.dp), range(strategy.tp), range(strategy.pp)
+        replicas = {(t, p): self.of(strategy.rank(Coord(d, t, p)) for d in dp) for p in pp for t in tp}
+        ranks = torch.tensor([[strategy.tp_ranks(d, p) for d in dp] for p in pp])
+        pipeline, tensor = self.of(strategy.pp_ranks(me.dp, me.tp)), self.of(strategy.tp_ranks(me.dp, me.pp))
+        return self._device_mesh(ranks, {"pp": pipeline, "dp": replicas[me.tp, me.pp], "tp": tensor})
+
+    def _device_mesh(self, ranks: Tensor, groups: dict[str, dist.ProcessGroup | None]) -> DeviceMesh | None:
+        """A torch mesh on groups that exist already, over the axes of degree above 1.
+
+        Args:
+            ranks: The global ranks, int64, one dim for each axis.
+            groups: This rank's group on each axis, outermost first; None where the degree is 1.
+        """
+        joined = {name: group for name, group in groups.items() if group is not None}
+        if not joined:
             return None
-        ranks = torch.tensor([strategy.tp_ranks(me.dp, p) for p in range(strategy.pp)], dtype=torch.int)
-        ranks = ranks.reshape([size for size in (strategy.pp, strategy.tp) if size > 1])
-        names = tuple(name for name, _ in axes)
-        if len(axes) == 1:
-            return DeviceMesh.from_group(axes[0][1], self.device.type, mesh_dim_names=names)
-        return DeviceMesh.from_group([group for _, group in axes], self.device.type, mesh=ranks, mesh_dim_names=names)
+        shape = [size for size in ranks.shape if size > 1]
+        mesh = ranks.reshape(shape).int()
+        return DeviceMesh.from_group(
+            list(joined.values()) if len(joined) > 1 else next(iter(joined.values())),
+            self.device.type,
+            mesh=mesh,
+            mesh_dim_names=tuple(joined),
+        )
 
     @staticmethod
     def _joined(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:

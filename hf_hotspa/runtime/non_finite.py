@@ -46,16 +46,17 @@ def raise_non_finite(
         if phase >= 0:
             where = f"{where}, {_describe(plan, phase, replica, pack)}"
             break
-    names = master.non_finite_parameters()
-    mine = None
-    if names:
-        mine = NonFiniteError(
-            f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
-            where=where,
-            why=_UNCHANGED,
-            fix=_FIX,
-        )
-    agreement.check({}, mine, where)
+
+    def check_gradients() -> None:
+        if names := master.non_finite_parameters():
+            raise NonFiniteError(
+                f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
+                where=where,
+                why=_UNCHANGED,
+                fix=_FIX,
+            )
+
+    agreement.run(where, check_gradients)
     raise NonFiniteError(f"the loss is {loss}", where=where, why=_UNCHANGED, fix=_FIX)
 
 

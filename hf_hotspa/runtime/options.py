@@ -1,4 +1,4 @@
-"""The options of an engine: defaults resolved, values checked, and what of them all ranks must have in common."""
+"""The options of an engine: checked when they are made, handed through unchanged, and with their defaults resolved."""
 
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,7 +26,34 @@ def default_device() -> torch.device:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """The keyword arguments of `HotSPaEngine`, which describes them, but for the device."""
+    """How an engine trains. The same on all ranks. What a strategy does of its own (`+sp`, `+rc`) is in its name.
+
+    Args:
+        compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
+        pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        staging_bytes: Bound of each of the two staging buffers of a switch.
+        timeout_s: How long an operation may wait for a peer.
+        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
+        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
+            waiting for a peer's gradients is then waiting for its computation.
+        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
+        second_source: Whether a phase also loads from those of the phase before. None: where a second copy is small.
+        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
+            is free on an accelerator; no limit on CPU.
+        label_smoothing: As `label_smoothing_factor` of transformers.
+        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`runtime/noise.py`); None for none.
+        seed: Seed of that noise, and of dropout (`runtime/dropout.py`).
+        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
+        gradients: The dtypes in which gradients accumulate and travel.
+        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
+        loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
+        attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
+
+    Raises:
+        HotspaConfigError: a value cannot be meant; names the option.
+    """
 
     compute_dtype: torch.dtype | None = None
     pipeline_schedule: str = "auto"
@@ -40,7 +67,6 @@ class EngineOptions:
     second_source: bool | None = None
     memory_limit: int | None = None
     label_smoothing: float = 0.0
-    recompute_every: int = 0
     neftune_alpha: float | None = None
     seed: int = 0
     loss_chunk_tokens: int | None = None
@@ -49,12 +75,7 @@ class EngineOptions:
     loss: TokenLoss | SequenceLoss | None = None
     attention_dropout: bool = True
 
-    def check(self) -> None:
-        """Refuses values that cannot be meant.
-
-        Raises:
-            HotspaConfigError: naming the option.
-        """
+    def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)
         check_planner(self.planner)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
@@ -75,11 +96,6 @@ class EngineOptions:
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise HotspaConfigError(
                 f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"
-            )
-        if self.recompute_every < 0:
-            raise HotspaConfigError(
-                f"recompute_every is {self.recompute_every}",
-                fix="use 1 for every layer, 2 for every second, 0 for none",
             )
 
     def master_device(self, device: torch.device) -> torch.device:

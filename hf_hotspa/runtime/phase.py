@@ -1,24 +1,26 @@
 """Everything of one strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
 
-A phase has three acts: `load` (weights from the master store, or from there and the phase before, into this strategy's
-layout), `compute` (forward and
-backward of the replica's micro-batches), `return_gradients` (gradients summed into the master store). Between phases
-nothing of the strategy is left but an empty model, and its weights where the next phase may draw on them.
+A phase (`run`) has three acts: `load` (weights from the master store, or from there and the phase before, into this
+strategy's layout), `compute` (forward and backward of the replica's micro-batches), `return_gradients` (gradients summed
+into the master store). Between phases nothing of the strategy is left but an empty model, and its weights where the next
+phase may draw on them.
 
-Where switches run beside the computation (`Overlap`), `submit_load` and `submit_return` come before `compute`, in this
-order on every rank, and `compute` itself waits for each weight and lets each gradient go. It returns only when the load
-is over; `return_gradients` then waits for the rest of the return.
+Where switches run beside the computation (`Overlap`), `load` only starts one, `compute` starts the return, waits for each
+weight and lets each gradient go. It returns only when the load is over; `return_gradients` then waits for the rest of the
+return.
 """
 
-from collections.abc import Hashable, Mapping, Sequence
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.data.collator import MicroBatch, PhaseBatch
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.runtime.measures import PhaseMeasure
 from hf_hotspa.runtime.memory import MemoryForecast
 from hf_hotspa.runtime.mesh import StrategyMesh
 from hf_hotspa.runtime.options import EngineOptions
@@ -28,7 +30,7 @@ from hf_hotspa.runtime.replica import Replica
 from hf_hotspa.runtime.specs import ModelDescription
 from hf_hotspa.runtime.switching import Switching
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.executor import Buffers, SwitchStats
+from hf_hotspa.switch.executor import Buffers
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob
 
@@ -79,45 +81,101 @@ class PhaseRunner:
         self._holder: Hashable = None
         self._there: frozenset[int] = frozenset()
 
-    def load(self, previous: "PhaseRunner | None" = None) -> SwitchStats:
+    def run(
+        self,
+        phase: PhaseBatch,
+        scale: float,
+        previous: "PhaseRunner | None",
+        *,
+        step: int,
+        since: float,
+        wait_for_all: Callable[[], None],
+    ) -> tuple[float, PhaseMeasure]:
+        """The whole phase: load, compute, return. Collective.
+
+        Args:
+            phase: What this rank runs.
+            scale: 1 / (label tokens of the mini-batch).
+            previous: The phase before of the same mini-batch.
+            step: How many mini-batches came before.
+            since: The moment from which its start is counted.
+            wait_for_all: Returns when all ranks are here.
+
+        Returns:
+            This rank's part of the loss, and what it measured.
+        """
+        self.replica.begin_step(step)
+        clock = [time.perf_counter()]
+
+        def lap() -> float:
+            self._synchronize()
+            clock.append(time.perf_counter())
+            return clock[-1] - clock[-2]
+
+        load = self.load(previous)
+        load_s = lap()
+        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens))
+        compute_s = lap()
+        # without it, waiting for the busiest replica would be counted as switching
+        wait_for_all()
+        wait_s = lap()
+        returned = self.return_gradients()
+        return_s = lap()
+        return loss, PhaseMeasure(
+            load_s + load.exposed_s,
+            compute_s - load.exposed_s,
+            wait_s,
+            return_s,
+            load.busy_s,
+            returned.busy_s,
+            float(load.result().sent_bytes),
+            float(returned.result().sent_bytes),
+            clock[0] - since,
+        )
+
+    def _synchronize(self) -> None:
+        device = self.replica.device
+        if device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
+            torch.cuda.current_stream(device).synchronize()
+
+    def load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
         """Fills this strategy's weights and clears its gradients. Collective.
 
         Args:
             previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
+
+        Returns:
+            The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
         """
         plan, second = self._take(previous)
         self._take_gradients()
-        switching, epoch = self._switching, self._switching.next_epoch()
-        stats = switching.executor.run(
-            plan, self._master.weights, self.weights, switching.weight_dtypes, epoch, second=second
-        )
-        switching.arenas.loaded(self._holder)
-        self._bind()
-        return stats
-
-    def submit_load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
-        """The same beside what follows: `compute` waits for the weights where it needs them. Collective."""
-        assert self._guard is not None
-        worker = self._switching.worker
-        assert worker is not None
-        plan, second = self._take(previous)
-        self._take_gradients()
-        dtypes, epoch = self._switching.weight_dtypes, self._switching.next_epoch()
-        job = worker.submit(plan, self._master.weights, self.weights, dtypes, epoch, second=second)
-        self._load_job = job
-        self._guard.arm(job, self._there)
-        self._bind()
+        beside = self._guard is not None
+        job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
+        if self._guard is not None:
+            self._guard.arm(job, self._there)
+        else:
+            self._is_loaded()
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.zero_()
+        self.replica.bind(self.weights, self._gradients)
         return job
 
-    def load_for_forward(self) -> SwitchStats:
+    def load_for_forward(self) -> None:
         """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
         plan, _ = self._take(None)
-        switching, epoch = self._switching, self._switching.next_epoch()
-        stats = switching.executor.run(plan, self._master.weights, self.weights, switching.weight_dtypes, epoch)
-        switching.arenas.loaded(self._holder)
+        self._load_job = self._switching.load(plan, self._master.weights, self.weights)
+        self._is_loaded()
         self.replica.bind(self.weights, None)
         self.replica.model.eval()
-        return stats
+
+    def _is_loaded(self) -> None:
+        """Waits for the load, and for good."""
+        if self._load_job is not None:
+            self._load_job.result()
+            self._switching.arenas.loaded(self._holder)
+            self._load_job = None
 
     def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
         """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
@@ -137,29 +195,6 @@ class PhaseRunner:
         switching = self._switching
         self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
 
-    def _bind(self) -> None:
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.zero_()
-        self.replica.bind(self.weights, self._gradients)
-
-    def submit_return(self, num_micro_batches: int) -> SwitchJob:
-        """Lets gradients leave as soon as they are final; after the load and before `compute`. Collective.
-
-        Args:
-            num_micro_batches: How many `compute` will be given.
-        """
-        assert self._watch is not None
-        switching, worker = self._switching, self._switching.worker
-        assert worker is not None
-        gate = SegmentGate(self._watch.segments, worker.device)
-        self._watch.arm(gate, num_micro_batches)
-        plan = switching.pool.give_back(self.mesh.strategy)
-        self._return_job = worker.submit(
-            plan, self._gradients, self._master.gradients, switching.return_dtypes, switching.next_epoch(), gate
-        )
-        return self._return_job
-
     def compute(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
         """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
 
@@ -168,11 +203,13 @@ class PhaseRunner:
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
         """
+        if self._watch is not None:  # gradients leave as soon as they are final, and after the load
+            gate = SegmentGate(self._watch.segments, self.replica.device)
+            self._watch.arm(gate, len(micro_batches))
+            self._return_job = self._return(gate)
         self.act = "compute"
         loss = self._runner.run(micro_batches, scale, most_tokens)
-        if self._load_job is not None:  # a replica without micro-batches has waited for nothing yet
-            self._load_job.result()
-            self._switching.arenas.loaded(self._holder)
+        self._is_loaded()  # a replica without micro-batches has waited for nothing yet
         self._disarm()
         if self._watch is not None:
             self._watch.disarm()
@@ -205,19 +242,20 @@ class PhaseRunner:
             return "load"
         return "return" if self._return_job is not None else self.act
 
-    def return_gradients(self) -> SwitchStats:
-        """Adds this strategy's gradients to the master store and lets go of its storage. Collective."""
+    def return_gradients(self) -> SwitchJob:
+        """Adds this strategy's gradients to the master store and lets go of its storage. Collective.
+
+        Returns:
+            The return, which is done: it began in `compute`, or begins here.
+        """
         self.act = "return"
-        if self._return_job is not None:
-            stats = self._return_job.result()
-        else:
-            switching = self._switching
-            plan = switching.pool.give_back(self.mesh.strategy)
-            stats = switching.executor.run(
-                plan, self._gradients, self._master.gradients, switching.return_dtypes, switching.next_epoch()
-            )
+        job = self._return_job or self._return(None)
+        job.result()
         self.release()
-        return stats
+        return job
+
+    def _return(self, gate: SegmentGate | None) -> SwitchJob:
+        return self._switching.return_gradients(self.mesh.strategy, self._gradients, self._master.gradients, gate)
 
     def release(self) -> None:
         """Unbinds the storage; also after a failed phase, whose jobs must have been cancelled before."""

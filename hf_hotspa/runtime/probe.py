@@ -21,6 +21,7 @@ from hf_hotspa.cost.measurements import MemorySample, SwitchSample
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.strategy import Bucket, Strategy
 
 _BLOCK = 1 << 16
@@ -212,7 +213,10 @@ class Probe:
         # the lengths of the buckets play no part: packs are handed to the phases directly
         buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
         self.engine = HotSPaEngine(
-            model, buckets, compute_dtype=compute_dtype, device=device, overlap_load=False, overlap_return=False
+            model,
+            buckets,
+            EngineOptions(compute_dtype=compute_dtype, overlap_load=False, overlap_return=False),
+            device=device,
         )
         self.device = device
         self._packs: dict[tuple[int, ...], MicroBatch] = {}

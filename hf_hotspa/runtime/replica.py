@@ -101,8 +101,7 @@ class Replica:
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
         rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
         self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
-        recompute_every = strategy.rc or options.recompute_every
-        if recompute_every:
+        if strategy.rc:
             if not self.model.supports_gradient_checkpointing:
                 raise ModelError(
                     f"{type(self.model).__name__} cannot recompute its layers",
@@ -110,7 +109,7 @@ class Replica:
                 )
             # the models' own enabling also puts hooks on embeddings, which later stages do not have
             recompute = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
-            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=recompute_every)
+            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=strategy.rc)
         self.noise: EmbeddingNoise | None = None
         self._router_loss: RouterLoss | None = None
         if description.router_layers:

@@ -1,6 +1,7 @@
 """What moves weights and gradients on a rank: plans, executor, worker and memory of all strategies of a run.
 
-Built before anything large is allocated, so that what does not fit is refused while it is still cheap.
+Built before anything large is allocated, so that what does not fit is refused while it is still cheap. `load` and
+`return_gradients` start a switch, and give its job: of one that runs beside the computation, or of one that is done.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,12 +15,12 @@ from hf_hotspa.runtime.memory import MemoryForecast, device_limit, forecast
 from hf_hotspa.runtime.mesh import ProcessGroups
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.executor import SwitchExecutor
+from hf_hotspa.switch.executor import Buffers, SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.pool import PlanPool
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
-from hf_hotspa.switch.worker import SwitchWorker
+from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
 
 Switch = tuple[SwitchPlan, Sequence[torch.dtype | None]]
 """A plan, and the dtype in which each segment travels."""
@@ -102,7 +103,7 @@ class Switching:
         self._frozen_bytes: dict[str, int] = {}
         self._limit = options.memory_limit or device_limit(device)
         self._rank = rank
-        self.worker = SwitchWorker(self.executor, device, on_failure) if overlap else None
+        self.worker = SwitchWorker(device, on_failure) if overlap else None
         self._epoch = 0
 
     def switches(self) -> list[Switch]:
@@ -134,10 +135,55 @@ class Switching:
         """What ranks must have in common before a load, for `Agreement.check`: it decides what is loaded again."""
         return {"frozen weights that are loaded already": self.arenas.holders}
 
-    def next_epoch(self) -> int:
-        """A number for the next switch; the same on every rank, which all run the same switches."""
+    def load(
+        self, plan: SwitchPlan, master: Buffers, weights: Buffers, second: Buffers | None = None, beside: bool = False
+    ) -> SwitchJob:
+        """Fills the weights of a strategy. Collective.
+
+        Args:
+            plan: Of the pool.
+            master: The weights of the master store.
+            weights: Those to fill.
+            second: The weights of the strategy before, where the plan draws on them.
+            beside: Whether it runs in the worker's thread; else the job is done.
+        """
+        return self._start(plan, master, weights, self.weight_dtypes, second, None, beside)
+
+    def return_gradients(
+        self, strategy: Strategy, gradients: Buffers, master: Buffers, gate: SegmentGate | None = None
+    ) -> SwitchJob:
+        """Adds the gradients of a strategy to those of the master store. Collective.
+
+        Args:
+            strategy: The strategy.
+            gradients: Its gradients.
+            master: Those of the master store.
+            gate: Says which gradients are final: the return runs in the worker's thread. None: all are, and the job is
+                done.
+        """
+        plan = self.pool.give_back(strategy)
+        return self._start(plan, gradients, master, self.return_dtypes, None, gate, gate is not None)
+
+    def _start(
+        self,
+        plan: SwitchPlan,
+        source: Buffers,
+        target: Buffers,
+        dtypes: Sequence[torch.dtype | None],
+        second: Buffers | None,
+        gate: SegmentGate | None,
+        beside: bool,
+    ) -> SwitchJob:
         self._epoch += 1
-        return self._epoch
+        epoch = self._epoch  # the same on every rank, which all run the same switches
+
+        def run(job: SwitchJob) -> SwitchStats:
+            return self.executor.run(plan, source, target, dtypes, epoch, job, second)
+
+        if not beside:
+            return SwitchJob.done(plan.name, run, self.executor.device)
+        assert self.worker is not None
+        return self.worker.submit(plan.name, run, gate)
 
     def close(self) -> None:
         """Ends the thread of the worker and lets go of the buffers."""

@@ -7,6 +7,7 @@ collective would hang there; this only makes those who come wait for the one tha
 import json
 import time
 import weakref
+from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -19,18 +20,23 @@ _told: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
 """How many verdicts this process has told or heard of, by the store that all ranks share."""
 
 
-def settle(what: str, error: HotspaError | None, decides: bool, timeout_s: float) -> None:
-    """Tells or hears how it ended. The n-th call of a rank is about the n-th thing.
+def settled(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
+    """Does a thing, and tells or hears how it ended. The n-th call of a rank is about the n-th thing.
 
     Args:
         what: What is done, such as the path of a file. An error is heard of only by who was about the same.
-        error: What went wrong on this rank.
+        function: What this rank does; it may raise a `HotspaError`.
         decides: Whether this rank does it for the others.
         timeout_s: How long to wait for the one that does.
 
     Raises:
         HotspaError: the error, on every rank that calls; or `PeerError`, where the one that decides never came.
     """
+    error: HotspaError | None = None
+    try:
+        function()
+    except HotspaError as failure:
+        error = failure
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # the store behind the default group: private in torch, and the only channel that needs no partner
         store = dist.distributed_c10d._get_default_store()

@@ -97,19 +97,33 @@ class PlanPool:
         """The strategy with the pool's order of shards."""
         return next(own for own in self.strategies if own == strategy)
 
-    def order(self, strategies: Sequence[Strategy]) -> tuple[Strategy, ...]:
+    def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
         """The same strategies in the order in which loading them one after another costs least.
 
-        Costs are the seconds of the fluid port model; where no order is better than another the given one stays.
+        It matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
+        the order of the least seconds by the fluid port model. With frozen weights, and memory for one strategy, the
+        first load leaves these out where the mini-batch before ended with the same strategy: mini-batches end and begin
+        in turns with the first strategy and with the second one, which are those of the shortest sequences and seldom
+        missing. Else every load draws on the master store alone, no order is better than another, and the given one
+        stays.
+
+        Args:
+            strategies: Those of a mini-batch.
+            step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
+                before, so that a resumed run goes on in the same order.
         """
         key = tuple(strategies)
+        if len(key) < 2:
+            return key
+        if not self.second_source:
+            if not self.has_frozen:
+                return key
+            ends = key[0], *key[2:], key[1]
+            return ends if step % 2 == 0 else ends[::-1]
         if key not in self._orders:
-            if not self.second_source or len(key) < 2:
-                self._orders[key] = key
-            else:
-                first = [self._seconds(None, strategy) for strategy in key]
-                between = [[self._seconds(a, b) if a != b else 0.0 for b in key] for a in key]
-                self._orders[key] = tuple(key[index] for index in order_phases(first, between))
+            first = [self._seconds(None, strategy) for strategy in key]
+            between = [[self._seconds(a, b) if a != b else 0.0 for b in key] for a in key]
+            self._orders[key] = tuple(key[index] for index in order_phases(first, between))
         return self._orders[key]
 
     def _seconds(self, previous: Strategy | None, strategy: Strategy) -> float:

@@ -1,4 +1,6 @@
-"""The worker: runs switches in a thread of its own, beside the computation.
+"""A switch as a job, and the worker that runs jobs in a thread of its own, beside the computation.
+
+A switch that nothing computes beside is a job, too: one that is done (`SwitchJob.done`).
 
 What it promises:
 
@@ -25,8 +27,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from hf_hotspa.errors import HotspaError, TransferError
-from hf_hotspa.switch.executor import Buffers, SwitchExecutor, SwitchStats
-from hf_hotspa.switch.plan import SwitchPlan
+from hf_hotspa.switch.executor import SwitchStats
 
 
 class _Stamp:
@@ -98,7 +99,7 @@ class SegmentGate:
 
 
 class SwitchJob:
-    """One submitted switch; made by `SwitchWorker.submit`.
+    """One switch; made by `SwitchWorker.submit`, which runs it beside what follows, or by `done`.
 
     Args:
         name: The plan's name, for messages.
@@ -121,6 +122,19 @@ class SwitchJob:
         self._exposed_s = self._busy_s = self._gated_s = 0.0
         self._changed = threading.Condition()
 
+    @classmethod
+    def done(cls, name: str, run: Callable[["SwitchJob"], SwitchStats], device: torch.device) -> "SwitchJob":
+        """Runs a switch at once, in the calling thread and stream: the job of it is over.
+
+        Raises:
+            Exception: what ended it.
+        """
+        job = cls(name, run, None, device)
+        job.execute()
+        job._busy_s = 0.0  # nothing was computed beside it
+        job.result()
+        return job
+
     # -- the side of the computation ----------------------------------------------------------------------------------
 
     @property
@@ -133,7 +147,8 @@ class SwitchJob:
 
     @property
     def busy_s(self) -> float:
-        """Seconds from the start of the switch to its end, without those in which it waited for its gate; 0 before.
+        """Seconds from the start of the switch to its end, without those in which it waited for its gate; 0 before, and
+        where nothing was computed beside it.
 
         Waiting for peers counts, as it cannot be told from moving bytes.
         """
@@ -237,7 +252,6 @@ class SwitchWorker:
     While jobs are under way nobody else may use the executor.
 
     Args:
-        executor: Runs the switches.
         device: Where the buffers are.
         on_failure: Told of a switch that failed (not: was cancelled), in the thread and at once: the caller may learn
             of it only after its computation has waited in vain for a peer.
@@ -245,11 +259,10 @@ class SwitchWorker:
 
     def __init__(
         self,
-        executor: SwitchExecutor,
         device: torch.device,
         on_failure: Callable[[Exception], object] | None = None,
     ) -> None:
-        self.executor, self.device, self._on_failure = executor, device, on_failure
+        self.device, self._on_failure = device, on_failure
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._queue: queue.SimpleQueue[SwitchJob | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -258,32 +271,24 @@ class SwitchWorker:
         self._refusal: str | None = None
         self._closed = False
 
-    def submit(
-        self,
-        plan: SwitchPlan,
-        source: Buffers,
-        target: Buffers,
-        wire_dtypes: Sequence[torch.dtype | None],
-        epoch: int,
-        gate: SegmentGate | None = None,
-        second: Buffers | None = None,
-    ) -> SwitchJob:
-        """Queues a switch; it starts when those submitted before are over. Arguments as in `SwitchExecutor.run`.
+    def submit(self, name: str, run: Callable[[SwitchJob], SwitchStats], gate: SegmentGate | None = None) -> SwitchJob:
+        """Queues a switch; it starts when those submitted before are over.
 
         What the caller's stream has done so far comes before the switch. The target buffers may be used as the job says
         they are complete, the source buffers may be changed until the gate opens and after the end of the job.
 
         Args:
+            name: The plan's name, for messages.
+            run: Runs the switch, with the job as its progress.
             gate: Says when source segments may be read; None when all may.
-            second: The buffers of the second source layout, for a plan that has one.
 
         Raises:
             TransferError: an earlier switch failed or was cancelled.
         """
 
-        def run(job: SwitchJob) -> SwitchStats:
+        def told(job: SwitchJob) -> SwitchStats:
             try:
-                return self.executor.run(plan, source, target, wire_dtypes, epoch, job, second)
+                return run(job)
             except Exception as error:
                 if self._on_failure is not None and self._refusal is None:
                     self._on_failure(error)
@@ -291,11 +296,11 @@ class SwitchWorker:
 
         with self._lock:
             if self._refusal is not None or self._closed:
-                raise self._refused(plan.name)
+                raise self._refused(name)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="hotspa-switch", daemon=True)
                 self._thread.start()
-            job = SwitchJob(plan.name, run, gate, self.device)
+            job = SwitchJob(name, told, gate, self.device)
             self._under_way.append(job)
             self._queue.put(job)
         return job

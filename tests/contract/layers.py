@@ -11,6 +11,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: dict[int, tuple[str, ...]] = {
     0: (
         "hf_hotspa/errors.py",
+        "hf_hotspa/uncaught.py",
         "hf_hotspa/model_shape.py",
         "hf_hotspa/strategy.py",
         "hf_hotspa/cluster.py",
@@ -42,6 +43,9 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/data/rows.py",
         "hf_hotspa/data/scan.py",
         "hf_hotspa/data/columns.py",
+        "hf_hotspa/data/formats.py",
+        "hf_hotspa/data/chat.py",
+        "hf_hotspa/data/chat_text.py",
         "hf_hotspa/data/table.py",
         "hf_hotspa/data/arrow.py",
         "hf_hotspa/reporting/*.py",
@@ -113,6 +117,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/checkpoint/model_files.py",
         "hf_hotspa/checkpoint/pickles.py",
         "hf_hotspa/checkpoint/stock.py",
+        "hf_hotspa/checkpoint/stock_writing.py",
         "hf_hotspa/checkpoint/export.py",
         "hf_hotspa/checkpoint/commands.py",
         "hf_hotspa/runtime/probe.py",
@@ -124,6 +129,8 @@ LAYERS: dict[int, tuple[str, ...]] = {
     7: ("trainer/*.py",),
     8: (
         "hf_hotspa/calibrate_command.py",
+        "hf_hotspa/input_commands.py",
+        "hf_hotspa/train_command.py",
         "hf_hotspa/cli.py",
     ),
 }

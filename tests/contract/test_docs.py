@@ -1,5 +1,6 @@
 """The documentation names what exists: every error code, every flag; links lead somewhere."""
 
+import ast
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -24,10 +25,51 @@ def test_no_entry_is_of_an_error_that_is_gone():
     assert set(re.findall(r"\*\*(HSP-\d+) ", (ROOT / "docs" / "errors.md").read_text())) == set(CODES)
 
 
-def test_every_flag_is_in_the_readme():
+def test_every_flag_is_in_the_table_of_flags():
     ours = {f.name for f in fields(HotSPaTrainingArguments)} - {f.name for f in fields(TrainingArguments)}
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "docs" / "flags.md").read_text()
     assert sorted(name for name in ours if f"`{name}`" not in text) == []
+
+
+def test_the_readme_is_short_and_its_table_small():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    tables = re.findall(r"(?:^\|.*\n)+", text, re.MULTILINE)
+    for table in tables:
+        rows = [line.strip("|\n").split("|") for line in table.splitlines() if set(line) - set("|- ")]
+        assert len(rows) <= 1 + 4
+        assert all(len(row) <= 3 for row in rows)
+
+
+def test_the_readme_says_in_order_what_a_newcomer_needs():
+    text = (ROOT / "README.md").read_text()
+    needed = [
+        "**For you**", "**Not for you**", "**Status:**", "make train", "pip install .", "-from transformers import Trainer",
+        "accelerate launch", "HotSPaTrainingArguments(", "hf-hotspa plan", "## What does not work", "## Documentation",
+    ]  # fmt: skip
+    places = [text.find(words) for words in needed]
+    assert -1 not in places, needed[places.index(-1)]
+    assert places == sorted(places)
+    assert not re.search(r"[A-Z]+[-_](OF|TO)[-_]", text), "a placeholder cannot be run"
+
+
+def test_the_numbers_of_the_readme_are_measured_ones():
+    numbers = re.findall(r"\d+\.\d+ \(\d+\.\d+ to \d+\.\d+\)", (ROOT / "README.md").read_text())
+    assert len(numbers) >= 4
+    measured = (ROOT / "docs" / "measured.md").read_text()
+    # one line each: the families of the generated table, in its first two columns (0.9M fp32)
+    assert [
+        n for n in numbers if not re.search(rf"^\|(?:[^|]*\|){{1,2}} {re.escape(n)} \|", measured, re.MULTILINE)
+    ] == []
+
+
+def test_the_script_of_the_readme_is_python_that_knows_the_arguments():
+    [script] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    tree = ast.parse(script)
+    assert len([line for line in script.splitlines() if line.strip()]) <= 12
+    [call] = [n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "HotSPaTrainingArguments"]
+    known = {f.name for f in fields(HotSPaTrainingArguments)}
+    assert {keyword.arg for keyword in call.keywords} <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -20,6 +20,7 @@ from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.calibrations import made_calibration
 from tests.contract.commands import PAGES, ROOT, Command, all_commands, commands_of
 from tests.families import tiny_config, tiny_model
+from tests.gloo.test_trainer_world import make_tokenizer
 from tests.oracle import random_rows
 from tests.run_logs import write_run
 
@@ -43,14 +44,9 @@ _STRATEGIES = " --hotspa_strategies dp4:512@1024,dp2tp2:1024 --hotspa_overlong t
 def made_short(command: str, folder: Path) -> str | None:
     """The command as it is run: with less to do, and with its files in a folder. None for one that nobody knows."""
     out = f"--output_dir {folder / 'out'}"
-    if command == "git clone URL-OF-THIS-REPOSITORY hf_hotspa && cd hf_hotspa":
-        # and then the third command there, with the clone's own code in the environment that is installed already
-        train = f'make -o {VENV}/.hf_hotspa-installed VENV={VENV} train EXTRA_TRAIN_ARGS="--dataset my.jsonl {_TRAIN} {out}"'
-        clone = folder / "clone"
-        return (
-            f"git clone --quiet {ROOT} {clone} && cd {clone} && cp {folder / 'my.jsonl'} . && "
-            f"env PYTHONPATH={clone} {train}"
-        )
+    if command == "pip install .":  # what it does to a stranger's environment: test_packaging.py
+        clone, options = folder / "clone", "--quiet --no-deps --no-build-isolation --no-index"
+        return f"git clone --quiet {ROOT} {clone} && python -m pip install {options} --target {folder / 'site'} {clone}"
     if re.fullmatch(r"make train( EXTRA_TRAIN_ARGS=\"--dataset my.jsonl\")?", command):
         extra = f"--dataset {folder / 'my.jsonl'} " if "my.jsonl" in command else ""
         return f'make -o .venv/.hf_hotspa-installed train EXTRA_TRAIN_ARGS="{extra}{_TRAIN} {out}"'
@@ -65,6 +61,11 @@ def made_short(command: str, folder: Path) -> str | None:
         return f"{command} --max_steps 2 {out}"
     if command.startswith("accelerate launch ") and "examples/from_trl.py --use_cpu" in command:
         return f"{command} --max_steps 2 {out}"
+    if command == "hf-hotspa train --model path/to/model --dataset my.jsonl --use_cpu --processes 2":
+        flags = (
+            "--max_steps 2 --hotspa_mini_batch_size 4 --hotspa_strategies dp2:64@128,tp2:256 --hotspa_overlong truncate"
+        )
+        return f"cd {folder} && {command.replace('path/to/model', 'model')} {flags} {out}"
     if command == "hf-hotspa calibrate --model config.json --output calibration.json":
         return f"cd {folder} && {command.replace('calibration.json', 'measured.json')} --processes 2"
     return None
@@ -84,6 +85,10 @@ def workplace(tmp_path_factory):
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=random_rows(4, model.config.vocab_size, longest=60))
     trainer.train()
     trainer.close_engine()
+    model.save_pretrained(folder / "model")
+    make_tokenizer(folder).rename(folder / "tokenizer-files")
+    for file in (folder / "tokenizer-files").iterdir():
+        file.rename(folder / "model" / file.name)
     (folder / "config.json").write_text(tiny_config(FAMILY).to_json_string())
     (folder / "my.jsonl").write_text("".join(f'{{"text": "{"a row of words " * (1 + n % 9)}"}}\n' for n in range(24)))
     from hf_hotspa.cost.coefficients import Cost
@@ -115,7 +120,7 @@ def test_a_command_made_short(command, workplace):
     if "max_steps 2" in line:
         run = read_run_log(workplace / "out")
         assert len(run.steps) == 2
-        assert run.facts.world_size == (2 if "from_trl" in line else 4)
+        assert run.facts.world_size == (2 if "from_trl" in line or "--processes 2" in line else 4)
 
 
 def test_every_command_is_known(tmp_path):
@@ -132,14 +137,14 @@ def test_every_command_is_known(tmp_path):
 def test_what_needs_gpus_says_so_and_could_not_run_here():
     marked = {c.text for c in all_commands() if c.needs_gpus}
     assert marked
-    assert all("--use_cpu" not in text and "hf-hotspa" not in text and not text.startswith("make ") for text in marked)
+    ours = re.compile(r"\bmake |hf-hotspa (?!train )")
+    assert all("--use_cpu" not in text and not ours.search(text) for text in marked)
     assert marked.isdisjoint(COMMANDS)
 
 
-def test_the_readme_goes_from_a_clone_to_a_report_of_own_data_in_three_commands():
-    first = [c.text for c in commands_of(PAGES[0].read_text(), "README.md")][:3]
-    assert first[0].startswith("git clone")
-    assert first[-1] == 'make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"'
+def test_the_readme_goes_from_a_clone_to_own_data_in_two_commands():
+    first = [c.text for c in commands_of(PAGES[0].read_text(), "README.md")][:2]
+    assert first == ["make train", 'make train EXTRA_TRAIN_ARGS="--dataset my.jsonl"']
 
 
 def test_commands_are_read_as_a_shell_reads_them():

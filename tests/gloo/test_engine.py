@@ -1,9 +1,13 @@
 """The engine: several strategies in one mini-batch, all pipeline schedules, dtypes, frozen and unequal weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import rank_slots
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
@@ -270,29 +274,42 @@ def test_clipping_counts_tied_weights_once():
 
 def meshes(rank, world_size):
     engine = make_engine(tiny_model("llama_gqa_bias"), "dp4:8,dp2tp2:16,tp2pp2:24,tp4:60")
-    found = {}
-    for strategy, phase in engine.phases.items():
-        mesh = phase.mesh
-        if mesh.device_mesh is not None:
-            names = mesh.device_mesh.mesh_dim_names
-            groups = {name: mesh.device_mesh[name].get_group() for name in names}
-            assert groups.get("tp") is (mesh.tensor.group if mesh.tensor else None)
-            assert groups.get("pp") is mesh.pipeline
-            found[str(strategy)] = (names, mesh.device_mesh.mesh.tolist())
     # the tensor-parallel pairs of dp2tp2 and tp2pp2 are the same groups
     pairs = [engine.phases[Strategy(2, 2, 1)].mesh.tensor.group, engine.phases[Strategy(1, 2, 2)].mesh.tensor.group]
-    return found, pairs[0] is pairs[1], len(engine._groups)
+    num_groups, found = len(engine._groups), {}
+    for strategy, phase in engine.phases.items():
+        device_mesh, mesh = engine.mesh(strategy), phase.mesh
+        names = device_mesh.mesh_dim_names
+        groups = {name: device_mesh[name].get_group() for name in names}
+        # what the strategy runs on is what the user is given
+        assert groups.get("tp") is (mesh.tensor.group if mesh.tensor else None)
+        assert groups.get("pp") is mesh.pipeline
+        assert {name: getattr(mesh.coord, name) for name in names} == {
+            name: device_mesh.get_local_rank(name) for name in names
+        }
+        if "dp" in names:  # the ranks of a replica's axis: those that differ in dp alone
+            ranks = {strategy.rank(replace(mesh.coord, dp=d)) for d in range(strategy.dp)}
+            assert set(dist.get_process_group_ranks(groups["dp"])) == ranks
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=groups["dp"])
+            assert total.item() == sum(ranks)
+        found[str(strategy)] = (names, device_mesh.mesh.tolist())
+        assert engine.mesh(strategy) == device_mesh
+    with pytest.raises(HotspaConfigError, match="dp1tp1pp4 is none of the engine's strategies"):
+        engine.mesh(Strategy(pp=4))
+    return found, pairs[0] is pairs[1], num_groups, len(engine._groups)
 
 
 def test_one_device_mesh_per_strategy_on_shared_groups():
-    for rank, (found, shared, num_groups) in enumerate(run_ranks(4, meshes)):
-        pair = [0, 1] if rank < 2 else [2, 3]
+    for found, shared, num_groups, with_replicas in run_ranks(4, meshes):
         assert found == {
-            "dp2tp2pp1": (("tp",), pair),
+            "dp4tp1pp1": (("dp",), [0, 1, 2, 3]),
+            "dp2tp2pp1": (("dp", "tp"), [[0, 1], [2, 3]]),
             "dp1tp2pp2": (("pp", "tp"), [[0, 1], [2, 3]]),
             "dp1tp4pp1": (("tp",), [0, 1, 2, 3]),
         }
         assert shared
+        assert with_replicas == num_groups  # dp4 has the ranks of tp4, and dp2 those of pp2
         # two pairs for tp2, two for pp2, one of all for tp4, and switch, forward and agreement
         assert num_groups == 8
 
@@ -317,4 +334,4 @@ def test_one_process_runs_the_same_path():
     rows = random_rows(9, model.config.vocab_size, longest=60)
     error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
     assert error <= 1e-11
-    assert report.switch_bytes == 0
+    assert report.moved_bytes == 0

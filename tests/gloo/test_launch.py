@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,19 @@ def test_a_hundred_launches_in_a_row(tmp_path):
             processes=4,
         )
         assert done.returncode == 0, (number, done.returncode, done.stderr[-3000:])
+
+
+def test_a_failed_launch_ends_with_our_error_once(tmp_path):
+    done = launch(f"--use_cpu --hotspa_strategies dp4:64 --output_dir {tmp_path}")
+    assert done.returncode != 0
+    said = "HSP-001 Launch: the strategies need 4 processes and 2 are running"
+    assert (done.stdout + done.stderr).count(said) == 1
+    *_, what, fix, end = done.stderr.strip().splitlines()
+    assert what.strip() == said
+    assert fix.strip().startswith("Fix: accelerate launch --multi_gpu --num_processes 4")
+    assert set(end) == {"="}
+    assert "error.json" in done.stderr
+    assert "hf_hotspa/" not in done.stderr  # no traceback of ours
 
 
 SCRIPT = """
@@ -83,8 +97,9 @@ def ranks_of(launcher):
     return [int(pid) for pid in Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()]
 
 
-@pytest.mark.slow
-def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path):
+@contextmanager
+def running_job(tmp_path):
+    """A job of two processes that has saved its first checkpoint."""
     data, tokenizer = make_data(tmp_path), make_tokenizer(tmp_path)
     arguments = (
         f"{SMALL.replace('--max_steps 3', '--max_steps 2000')} --use_cpu --dataset {data} --tokenizer {tokenizer} "
@@ -95,22 +110,45 @@ def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path
     script = [str(ROOT / "examples" / "finetune.py"), *arguments.split()]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
-            [*line, *script], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log
-        )
+            [*line, *script], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,
+            start_new_session=True,
+        )  # fmt: skip
         try:
             deadline = time.monotonic() + 120
             while not checkpoints(tmp_path / "out"):
                 assert job.poll() is None, (tmp_path / "log").read_text()[-3000:]
                 assert time.monotonic() < deadline
                 time.sleep(0.2)
-            os.kill(ranks_of(job.pid)[-1], signal.SIGTERM)
-            assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+            yield job
         finally:
             job.kill()
-    assert "training stops after step" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.slow
+def test_one_process_is_told_to_end_and_the_job_saves_and_ends_in_order(tmp_path):
+    with running_job(tmp_path) as job:
+        os.kill(ranks_of(job.pid)[-1], signal.SIGTERM)
+        assert job.wait(120) == 0, (tmp_path / "log").read_text()[-3000:]
+    said = (tmp_path / "log").read_text()
+    assert "training stops after step" in said
+    assert f"the run in one page: {tmp_path / 'out' / 'hotspa_report' / 'report.html'}" in said
     newest = checkpoints(tmp_path / "out")[0]
     verify(newest)
     assert int(newest.name.split("-")[1]) < 2000
+
+
+@pytest.mark.slow
+def test_ctrl_c_says_in_one_line_how_to_go_on(tmp_path):
+    with running_job(tmp_path) as job:
+        os.killpg(job.pid, signal.SIGINT)  # as a terminal does: the launcher's processes have groups of their own
+        assert job.wait(120) != 0
+    lines = (tmp_path / "log").read_text().splitlines()
+    [said] = [line for line in lines if "Ctrl-C" in line]
+    newest, page = checkpoints(tmp_path / "out")[0], tmp_path / "out" / "hotspa_report" / "report.html"
+    assert "training stopped after step" in said
+    assert f"goes on from {newest}; the run in one page: {page}" in said
+    assert page.exists()
+    assert not any("KeyboardInterrupt" in line or "hf_hotspa" in line for line in lines)
 
 
 @pytest.mark.slow

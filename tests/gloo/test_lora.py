@@ -145,7 +145,7 @@ def steps(rank, world_size, buckets, options):
 STAYS = {
     "one strategy": ("pp2:60", {}, [True, False, False, True]),
     "overlap": ("dp2:60", {"overlap_load": True, "overlap_return": True}, [True, False, False, True]),
-    "two strategies, one memory": ("dp2:16@32,tp2:60", {}, [True, True, True, True]),
+    "two strategies, one memory": ("dp2:16@32,tp2:60", {}, [True, False, False, True]),
     "two strategies, two memories": ("dp2:16@32,tp2:60", {"second_source": True}, [True, False, False, True]),
 }
 
@@ -158,7 +158,7 @@ def test_frozen_weights_are_loaded_again_only_where_they_are_gone():
     for found in run_ranks(2, several, timeout=280):
         for name, (moved, error) in found.items():
             assert error <= 1e-11, name
-            # of the first phase of each step; with one memory the second strategy's phases overwrite the first one's
+            # of the first phase of each step; with one memory it is of the strategy that the step before ended with
             assert [first > 0 for first, *_ in moved] == STAYS[name][2], name
 
 

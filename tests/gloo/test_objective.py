@@ -114,8 +114,9 @@ def recompute_world(rank, world_size, family, buckets, overlap):
     model = tiny_model(family)
     rows = random_rows(12, model.config.vocab_size, longest=60, seed=5)
     found, attended = [], []
-    for every in (0, 1, 2):
-        engine = make_engine(model, buckets, recompute_every=every, overlap_load=overlap, overlap_return=overlap)
+    for option in ("", "+rc", "+rc2"):
+        recomputing = buckets.replace(":", f"{option}:")
+        engine = make_engine(model, recomputing, overlap_load=overlap, overlap_return=overlap)
         counts = []
         for runner in engine.phases.values():
             for layer in runner.replica._layers:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -104,6 +105,12 @@ def test_predictions_come_from_a_file_or_the_cache_and_change_nothing(tmp_path):
         assert all(error >= 0 for error in given[2])
         assert none[0] == given[0] == cached[0] == broken[0]  # the losses
     assert both[0][1][1] == both[1][1][1]
+    without, compared = (read_run_log(tmp_path / name) for name in ("none", "file"))
+    assert without.facts.single is None
+    assert {r.report.single_s for r in without.steps} == {None}
+    # what switching is compared with: the best strategy that fits the memory, given or not
+    assert compared.facts.single in ("dp2tp1pp1", "dp1tp2pp1", "dp1tp1pp2")
+    assert all(r.report.single_s > 0 for r in compared.steps)
     assert "not valid JSON" in both[0][4][0]
     assert both[1][4] == []  # rank 0 reads, rank 0 warns
 

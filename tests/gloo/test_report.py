@@ -166,4 +166,4 @@ def test_no_report_without_the_flag(tmp_path):
 
 def one_without(rank, world_size, folder):
     trainer = train(folder, hotspa_report=False, hotspa_strategies="dp1:60", max_steps=1)
-    return [type(callback).__name__ for callback in trainer.callback_handler.callbacks]
+    return [type(callback).__name__ for callback in trainer.callback_handler.every]

@@ -193,6 +193,51 @@ def test_the_stock_trainer_goes_on_from_weights_and_step_of_ours(tmp_path):
         assert torch.equal(again.model.get_parameter(name), weight), name
 
 
+STOCK_FILES = {"optimizer.pt", "scheduler.pt", "training_args.bin"}
+
+
+def writes_for_stock(rank, world, folder, dtype):
+    # every step is saved; each is written in the background while the next one is trained
+    options = {"hotspa_stock_checkpoints": True, "hotspa_async_save": True, "model": {"dtype": dtype}}
+    with exact_in_double(dtype):
+        train(make_trainer(folder, world, family=FAMILY, max_steps=STEPS, **options))
+
+
+@pytest.mark.parametrize(("world", "dtype", "tolerance"), [(1, torch.float64, 1e-11), (2, torch.float32, 2e-6)])
+def test_three_steps_of_ours_and_three_of_stock_are_six_of_stock(world, dtype, tolerance, tmp_path):
+    """With its optimizer, scheduler and random states: nothing begins anew; the end is that of one stock run."""
+    [(losses, weights)] = run_ranks(1, stock_run, str(tmp_path / "stock"), dtype)
+    run_ranks(world, writes_for_stock, str(tmp_path / "ours"), dtype)
+    path = tmp_path / "ours" / "checkpoint-3"
+    files = {file.name for file in verify(path).files}
+    random = {"rng_state.pth"} if world == 1 else {"rng_state_0.pth", "rng_state_1.pth"}
+    assert files >= STOCK_FILES | random
+    assert torch.load(path / "training_args.bin", weights_only=False).learning_rate == 1e-2
+    for name in files & {"optimizer.pt", "scheduler.pt"}:  # as the stock Trainer loads them
+        torch.load(path / name, weights_only=True)
+    ((found, end),) = run_ranks(1, stock_goes_on, str(path), str(tmp_path / "again"), dtype)
+    assert found == pytest.approx({step: loss for step, loss in losses.items() if step > 3}, rel=1e-4)
+    assert (end.double() - weights.double()).norm() <= tolerance * weights.double().norm()
+
+
+def stock_goes_on(rank, world, checkpoint, folder, dtype):
+    with exact_in_double(dtype):
+        trainer = stock_trainer(folder, dtype, seed=5)
+        trainer.train(resume_from_checkpoint=checkpoint)
+    logs, weights = losses_and_weights(trainer)
+    return {step: loss for step, loss in logs.items() if step > 3}, weights
+
+
+def test_without_the_flag_and_with_the_model_alone_nothing_is_left_for_stock(tmp_path):
+    options = {"max_steps": 1, "save_only_model": True, "hotspa_stock_checkpoints": True}
+    trainer = make_trainer(str(tmp_path / "only"), 1, **options)
+    train(trainer)
+    names = {file.name for file in verify(tmp_path / "only" / "checkpoint-1").files}
+    assert names & {*STOCK_FILES, "rng_state.pth"} == {"training_args.bin"}
+    trainer.save_model(str(tmp_path / "saved"))
+    assert (tmp_path / "saved" / "training_args.bin").exists()
+
+
 @pytest.mark.parametrize("background", [False, True])
 def test_a_model_in_bf16_is_saved_in_bf16(background, tmp_path):
     """In several files, written by two ranks; the model alone is exported, too."""

@@ -69,8 +69,8 @@ def test_the_loss_of_routers_is_equal_under_every_strategy():
 
 @pytest.mark.slow
 def test_the_loss_of_routers_with_recomputation_and_overlap():
-    buckets = ["dp2tp2:24@32", "pp4:24@32", "dp4:4@8,tp2pp2:24@30"]
-    options = {"recompute_every": 1, "overlap_load": True, "overlap_return": True}
+    buckets = ["dp2tp2+rc:24@32", "pp4+rc:24@32", "dp4+rc:4@8,tp2pp2+rc:24@30"]
+    options = {"overlap_load": True, "overlap_return": True}
     for errors in run_ranks(4, _errors, buckets, options):
         assert max(errors) <= 1e-11, dict(zip(buckets, errors, strict=True))
 

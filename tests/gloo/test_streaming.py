@@ -12,6 +12,7 @@ from tests.families import tiny_model
 from tests.gloo.test_trainer import _LossRecorder, _pad
 from tests.harness import run_ranks
 from tests.oracle import random_rows, relative_error
+from tests.unit.test_chat import QWEN3
 
 pytestmark = pytest.mark.gloo
 
@@ -285,10 +286,29 @@ def text_stream(rank, world_size, folder):
     rows = [{"text": "def x return " * (1 + n % 9)} for n in range(12)]
     trainer = hot_trainer(folder, world_size, Stream(rows), max_steps=2, processing_class=tokenizer)
     trainer.train()
-    return trainer.state.global_step, trainer.state.log_history[0]["loss"]
+    # Conversations of several turns, under a template that rewrites the earlier ones, as a stream and map-style.
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    tokenizer.chat_template = QWEN3
+    said = ["def", "x", "return x", "def def", "x x x"]
+    chats = [
+        {
+            "conversations": [
+                {"from": ("human", "gpt")[i % 2], "value": said[(n + i) % 5]} for i in range(2 + 2 * (n % 3))
+            ]
+        }
+        for n in range(MINI_BATCH)
+    ]
+    losses = []
+    for kind, data in (("stream", Stream(chats)), ("rows", datasets.Dataset.from_list(chats))):
+        chatting = hot_trainer(folder + kind, world_size, data, max_steps=1, processing_class=tokenizer)
+        chatting.train()
+        losses.append(chatting.state.log_history[0]["loss"])
+    return trainer.state.global_step, trainer.state.log_history[0]["loss"], losses
 
 
-def test_text_is_tokenised_as_it_comes(tmp_path):
-    [(steps, loss)] = run_ranks(1, text_stream, str(tmp_path))
+def test_text_and_chats_are_tokenised_as_they_come(tmp_path):
+    [(steps, loss, chats)] = run_ranks(1, text_stream, str(tmp_path))
     assert steps == 2
     assert 4 < loss < 6
+    assert 4 < chats[0] < 6
+    assert chats[0] == pytest.approx(chats[1], rel=1e-6)

@@ -284,10 +284,26 @@ def one_has_an_error(rank: int, world_size: int) -> list[str]:
         with pytest.raises(TransferError) as caught:
             agreement.check({"model": "m"}, error, "set-up")
         messages.append(str(caught.value))
+
+    def read() -> int | None:
+        if rank == 3:
+            raise OSError("no such file")
+        return rank or None
+
+    with pytest.raises(TransferError) as caught:
+        agreement.run("reading", read, otherwise=lambda failure: TransferError(str(failure), where="a file"))
+    messages.append(str(caught.value))
+    with pytest.raises(PlanMismatchError) as differs:
+        agreement.run("reading", lambda: rank, lambda value: {"value": str(value // 3)})
+    messages.append(str(differs.value))
+    # and the value, which may be None, where all have one
+    assert agreement.run("reading", lambda: rank or None, lambda _: {"model": "m"}) == (rank or None)
     return messages
 
 
 def test_an_error_of_one_rank_is_raised_by_all() -> None:
-    for first, second in run_ranks(4, one_has_an_error):
+    for first, second, raised, differs in run_ranks(4, one_has_an_error):
         assert "broken on 1 | Where: rank 1, here | Fix: mend it" in first
         assert "broken on 2" in second
+        assert "no such file | Where: rank 3, a file" in raised
+        assert "rank 3 differs from the others in the value" in differs

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows
@@ -62,11 +63,14 @@ def assert_tensorboard(folder):
     events.Reload()
     tags = set(events.Tags()["scalars"])
     assert {"train/loss", "train/hotspa/switch_s", "train/hotspa/switch_mb", "train/hotspa/switch_share"} <= tags
-    assert "train/hotspa/hidden_s" in tags
+    assert {"train/hotspa/hidden_s", "train/hotspa/load_return_s"} <= tags
     assert {"train/hotspa/dp2tp1pp1/compute_s", "train/hotspa/dp1tp2pp1/compute_s"} <= tags
     shares = [event.value for event in events.Scalars("train/hotspa/switch_share")]
+    phases = [event.value for event in events.Scalars("train/hotspa/phases")]
     assert len(shares) == 3
-    assert all(0 < share < 1 for share in shares)
+    assert max(phases) == 2
+    # a mini-batch whose rows all lie in one bucket runs under one strategy: nothing of it is switching
+    assert all((share > 0) == (count > 1) and share < 1 for share, count in zip(shares, phases, strict=True))
 
 
 SMALL = "--max_steps 3 --logging_steps 1 --hotspa_mini_batch_size 4 --vocab_size 300 --learning_rate 1e-2"
@@ -88,18 +92,70 @@ def launch(arguments, processes=2, **env):
     )
 
 
-def test_the_example_trains_from_the_command_line(tmp_path):
+TRAIN = "train --use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --hotspa_strategies dp2:64@128,tp2:256"
+
+
+def run_command(line, *launcher, **env):
+    """`hf-hotspa`, or a launcher that runs its module."""
+    return subprocess.run(
+        [sys.executable, "-m", *launcher, "hf_hotspa.cli", *line.split()],
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+    )
+
+
+@pytest.fixture
+def model_and_rows(tmp_path):
+    """The flags that name a model folder and a file of texts."""
     data = tmp_path / "texts.jsonl"
     data.write_text("".join(f'{{"text": "{"def f(x): return x + 1 " * (1 + n % 17)}"}}\n' for n in range(24)))
-    done = launch(
-        f"{SMALL} --use_cpu --dataset {data} --tokenizer {make_tokenizer(tmp_path)} --output_dir {tmp_path / 'out'} "
-        "--hotspa_strategies dp2:64@128,tp2:256 --hotspa_overlong split",
+    model = make_tokenizer(tmp_path)
+    tiny_model("llama_gqa_bias").save_pretrained(model)
+    return (
+        f"--model {model} --dataset {data} --dataset_split train[:20] --eval_split train[20:] --hotspa_overlong split"
     )
+
+
+def test_hf_hotspa_train_starts_its_processes_and_leaves_a_model(tmp_path, model_and_rows):
+    out = tmp_path / "out"
+    done = run_command(f"{TRAIN} {model_and_rows} --output_dir {out} --eval_strategy steps --eval_steps 2")
     assert done.returncode == 0, done.stderr[-3000:]
-    assert "equal to what was trained: True" in done.stdout
-    assert "dp2tp1pp1" in done.stdout
-    assert "dp1tp2pp1" in done.stdout
-    assert (tmp_path / "out" / "model.safetensors").exists()
+    assert "2 steps; saved to" in done.stdout
+    assert "'eval_loss'" in done.stdout
+    run = read_run_log(out)
+    assert run.facts.world_size == 2
+    assert {phase.strategy for record in run.steps for phase in record.report.phases} == {"dp2tp1pp1", "dp1tp2pp1"}
+    trained, before = (
+        AutoModelForCausalLM.from_pretrained(out),
+        AutoModelForCausalLM.from_pretrained(tmp_path / "tokenizer"),
+    )
+    assert any(not torch.equal(a, b) for a, b in zip(trained.parameters(), before.parameters(), strict=True))
+    assert AutoTokenizer.from_pretrained(out).eos_token == "<eos>"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "launcher",
+    ["accelerate.commands.launch --multi_gpu --num_machines 1 --num_processes 2 --mixed_precision no --dynamo_backend no "
+     "--main_process_port 0 -m", "torch.distributed.run --standalone --nproc_per_node 2 -m"],
+)  # fmt: skip
+def test_hf_hotspa_train_runs_on_the_processes_of_a_launcher(launcher, tmp_path, model_and_rows):
+    out = tmp_path / "out"
+    done = run_command(f"{TRAIN} {model_and_rows} --output_dir {out} --lora_r 4 --dtype float32", *launcher.split())
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert read_run_log(out).facts.world_size == 2
+    assert (out / "adapter_model.safetensors").exists()
+
+
+@pytest.mark.slow
+def test_hf_hotspa_train_in_one_process(tmp_path, model_and_rows):
+    out, flags = tmp_path / "out", TRAIN.replace("dp2:64@128,tp2:256", "dp1:256")
+    done = run_command(f"{flags} {model_and_rows} --output_dir {out}")
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (out / "model.safetensors").exists()
 
 
 def make_tokenizer(tmp_path):

@@ -116,6 +116,26 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
     return run
 
 
+def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
+    """The move of going back: the stock Trainer goes on with a run of either (on several processes with DDP)."""
+
+    def run(kit: Kit) -> Seen:
+        make, rows = model or kit.model, kit.rows(18)
+        per_device = MINI_BATCH // kit.world_size
+        options = {"save_strategy": "steps", "save_steps": step, "hotspa_stock_checkpoints": True, **changes}
+        options |= {"per_device_train_batch_size": per_device, "hotspa_mini_batch_size": MINI_BATCH}
+        args = kit.arguments(**options)
+        kit.train(kit.trainer(args=args, model=make(), train_dataset=rows, callbacks=[StopAt(step)]))
+        kit.close()
+        everyone(kit)
+        stock = Kit(True, kit.world_size, kit.folder)
+        args = stock.arguments(**{**options, "save_strategy": "no"})
+        trainer = stock.trainer(args=args, model=make(seed=5), train_dataset=rows)
+        return stock.train(trainer, resume_from_checkpoint=str(kit.folder / "out" / f"checkpoint-{step}"))
+
+    return run
+
+
 class Opens(TrainerCallback):
     """Opens the folder in `on_save`, as a script that pushes or evaluates it does."""
 
@@ -223,7 +243,12 @@ MOVES: tuple[Move, ...] = (
     Move("the same with SGD and momentum",
          from_stock(2, optim="sgd", optim_args="momentum=0.9", lr_scheduler_type="cosine")),
     Move("the same with a LoRA adapter", from_stock(2, model=lora_model)),
-    Move("the same after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
+    Move("the other way: the stock `Trainer` goes on from a checkpoint written with `hotspa_stock_checkpoints=True`",
+         to_stock(2, warmup_steps=3)),
+    Move("the same with SGD and momentum, and parameter groups without weight decay",
+         to_stock(2, optim="sgd", optim_args="momentum=0.9", weight_decay=0.1, lr_scheduler_type="cosine")),
+    Move("the same with the checkpoint of a LoRA adapter", to_stock(2, model=lora_model)),
+    Move("going on from one of the stock `Trainer` after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
          refused="no optimizer.pt", instead="start a new run with its weights"),
     Move("the same, written under DeepSpeed", from_stock(2, damage=lambda path: (path / "latest").write_text("x")),
          refused="DeepSpeed", instead="start a new run with the weights that DeepSpeed's tools convert"),

@@ -119,6 +119,7 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_grad_wire_dtype": "int8"}, HotspaConfigError, "auto, fp32, bf16"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
         ({"hotspa_offload": "nvme"}, HotspaConfigError, "none, master"),
+        ({"hotspa_offload": "master", "hotspa_stock_checkpoints": True}, UnsupportedError, "do not go together"),
         ({"hotspa_memory_limit_mb": 0}, HotspaConfigError, "hotspa_memory_limit_mb is 0"),
         ({"hotspa_switch_timeout": 0.0}, HotspaConfigError, "hotspa_switch_timeout is 0.0"),
         ({"hotspa_attention_dropout": 0.1}, HotspaConfigError, "hotspa_attention_dropout is 0.1"),

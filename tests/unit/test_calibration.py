@@ -24,13 +24,12 @@ from hf_hotspa.cost.measurements import (
     config_digest,
 )
 from hf_hotspa.cost.memory import MemoryOptions
-from hf_hotspa.cost.schedule import one_forward_one_backward
-from hf_hotspa.cost.sharing import shared_pipelines, shared_seconds
+from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import port_seconds
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import pack_sequences
-from hf_hotspa.data.pipeline_order import operations, reaches
+from hf_hotspa.data.pipeline_order import reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, strategies_of
@@ -230,16 +229,22 @@ def test_shared_pipelines_against_small_steps(seed: int) -> None:
 
     forward, backward = seconds(), seconds()
     hops = [[rng.choice([0.0, 0.03]) for _ in range(total)] for total in totals]
-    found = shared_pipelines(forward, backward, hops, ranks, slots)
+
+    def pipelines(limits: list[list[int]]) -> list[Pipeline]:
+        return [Pipeline(*each) for each in zip(forward, backward, hops, limits, strict=True)]
+
     plain = [[total] * total for total in totals]
+    found = shared_pipelines(pipelines(plain), ranks, slots)
     assert found == pytest.approx(stepped(forward, backward, hops, ranks, slots, plain), rel=0.01)
     limits = [reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20)) for total in totals]
-    orders = [[operations(limit, stages, stage) for stage in range(stages)] for limit in limits]
-    limited = shared_pipelines(forward, backward, hops, ranks, slots, orders)
+    limited = shared_pipelines(pipelines(limits), ranks, slots)
     assert limited == pytest.approx(stepped(forward, backward, hops, ranks, slots, limits), rel=0.01)
     # with cores for all, it is the schedule itself
-    alone = max(map(one_forward_one_backward, forward, backward, hops))
-    assert shared_pipelines(forward, backward, hops, ranks, 1e9) == pytest.approx(alone)
+    alone = max(map(pipeline_seconds, pipelines(plain)))
+    assert shared_pipelines(pipelines(plain), ranks, 1e9) == pytest.approx(alone)
+    assert shared_pipelines(pipelines(limits), ranks, 1e9) == pytest.approx(
+        max(map(pipeline_seconds, pipelines(limits)))
+    )
     # never below the work, nor below the longest pipeline
     work = ranks * sum(t for kind in (forward, backward) for replica in kind for stage in replica for t in stage)
     assert found >= max(alone, work / slots) * (1 - 1e-9)
@@ -252,9 +257,8 @@ def test_loads_share_cores() -> None:
     assert shared_seconds([4, 1, 1, 1], 1, 2.0) == shared_seconds([1, 1, 4, 1], 1, 2.0)
     assert shared_seconds([3], 4, 2.0) == pytest.approx(6)
     assert shared_seconds([], 1, 2.0) == 0
-    loads = [[[0.0] * 1, [t]] for t in (4.0, 1.0, 1.0, 1.0)]
-    zeros = [[[0.0], [0.0]] for _ in loads]
-    assert shared_pipelines(loads, zeros, [[0.0]] * 4, 1, 2.0) == pytest.approx(5)
+    loads = [Pipeline([[0.0], [t]], [[0.0], [0.0]], [0.0], [1]) for t in (4.0, 1.0, 1.0, 1.0)]
+    assert shared_pipelines(loads, 1, 2.0) == pytest.approx(5)
 
 
 def test_estimates_know_of_shared_cores() -> None:

@@ -1,5 +1,6 @@
 """The trace, report and progress callbacks, and how callbacks are called, without training."""
 
+import ast
 import io
 import json
 import multiprocessing
@@ -7,12 +8,13 @@ import sys
 from types import SimpleNamespace
 
 import pytest
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, DefaultFlowCallback, PrinterCallback
 
 from hf_hotspa.callbacks import (
     PhaseProgressCallback,
     ReportCallback,
+    SettingsCallback,
     SwitchOverheadCallback,
     TraceCallback,
     switch_overhead,
@@ -243,13 +245,36 @@ def test_the_trainer_adds_it_where_somebody_watches(monkeypatch, tmp_path, termi
         output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", disable_tqdm=disable_tqdm, report_to="none"
     )
     trainer = trainer_module.HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[])
-    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    kinds = [type(callback) for callback in trainer.callback_handler.every]
     assert kinds.count(PhaseProgressCallback) == there
     trainer = trainer_module.HotSPaTrainer(
         model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[], callbacks=[PhaseProgressCallback(delay_s=9.0)]
     )
-    kinds = [type(callback) for callback in trainer.callback_handler.callbacks]
+    kinds = [type(callback) for callback in trainer.callback_handler.every]
     assert kinds.count(PhaseProgressCallback) == 1
+
+
+def test_the_list_of_callbacks_is_the_users(tmp_path):
+    args = HotSPaTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", disable_tqdm=True, report_to="none"
+    )
+    stock = Trainer(model=tiny_model("llama_gqa_bias"), args=args)
+    trainer = trainer_module.HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=[])
+    handler = trainer.callback_handler
+    assert [type(c) for c in handler.callbacks] == [type(c) for c in stock.callback_handler.callbacks]
+    own = handler.every[len(handler.callbacks) :]
+    assert [type(c) for c in own] == [SettingsCallback, SwitchOverheadCallback, ReportCallback]
+    # they are taken out, and replaced by one of the user's, as if they were in the list
+    assert trainer.pop_callback(ReportCallback) is own[2]
+    assert trainer.pop_callback(SettingsCallback) is own[0]
+    trainer.add_callback(given := SwitchOverheadCallback(print_table=True))
+    assert handler.callbacks[-1] is given
+    assert handler.every == handler.callbacks
+    trainer.remove_callback(given)
+    trainer.remove_callback(SwitchOverheadCallback)  # none is left: as in transformers, no error
+    assert trainer.pop_callback(SwitchOverheadCallback) is None
+    with pytest.raises(ValueError, match="SwitchOverheadCallback is not among"):
+        trainer.remove_callback(given)
 
 
 def test_much_switching_is_said_once(monkeypatch, caplog):
@@ -259,8 +284,10 @@ def test_much_switching_is_said_once(monkeypatch, caplog):
         callback = SwitchOverheadCallback()
         for step in range(1, 15):
             slow = made_phase(SHORT, 1.0, load_s=2.0)
-            callback.on_step_report(None, state, None, report=made_report(step, slow, made_phase(LONG, 0.5)))
-    said = [r.message for r in caplog.records if "switches take" in r.message]
+            callback.on_step_report(
+                None, state, None, report=made_report(step, slow, made_phase(LONG, 0.5, longest_tokens=100))
+            )
+    said = [r.message for r in caplog.records if "switching takes" in r.message]
     assert len(said) == 1
     assert "hotspa_mini_batch_size" in said[0]
 
@@ -268,6 +295,39 @@ def test_much_switching_is_said_once(monkeypatch, caplog):
 def _first_time():
     seen = set()
     return lambda key: key not in seen and not seen.add(key)
+
+
+def test_the_settings_of_a_run_are_one_block_before_its_first_step(capsys, tmp_path):
+    args = HotSPaTrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", hotspa_overlong="split", learning_rate=3e-4,
+        hotspa_trace_steps=0, hotspa_planner="algorithm1",
+    )  # fmt: skip
+    facts = made_facts(
+        machine={"device": "cpu", "threads_a_rank": 2},
+        model={"name": "LlamaForCausalLM", "parameters": 12_300_000, "compute_dtype": "bfloat16"},
+        settings={"mini_batch_size": 8, "overlong": "split", "optimizer": "adamw_torch", "learning_rate": 3e-4,
+                  "lr_scheduler": "cosine"},
+    )  # fmt: skip
+    for main in (True, False):
+        state = SimpleNamespace(is_world_process_zero=main, max_steps=7)
+        callback = SettingsCallback()
+        callback.on_train_begin(args, state, None)  # nothing was started
+        assert capsys.readouterr().out == ""
+        callback.on_run_begin(args, state, None, run=facts)
+        callback.on_train_begin(args, state, None)
+        said = capsys.readouterr().out
+        assert bool(said) == main
+        if main:
+            head, *rows = said.splitlines()
+            found = dict(row.split(maxsplit=1) for row in rows)
+            assert head == "settings of this run"
+            assert found["model"] == "LlamaForCausalLM, 12.3M parameters, computed in bfloat16"
+            assert found["machine"] == "2 processes on CPU, 2 threads each"
+            assert str(facts.buckets[0]["strategy"]) in found["strategies"]
+            assert found["training"] == "7 steps, adamw_torch, learning rate 0.0003 (cosine)"
+            assert found["other"] == "flags hotspa_planner=algorithm1, hotspa_trace_steps=0"
+            assert found["output"] == str(tmp_path)
+            assert len(rows) <= 8
 
 
 def test_buckets_are_printed_with_the_tables(capsys):
@@ -401,3 +461,37 @@ def test_a_second_job_in_the_folder_leaves_the_record_of_the_first_alone(tmp_pat
     run_callback(third, tmp_path, 4)  # a run that is over, however it ended, is followed as before
     assert third.folder == tmp_path / "hotspa_report"
     assert (tmp_path / "hotspa_report" / "hotspa_trace.previous.jsonl").read_bytes() == before
+
+
+class Reading(TrainerCallback):
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.logs = dict(logs)
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_printed_line_has_a_few_numbers_and_every_other_reader_all(events, capsys, everything):
+    reader = Reading()
+    handler, args, state = events
+    handler.callbacks = [PrinterCallback(), reader]
+    args.hotspa_log_all = everything
+    totals = SwitchOverheadCallback()
+    totals.on_step_report(args, state, None, made_report(1, single_s=2.0))
+    logs = {"loss": 2.5, **totals.pop_metrics(), "hotspa/skipped_mini_batches": 1.0}
+    handler.on_log(args, state, TrainerControl(), logs)
+    assert reader.logs == logs
+    assert len(logs) > 14
+    printed = ast.literal_eval(capsys.readouterr().out)
+    few = {"loss", "hotspa/tokens_per_s", "hotspa/switch_share", "hotspa/predicted_gain", "hotspa/skipped_mini_batches"}
+    assert printed.keys() == (logs.keys() if everything else few)
+    assert printed["loss"] == "2.5"
+
+
+def test_ctrl_c_leaves_a_page_and_a_record_without_an_end(tmp_path):
+    callback = ReportCallback()
+    run_callback(callback, tmp_path, 3, end=False)
+    callback.on_train_interrupted(None, None, None)
+    assert callback.page == tmp_path / "hotspa_report" / "report.html"
+    assert "the run is going on, or was stopped" in callback.page.read_text()
+    callback.page.unlink()
+    callback.on_train_interrupted(None, None, None)  # the record is closed
+    assert not callback.page.exists()

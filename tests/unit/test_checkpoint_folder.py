@@ -18,6 +18,7 @@ from hf_hotspa.checkpoint.disk import Disk
 from hf_hotspa.checkpoint.folder import LOCK, RunFolder, check_step, checkpoints
 from hf_hotspa.checkpoint.manifest import verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
+from hf_hotspa.process_lock import ProcessLock
 from tests.checkpoints import memory_folder, write_checkpoint
 
 
@@ -241,6 +242,24 @@ def test_two_jobs_in_one_directory(tmp_path, new_run, monkeypatch):
     run.lock()
     run.unlock()
     assert not run.held
+    assert not (tmp_path / "run" / LOCK).exists()
+
+
+def test_a_lock_whose_file_the_one_before_removed_is_taken_again(tmp_path, monkeypatch):
+    lock, waits = ProcessLock(tmp_path / LOCK), []
+
+    def removed_meanwhile(self, descriptor, deadline):
+        if not waits:  # it was opened while another process held it, and locked when that one had given it back
+            (tmp_path / LOCK).unlink()
+        waits.append(descriptor)
+        return True
+
+    monkeypatch.setattr(ProcessLock, "_wait", removed_meanwhile)
+    assert lock.take(owner="me")
+    assert len(waits) == 2
+    assert lock.owner() == "me"  # what others find is the file that is locked
+    lock.release()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_forked_workers_do_not_keep_the_lock(tmp_path, new_run, monkeypatch):

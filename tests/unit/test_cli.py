@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hf_hotspa.cli import main
 from hf_hotspa.cost.histogram import save_histogram
 from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model, model_from, preset_names
+from hf_hotspa.cost.planning import Setup, make_plan
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.runtime.specs import describe_model
 from hf_hotspa.strategy import parse_buckets
@@ -138,6 +140,22 @@ def test_plans(capsys: pytest.CaptureFixture[str], model: str, nodes: str, lengt
     assert all(bucket.strategy.sp == (bucket.strategy.tp > 1) for bucket in buckets)
 
 
+def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    """What it takes is counted in phases that were packed and simulated, of which each is some milliseconds."""
+    large = replaced(model="llama2-32b", nodes="4x8", lengths="github")
+    found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
+    assert found["seconds"] <= asked["seconds"] * 1.001 < 100  # 210 with neither
+    assert max(found["phases_simulated"], asked["phases_simulated"]) < 200
+    short = answer(capsys, replaced(longest="4096"))
+    assert short["phases_simulated"] < 100
+    # `+sp` only where the packs need the room
+    setup = Setup.read("llama2-7b", "1x8", "a800-80g")
+    roomy = make_plan(replace(setup, limit_bytes=1 << 42), "commoncrawl", 4096).choice
+    assert not any(bucket.strategy.sp for bucket in (*roomy.buckets, roomy.static))
+    tight = answer(capsys, replaced(longest="32768", memory_limit="26GiB"))
+    assert any(bucket.strategy.rc for bucket in parse_buckets(tight["hotspa_strategies"]))
+
+
 def test_the_text_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*PLAN_7B, "--sequence-parallel"]) == 0
     text = capsys.readouterr().out
@@ -203,7 +221,7 @@ def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ({"model": "llama3-900b"}, "no model preset and no config file 'llama3-900b'.*llama2-7b"),
         ({"model": "x" * 5000}, "File name too long|no model preset"),
-        ({"hardware": "z9000"}, "no hardware preset and no file 'z9000'.*a800-80g"),
+        ({"hardware": "z9000"}, "no machine with the name 'z9000', and no such file.*hf-hotspa hardware"),
         ({"lengths": "wikipedia"}, "no length distribution 'wikipedia'.*commoncrawl"),
         ({"lengths": "missing.json"}, "cannot be read: No such file"),
         ({"nodes": "eight"}, "write nodes x devices"),
@@ -250,6 +268,57 @@ def test_corrupt_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, con
 def test_estimate_refusals(capsys: pytest.CaptureFixture[str], strategy: str, tokens: str, message: str) -> None:
     args = ["estimate", "--model", "llama2-7b", "--nodes", "4x8", "--strategy", strategy, "--pack-tokens", tokens]
     assert message in refusal(capsys, args)
+
+
+def test_a_model_of_the_hub_is_read_from_the_cache(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The cache as the hub's client lays it out: refs, and a snapshot of the commit; only the config is there."""
+    from huggingface_hub import constants, file_download
+
+    repository = tmp_path / "models--lab--some-7b"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    snapshot = repository / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    preset = ROOT / "hf_hotspa" / "data" / "models" / "llama2-7b.json"
+    (snapshot / "config.json").write_text(preset.read_text())
+    for module in (constants, file_download):
+        monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path), raising=False)
+    of_hub = answer(capsys, replaced(model="lab/some-7b"))
+    assert of_hub.pop("model") == {**answer(capsys, PLAN_7B)["model"], "name": "lab/some-7b"}
+    message = refusal(capsys, replaced(model="lab/other"))
+    assert "HF_HUB_OFFLINE is set" in message
+    assert str(tmp_path) in message
+    assert "hf download lab/other config.json --local-dir FOLDER" in message
+
+
+def test_a_hub_that_does_not_answer_is_said_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the client's retries, which take half a minute."""
+    import huggingface_hub
+
+    def no_network(*args: Any, **kwargs: Any) -> None:
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", no_network)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", pytest.fail)
+    message = refusal(capsys, replaced(model="lab/other"))
+    assert "cannot be asked for 'lab/other': ConnectionError: Name or service not known" in message
+
+
+def test_machines_are_listed_and_printed_to_be_changed(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["hardware"]) == 0
+    listed = capsys.readouterr().out
+    assert re.search(r"^l40s-48g +45.0 +362 +864 +32 +1 x 100$", listed, re.MULTILINE), listed
+    assert main(["hardware", "L40S"]) == 0
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(capsys.readouterr().out.replace("46068MiB", "30000MiB"))
+    found = answer(capsys, replaced(hardware=str(mine), longest="4096"))
+    assert found["limit_bytes"] == 30_000 << 20
+    assert found["hardware"] == "l40s-48g-own"
+    assert "did you mean" in refusal(capsys, ["hardware", "l50s"])
 
 
 def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:

@@ -1,18 +1,24 @@
 """Descriptions of machines: presets, YAML, units, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.hardware import PRESETS, hardware_from, load_hardware, parse_bytes, parse_nodes
+from hf_hotspa.cost.cards import PRESETS, hardware_from, load_hardware, template
+from hf_hotspa.cost.hardware import parse_bytes, parse_nodes
 from hf_hotspa.errors import HotspaConfigError
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_presets(name: str) -> None:
+def test_presets(name: str, tmp_path: Path) -> None:
     hardware = load_hardware(name)
     assert hardware.name == name
+    # what `hf-hotspa hardware` prints is the machine itself
+    path = tmp_path / "own.yaml"
+    path.write_text(template(hardware))
+    assert replace(load_hardware(path), name=name) == hardware
     assert hardware.device.flops("float32") > 0
     assert hardware.reserved_bytes < hardware.device.memory_bytes
     cluster = hardware.cluster(4 * hardware.devices_per_node)
@@ -20,6 +26,35 @@ def test_presets(name: str) -> None:
     assert cluster.num_nodes == 4
     assert cluster.latency_s == hardware.inter_latency_s
     assert hardware.cluster(2).latency_s == hardware.intra_latency_s
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [("4090", "4090-24g"), ("RTX 4090", "4090-24g"), ("NVIDIA L40S", "l40s-48g"), ("A10G", "a10g-24g"), ("a10", "a10-24g"),
+     ("H100_80G", "h100-80g"), ("rtx3090", "3090-24g"), ("b200", "b200-180g"), ("H20", "h20-96g"), ("MI300X", "mi300x-192g")],
+)  # fmt: skip
+def test_the_first_part_of_a_name_is_enough(asked: str, name: str) -> None:
+    assert load_hardware(asked).name == name
+
+
+def test_numbers_of_data_sheets() -> None:
+    """A few by hand: dense operations, memory, bytes of memory and of links a second and direction."""
+    expected = {
+        "a100-40g": (312e12, 40e9, 1.555e12, 300e9),  # NVLink 600 GB/s
+        "l40s": (362e12, 48e9, 864e9, 32e9),  # PCIe 4.0, 64 GB/s
+        "h20": (148e12, 96e9, 4e12, 450e9),  # NVLink 900 GB/s
+        "h100-80g-pcie": (1513e12 / 2, 80e9, 2e12, 64e9),  # half without sparsity; PCIe 5.0, 128 GB/s
+        "b200": (4500e12 / 2, 180e9, 8e12, 900e9),  # NVLink 1,800 GB/s
+        "a10g": (70e12, 24e9, 600e9, 32e9),
+    }
+    for name, (flops, memory, bandwidth, link) in expected.items():
+        found = load_hardware(name)
+        assert found.device.flops("bfloat16") == pytest.approx(flops, rel=0.01), name
+        assert found.device.memory_bytes == pytest.approx(memory, rel=0.08), name  # GB on the sheet, part of it for ECC
+        assert found.device.memory_bandwidth == pytest.approx(bandwidth, rel=0.01), name
+        assert found.intra_bandwidth == link, name
+    with pytest.raises(HotspaConfigError, match="bfloat16.*use one of float16, float32 .--dtype."):
+        load_hardware("t4").device.flops("bfloat16")
 
 
 def test_a_file_changes_a_preset(tmp_path: Path) -> None:
@@ -52,7 +87,8 @@ def test_a_file_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("base: a100\n", "no hardware preset 'a100'.*use one of a100-80g, a800-80g, h100-80g, h200-141g, cpu-gloo"),
+        ("base: a100\n", "several machines 'a100'.*use one of a100-80g, a100-40g, a100-80g-pcie"),
+        ("base: a101-80g\n", "no machine with the name 'a101-80g'.*did you mean a10.*hf-hotspa hardware"),
         ("base: a100-80g\nnics: 2\n", "no field 'nics'.*fields are base, name, devices_per_node"),
         ("devices_per_node: 8\n", "intra_bandwidth, inter_bandwidth, memory_bytes.*missing"),
         ("base: a100-80g\nintra_bandwidth: fast\n", "intra_bandwidth is 'fast'"),
@@ -72,7 +108,7 @@ def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_unknown_preset() -> None:
-    with pytest.raises(HotspaConfigError, match="'tpu'.*a100-80g, .*or the path of a YAML file"):
+    with pytest.raises(HotspaConfigError, match="'tpu', and no such file.*`hf-hotspa hardware` lists"):
         load_hardware("tpu")
     with pytest.raises(HotspaConfigError, match="reserved_bytes"):
         hardware_from({"base": "a100-80g", "reserved_bytes": -3})

@@ -2,26 +2,58 @@
 
 import itertools
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
+from hf_hotspa.cost.cards import load_hardware
+from hf_hotspa.cost.choice import Choice
 from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
-from hf_hotspa.cost.hardware import load_hardware
 from hf_hotspa.cost.histogram import synthetic_lengths
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
 from hf_hotspa.cost.partition import best_partitions
 from hf_hotspa.cost.rooms import MemoryRooms
-from hf_hotspa.cost.search import Choice, FixedRooms, search
+from hf_hotspa.cost.search import search
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, OverlongError
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, HotspaError, OverlongError
 from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
 
+
+@dataclass(frozen=True)
+class FixedRooms:
+    """Given room for each strategy, whatever the pool and the sequences."""
+
+    capacities: Mapping[Strategy, int]
+
+    def arena(self, strategy: Strategy) -> int:
+        """None."""
+        return 0
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The given number."""
+        return self.capacities[strategy]
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The given number."""
+        return self.capacities[strategy]
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """Names the roomiest strategy."""
+        best = max(strategies, key=lambda strategy: self.capacities[strategy])
+        return OverlongError(
+            f"no strategy holds a sequence of {longest} tokens",
+            fix=f"at most {self.capacities[best]} tokens fit, with {best}",
+        )
+
+
 FOUR = (Strategy(4, 1, 1), Strategy(2, 2, 1), Strategy(1, 4, 1), Strategy(2, 1, 2))
+OPTIONS = (Strategy(2, 2, 1, sp=True), Strategy(1, 4, 1, sp=True), Strategy(2, 1, 2, rc=1), Strategy(1, 4, 1, rc=1))
 
 
 def random_case(rng: random.Random):
@@ -31,9 +63,10 @@ def random_case(rng: random.Random):
         for tp in (1, 2, 4)
     }
     time = TimeModel("random", (1,) * 4, rng.choice((0, 1)), layers, heads={1: Cost(b=1e-7)}, hop_intra=Hop(1e-5, 1e-9))
-    strategies = rng.sample(FOUR, rng.randint(1, 4))
-    rooms = {s: rng.randint(20, 400) * s.tp * s.pp for s in strategies}
+    strategies = rng.sample(FOUR + OPTIONS, rng.randint(1, 5))
+    rooms = {s: rng.randint(20, 400) * s.tp * s.pp * (1 + s.sp + s.rc) for s in strategies}
     switch = {s: rng.uniform(0, 1e-4) for s in strategies}
+    switch |= {s: switch[replace(s, sp=False)] for s in strategies if replace(s, sp=False) in switch}
     return time, strategies, rooms, switch
 
 
@@ -54,6 +87,8 @@ def brute_force(lengths, strategies, time, rooms, switch, longest, max_phases):
         for inner in itertools.combinations(edges[:-1], count - 1):
             cuts = (0, *inner, longest)
             for chosen in itertools.permutations(strategies, count):
+                if len({replace(s, sp=False) for s in chosen}) < count:
+                    continue  # a strategy with and without `+sp`: a switch for nothing
                 best = min(best, sum(phase(s, a, b) for s, a, b in zip(chosen, cuts, cuts[1:], strict=False)))
     return best
 
@@ -72,6 +107,24 @@ def test_search_against_brute_force() -> None:
         assert choice.seconds == pytest.approx(found, rel=1e-9)
         several += choice.switches
     assert several > 15
+
+
+def test_the_heuristic_against_brute_force(monkeypatch) -> None:
+    """What large searches do finds on small ones what an exhaustive one does, or nearly."""
+    monkeypatch.setattr("hf_hotspa.cost.search.EXACT_PHASES", 0)
+    rng, missed = random.Random(8), 0
+    for _ in range(100):
+        time, strategies, rooms, switch = random_case(rng)
+        longest = max(rooms.values())
+        lengths = [rng.randint(1, longest) for _ in range(rng.randint(2, 6))] * 4
+        choice = search(
+            lengths, strategies, time, FixedRooms(rooms), switch, quadratic_cost=0.001, max_phases=3, margin=0.0
+        )
+        assert not choice.exact or not choice.switches
+        found = brute_force(lengths, strategies, time, rooms, switch, max(lengths), 3)
+        assert found * (1 - 1e-9) <= choice.seconds <= found * 1.1
+        missed += choice.seconds > found * (1 + 1e-9)
+    assert missed <= 5
 
 
 def test_partitions_against_brute_force() -> None:

@@ -1,17 +1,21 @@
 """The choice of phases for one mini-batch."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from hf_hotspa.cost.chooser import predict_phases
 from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.select import Selector
+from hf_hotspa.cost.single import SingleStrategy, with_single
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.bucketing import cut_rows, plan_mini_batch
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.strategy import Strategy, parse_buckets
+from tests.run_logs import made_phase, made_report
 from tests.unit.test_cost_search import random_case
 
 POOL = parse_buckets("dp4:1024@4096,dp2tp2:4096@8192,tp4:16384")
@@ -110,3 +114,33 @@ def test_bad_input() -> None:
     empty = selector().select([])
     assert empty.seconds == 0
     assert empty.buckets == POOL[-1:]
+
+
+@pytest.mark.parametrize("single", POOL)
+def test_one_strategy_for_the_same_rows(single) -> None:
+    """What switching is compared with: the plan that this strategy alone would have run, and the plan that ran."""
+    lengths = [300] * 40 + [900] * 7 + [1000, 3000]
+    table, rows = SequenceTable.from_lengths(lengths), range(len(lengths))
+    alone = replace(single, low=0, longest=max(lengths), pack_tokens=max(single.pack_tokens, max(lengths)))
+    seconds = {
+        buckets: sum(p.seconds for p in predict_phases(TIME, SWITCH, plan_mini_batch(rows, table, buckets)))
+        for buckets in (POOL, (alone,))
+    }
+    ran = plan_mini_batch(rows, table, POOL)
+    found = SingleStrategy(alone, TIME, SWITCH, 0.0)
+    assert found.seconds_by(ran) == pytest.approx((seconds[alone,], seconds[POOL]))
+    short = replace(alone, longest=1000, pack_tokens=2999)
+    assert SingleStrategy(short, TIME, SWITCH, 0.0).seconds_by(ran) is None  # one row does not fit
+
+
+def test_the_single_strategy_is_corrected_as_what_ran_is() -> None:
+    lengths = [300] * 40 + [3000]
+    plan = plan_mini_batch(range(41), SequenceTable.from_lengths(lengths), POOL)
+    single = SingleStrategy(POOL[-1], TIME, SWITCH, 0.0)
+    found = single.seconds_by(plan)
+    assert found is not None
+    alone, ran = found
+    report = made_report(1, made_phase("dp4tp1pp1", 1.0, predicted_s=1.5 * ran))
+    assert with_single(report, single, plan).single_s == pytest.approx(1.5 * alone)
+    unknown = made_report(1, made_phase("dp4tp1pp1", 1.0, predicted=False))
+    assert with_single(unknown, single, plan).single_s is None

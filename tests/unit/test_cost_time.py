@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.cost.cards import load_hardware
 from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.fitting import Sample, nonnegative_least_squares
-from hf_hotspa.cost.hardware import load_hardware
 from hf_hotspa.cost.histogram import synthetic_lengths
-from hf_hotspa.cost.schedule import closed_form, one_forward_one_backward
+from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate, from_pool
 from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.pipeline_order import choose_passes, operations, reaches
+from hf_hotspa.data.pipeline_order import choose_passes, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.strategy import Strategy, legal_strategies
@@ -65,15 +65,13 @@ def test_simulation_is_the_longest_path() -> None:
         stages, total = rng.randint(1, 5), rng.randint(0, 7)
         forward, backward = ([[rng.random() for _ in range(total)] for _ in range(stages)] for _ in range(2))
         hops = [rng.random() * 0.3 for _ in range(total)]
-        plain = one_forward_one_backward(forward, backward, hops)
+        plain = pipeline_seconds(Pipeline(forward, backward, hops, [total] * total))
         assert plain == pytest.approx(longest_path(forward, backward, hops, [total] * total))
         reach = reaches([rng.randint(1, 9) for _ in range(total)], rng.randint(1, 20))
-        order = [operations(reach, stages, stage) for stage in range(stages)]
-        limited = one_forward_one_backward(forward, backward, hops, order)
+        limited = pipeline_seconds(Pipeline(forward, backward, hops, reach))
         assert limited == pytest.approx(longest_path(forward, backward, hops, reach))
         # with one micro-batch in flight they follow one another
-        order = [operations(range(1, total + 1), stages, stage) for stage in range(stages)]
-        single = one_forward_one_backward(forward, backward, hops, order)
+        single = pipeline_seconds(Pipeline(forward, backward, hops, range(1, total + 1)))
         passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
         assert single == pytest.approx(passed)
 
@@ -83,16 +81,22 @@ def test_gpipe_is_simulated_in_its_groups() -> None:
     for stages, group in ((2, 3), (4, 4), (3, 1)):
         passes = choose_passes("gpipe", [5] * 2 * group, stages, 5 * group)
         ones, twos = [[1.0] * 2 * group] * stages, [[2.0] * 2 * group] * stages
-        order = [passes.operations(stage) for stage in range(stages)]
+        found = pipeline_seconds(Pipeline(ones, twos, [0.0] * 2 * group, passes.reach, passes.depth))
         # the first stage is the last to end a group, and the first to begin the next
-        assert one_forward_one_backward(ones, twos, order=order) == pytest.approx(2 * 3 * (group + stages - 1))
+        assert found == pytest.approx(2 * 3 * (group + stages - 1))
+
+
+def closed_form(stage_seconds: list[float], num_stages: int) -> float:
+    """The estimate that published planners use (Hetu's cost_model.py, for one)."""
+    return sum(stage_seconds) + (num_stages - 1) * max(stage_seconds)
 
 
 def test_equal_micro_batches_follow_the_textbook() -> None:
     for stages in (1, 2, 4, 8):
         for total in (1, 3, 8, 20):
             ones, twos = [[1.0] * total] * stages, [[2.0] * total] * stages
-            assert one_forward_one_backward(ones, twos) == pytest.approx(3 * (total + stages - 1))
+            found = pipeline_seconds(Pipeline(ones, twos, [0.0] * total, [total] * total))
+            assert found == pytest.approx(3 * (total + stages - 1))
             assert closed_form([3.0] * total, stages) == pytest.approx(3 * (total + stages - 1))
 
 
@@ -102,7 +106,7 @@ def test_unequal_micro_batches_lie_near_the_closed_form() -> None:
         stages, total = rng.randint(2, 6), rng.randint(2, 12)
         costs = sorted((rng.lognormvariate(0, 1) for _ in range(total)), reverse=True)
         forward, backward = ([[share * c for c in costs]] * stages for share in (1 / 3, 2 / 3))
-        found = one_forward_one_backward(forward, backward)
+        found = pipeline_seconds(Pipeline(forward, backward, [0.0] * total, [total] * total))
         assert sum(costs) < found
         assert found <= closed_form(costs, stages) * (1 + 1e-9)
 

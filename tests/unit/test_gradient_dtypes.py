@@ -103,11 +103,15 @@ def test_the_command_line_takes_them(capsys: pytest.CaptureFixture[str]) -> None
         "a800-80g",
         "--lengths",
         "commoncrawl",
+        "--longest",
+        "4096",
         "--json",
     ]
-    seconds = []
+    seconds, strategies = [], []
     for words in ([], ["--grad-wire-dtype", "bf16"]):
         assert main([*plan, *words]) == 0
         answer = json.loads(capsys.readouterr().out)
         seconds.append(answer["buckets"][0]["switch_seconds"])
+        strategies.append([bucket["strategy"] for bucket in answer["buckets"]])
+    assert strategies == [["dp8tp1pp1"]] * 2, "the same strategy is compared"
     assert seconds[1] == pytest.approx(seconds[0] * 4 / 6)

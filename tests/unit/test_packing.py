@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.cost.schedule import one_forward_one_backward
+from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.data.packing import (
     MIN_PIPELINE_PACK_TOKENS,
     _cheapest_with_room,
@@ -125,7 +125,10 @@ def test_nothing_goes_before_a_sequence_that_fills_a_pipeline_alone():
 @pytest.mark.parametrize("pp", [2, 4])
 def test_a_pipeline_that_begins_with_a_cheap_pack_ends_sooner(pp: int):
     def seconds(costs: list[float]) -> float:
-        return one_forward_one_backward([costs] * pp, [[2 * cost for cost in costs]] * pp)
+        total = len(costs)
+        return pipeline_seconds(
+            Pipeline([costs] * pp, [[2 * cost for cost in costs]] * pp, [0.0] * total, [total] * total)
+        )
 
     packed = sorted_first = 0.0
     draw = random.Random(0)

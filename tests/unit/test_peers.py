@@ -12,7 +12,7 @@ from benchmarks.peer_pages import (  # type: ignore[import-not-found]
     BEGIN,
     END,
     details_block,
-    readme_block,
+    families_block,
     update_block,
 )
 from benchmarks.peer_plan import our_works, paper_buckets  # type: ignore[import-not-found]
@@ -210,7 +210,7 @@ def test_the_limit_may_change_nothing(cell):
 
 
 def test_a_page_gets_its_block(tmp_path: Path):
-    page = tmp_path / "README.md"
+    page = tmp_path / "page.md"
     page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     for _ in range(2):
         update_block(page, "| new |\n")
@@ -234,8 +234,8 @@ def named(cell) -> dict[str, Any]:
     return {"cells": {"0.9M fp32 chat": cell | {"machine": machine, "sides": sides}}}
 
 
-def test_the_readme_shows_families_and_where_auto_loses(named):
-    text = readme_block(named, ["0.9M fp32", "7M fp32"])
+def test_the_page_shows_families_and_where_auto_loses(named):
+    text = families_block(named, ["0.9M fp32", "7M fp32"])
     assert "| | 0.9M fp32, 1 file, no limit | 0.9M fp32, 1 file, limit of memory |" in text
     assert "| DeepSpeed ZeRO-1, 2 or 3 | 0.60 | does not fit |" in text
     assert "| **ours, `auto`** | 1 (1.67 to 1.67 s) | 1 (1.67 to 1.67 s) |" in text
@@ -245,24 +245,24 @@ def test_the_readme_shows_families_and_where_auto_loses(named):
     assert "0.9M fp32: the losses of all exact sides agree to 5e-05; rounds of one side differ by 22%." in text
     sides = named["cells"]["0.9M fp32 chat"]["sides"]
     sides["ours, auto (limit)"]["seconds"] = [[9.0, 8.0, 8.0, 8.0]]
-    text = readme_block(named, ["0.9M fp32"])
+    text = families_block(named, ["0.9M fp32"])
     assert "(1.67 of DeepSpeed ZeRO-1, flattened); chat under the limit (2.67 of Trainer + DDP, padded)." in text
     assert "takes more than the limit" not in text
     sides["ours, auto (limit)"]["fits"] = False
-    assert "* 0.9M fp32: `auto` takes more than the limit of chat.\n" in readme_block(named, ["0.9M fp32"])
+    assert "* 0.9M fp32: `auto` takes more than the limit of chat.\n" in families_block(named, ["0.9M fp32"])
     broken = sides["FSDP2 of accelerate, flattened"]
     sides["FSDP2 of transformers, flattened"] = dict(broken)
     both = (
         "FSDP2 of accelerate, flattened; FSDP2 of transformers, flattened cannot run here: no such operation on gloo."
     )
-    assert both in readme_block(named, ["0.9M fp32"])
+    assert both in families_block(named, ["0.9M fp32"])
 
 
 def test_machines_are_named_where_they_are_not_the_same(named):
     cell = named["cells"]["0.9M fp32 chat"]
     named["cells"]["7M fp32 all long"] = cell | {"machine": cell["machine"] | {"processor": "y"}}
     assert "4 gloo ranks, 2 CPU cores (x or y), one thread a rank; torch 2 (" in details_block(named)
-    assert "2 CPU cores (y), one" in readme_block(named, ["7M fp32"])
+    assert "2 CPU cores (y), one" in families_block(named, ["7M fp32"])
 
 
 def test_what_is_published_can_be_gone_on_with(named, tmp_path: Path):
@@ -285,14 +285,14 @@ def test_a_family_is_as_fast_as_its_fastest_side_that_fits(named):
     text = details_block(named)
     assert "batch_rebalance` or flattened | **1.00** |" in text
     assert "batch_rebalance` or flattened | 3.00 |" in text
-    assert "batch_rebalance` or flattened | 0.60 | 1.80 |" in readme_block(named, ["0.9M fp32"])
+    assert "batch_rebalance` or flattened | 0.60 | 1.80 |" in families_block(named, ["0.9M fp32"])
 
 
 def test_families_are_compared_over_all_length_files(named):
     cell = named["cells"]["0.9M fp32 chat"]
     sides = cell["sides"] | {"Trainer + DDP, padded": side([[9.0, 4.0, 5.0, 1.0]], fits=False, longest_held=90)}
     named["cells"]["0.9M fp32 all long"] = cell | {"sides": sides}
-    text = readme_block(named, ["0.9M fp32"])
+    text = families_block(named, ["0.9M fp32"])
     assert "batch_rebalance` or flattened | 1.90 (1.80 to 2.00) | 1.80, fits 1 of 2 |" in text
 
 

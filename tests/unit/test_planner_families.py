@@ -12,7 +12,7 @@ import pytest
 
 from hf_hotspa.cli import main
 from hf_hotspa.cost.analytic import layer_cost
-from hf_hotspa.cost.hardware import load_hardware
+from hf_hotspa.cost.cards import load_hardware
 from hf_hotspa.cost.memory import activation_bytes
 from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model
 from hf_hotspa.cost.planning import Setup

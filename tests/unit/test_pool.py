@@ -2,12 +2,14 @@
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import trained_layout
+from hf_hotspa.layout.vector import build_vector
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.pool import PlanPool
@@ -71,6 +73,27 @@ def test_the_order_of_phases_is_the_cheapest_of_all() -> None:
 def test_without_a_second_source_no_order_is_better() -> None:
     pool = pool_of("tp4", "dp4", second_source=False)
     assert pool.order(pool.strategies) == pool.strategies
+
+
+def test_with_frozen_weights_a_mini_batch_begins_with_the_strategy_that_is_loaded() -> None:
+    """Two of three strategies are in every mini-batch, the third in some: no frozen weight of a first phase is moved again.
+
+    The order follows from the step alone: a resumed run goes on in it.
+    """
+    whole = cut_vector(rows=64, layers=4)
+    specs = [replace(spec, trainable=index > 0) for index, spec in enumerate(whole.specs)]
+    vector = build_vector(specs, whole.layer_costs, whole.head_cost)
+    strategies = [Strategy.parse(name) for name in ("dp4", "dp2tp2", "tp4")]
+    sizes = [2] * len(vector.segments)
+    pool = PlanPool(vector, strategies, Cluster(4, 2), sizes, sizes)
+    assert pool.has_frozen
+    loaded = None
+    for step, num_strategies in enumerate((3, 2, 2, 3, 3, 2)):
+        order = pool.order(strategies[:num_strategies], step)
+        assert sorted(order) == sorted(strategies[:num_strategies])
+        assert loaded in (None, order[0])
+        loaded = order[-1]
+    assert pool.order(strategies[:1], 1) == (strategies[0],)
 
 
 def test_random_pools_plan() -> None:

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizer, PreTrainedTokenizerFast
 
-from hf_hotspa.data.prepare import load_source, prepare_dataset
+from hf_hotspa.data import prepare as module
+from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import DataError, UnsupportedError
 
 SPECIALS = ["<eos>", "<bos>", "<user>", "<assistant>", "<end>"]
@@ -80,6 +81,7 @@ class SlowCharacters(PreTrainedTokenizer):
 @pytest.fixture(autouse=True)
 def _quiet(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(module, "_said", set())
     datasets.disable_progress_bars()
     yield
     datasets.enable_progress_bars()
@@ -138,24 +140,38 @@ def test_messages_with_a_slow_tokenizer_go_by_prefixes():
     assert "".join(map(chr, (label for label in row["labels"] if label != -100))) == "yes<end>no<end>"
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
+def test_a_template_that_rewrites_earlier_turns_is_trained_turn_by_turn(caplog):
     tokenizer = byte_tokenizer(REWRITING)
-    (row,) = prepare([{"messages": TALK[:2]}], tokenizer)  # the only turn is the last one
-    assert trained(tokenizer, row) == "think yes<end>"
-    with pytest.raises(DataError, match=r"turn 1 of the conversation.*dataset row 1.*generation"):
-        prepare([{"messages": TALK[:2]}, {"messages": TALK}], tokenizer)
+    one, two = prepare([{"messages": TALK[:2]}, {"messages": TALK}], tokenizer)
+    assert trained(tokenizer, one) == "think yes<end>"
+    assert trained(tokenizer, two) == "think yes<end>think no<end>"
+    assert tokenizer.decode(two["input_ids"]).startswith("<user>hi<end><assistant>think yes<end><user>so<end>")
+    assert "rewrites answers" in caplog.text
+    stream = tokenize_rows([{"messages": TALK[:2]}, {"messages": TALK}], tokenizer)
+    assert stream == [one, two]
 
 
-def test_a_first_message_of_the_assistant_needs_markers():
+def test_a_first_message_of_the_assistant():
     rows = [{"messages": TALK[1:2]}]
-    with pytest.raises(DataError, match=r"failed on 0 messages.*row 0.*generation"):
-        prepare(rows, byte_tokenizer(PLAIN))
-    assert trained(byte_tokenizer(MARKED), prepare(rows, byte_tokenizer(MARKED))[0]) == "yes<end>"
+    for template in (PLAIN, MARKED):
+        assert trained(byte_tokenizer(template), prepare(rows, byte_tokenizer(template))[0]) == "yes<end>"
+
+
+def test_what_is_said_is_said_once_and_on_rank_0(caplog, monkeypatch):
+    for rank, count in (("1", 0), ("0", 1), ("0", 0)):
+        caplog.clear()
+        monkeypatch.setenv("RANK", rank)
+        prepare([{"text": "ab"}], byte_tokenizer(eos=False))
+        assert caplog.text.count("no end-of-sequence token") == count
+
+
+def test_columns_that_are_not_used_are_named(caplog):
+    prepare([{"messages": TALK, "prompt": "hi", "prompt_id": "7"}], byte_tokenizer(PLAIN))
+    assert "columns ['messages']; ['prompt'] are not used" in caplog.text
 
 
 def test_tools_reach_the_template():
-    template = "{% if tools %}{{ tools[0].name }}{% endif %}" + PLAIN
-    tokenizer = byte_tokenizer(template)
+    tokenizer = byte_tokenizer("{% if tools %}{{ tools[0].name }}{% endif %}" + PLAIN)
     tools = [{"name": "clock"}]
     for given in (tools, json.dumps(tools)):
         (row,) = prepare([{"messages": TALK[:2], "tools": given}], tokenizer)
@@ -189,8 +205,10 @@ def test_prompt_and_completion_messages():
     tokenizer = byte_tokenizer(PLAIN)
     (row,) = prepare([{"prompt": TALK[:3], "completion": TALK[3:]}], tokenizer)
     assert trained(tokenizer, row) == "no<end>"
-    with pytest.raises(DataError, match=r"not the beginning.*row 0"):  # a prompt that ends with the assistant
-        prepare([{"prompt": TALK[:2], "completion": TALK[2:]}], byte_tokenizer(REWRITING))
+    for template in (PLAIN, MARKED):  # of a completion, too, only what the assistant says
+        tokenizer = byte_tokenizer(template)
+        (row,) = prepare([{"prompt": TALK[:2], "completion": TALK[2:]}], tokenizer)
+        assert trained(tokenizer, row) == "no<end>"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ def test_a_record_comes_back_as_it_was_written(tmp_path):
     assert run.facts == made_facts()
     assert run.ended
     assert [r.step for r in run.steps] == [1, 2, 3, 4, 5, 6]
-    written = made_report(3, loss=3.0 - 0.1 * 3)
+    written = made_report(3, loss=3.0 - 0.1 * 3, single_s=2.64)
     assert run.steps[2].report.to_dict() == written.to_dict()
     assert run.steps[2].report.ranks is None
     assert run.steps[2].lr == 1e-3 / 3

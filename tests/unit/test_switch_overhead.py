@@ -11,7 +11,7 @@ from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.report import PhaseReport, StepReport
 
 
-def phase(strategy, load_s, hidden_load_s):
+def phase(strategy, load_s, hidden_load_s, longest=10):
     return PhaseReport(
         strategy=strategy,
         num_packs=4,
@@ -25,6 +25,7 @@ def phase(strategy, load_s, hidden_load_s):
         return_bytes=4_000_000,
         hidden_load_s=hidden_load_s,
         hidden_return_s=0.125,
+        longest_tokens=longest,
     )
 
 
@@ -36,24 +37,47 @@ def report(*phases, total_s=8.0):
 
 
 def test_reports_add_exposed_and_hidden_seconds_apart():
-    step = report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0))
-    assert step.switch_s == 3.0
+    step = report(phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0, longest=60))
+    assert step.moved_s == 3.0
     assert step.hidden_s == 0.5
-    assert step.switch_share == 3.0 / 8.0
     assert step.to_dict()["phases"][0]["hidden_load_s"] == 0.25
+    assert "switch_s" not in step.to_dict()  # it follows from the phases
+
+
+def test_switching_is_what_one_strategy_would_not_have():
+    """Whatever the order: the strategy of the longest sequences could have trained all, with one load and one return."""
+    short, long = phase("dp2tp1pp1", 0.5, 0.25), phase("dp1tp2pp1", 1.5, 0.0, longest=60)
+    for step in (report(short, long), report(long, short)):
+        assert (step.load_return_s, step.switch_s) == (2.0, 1.0)
+        assert (step.load_return_share, step.switch_share) == (2.0 / 8.0, 1.0 / 8.0)
+        assert (step.moved_bytes, step.switch_bytes) == (12_000_000, 6_000_000)
+    alone = report(long)
+    assert (alone.load_return_s, alone.switch_s, alone.switch_share, alone.switch_bytes) == (2.0, 0.0, 0.0, 0)
+    assert report().load_return_s == report().switch_s == 0.0
 
 
 def test_metrics_are_means_since_the_last_log():
     callback = SwitchOverheadCallback()
-    for step in (report(phase("dp2tp1pp1", 0.5, 0.25)), report(phase("dp2tp1pp1", 1.5, 0.75))):
+    for load_s in (0.5, 1.5):
+        step = report(phase("dp2tp1pp1", load_s, 0.25), phase("dp1tp2pp1", 2.5, 0.0, longest=60))
         callback.on_step_report(None, None, None, step)
     metrics = callback.pop_metrics()
     assert metrics["hotspa/switch_s"] == 1.5
-    assert metrics["hotspa/hidden_s"] == 0.625
-    assert metrics["hotspa/switch_mb"] == 6.0
+    assert metrics["hotspa/load_return_s"] == 3.0
+    assert metrics["hotspa/hidden_s"] == 0.5
+    assert metrics["hotspa/switch_mb"] == metrics["hotspa/load_return_mb"] == 6.0
     assert metrics["hotspa/switch_share"] == 3.0 / 16.0
     assert metrics["hotspa/dropped"] == 4.0
+    assert "hotspa/predicted_gain" not in metrics
     assert callback.pop_metrics() == {}
+
+
+def test_the_gain_is_over_one_strategy_for_the_same_rows():
+    callback = SwitchOverheadCallback()
+    first = replace(phase("dp2tp1pp1", 0.5, 0.25), predicted_s=2.0)
+    for single_s in (3.0, 1.8, None):  # one whose rows do not fit the single strategy says nothing
+        callback.on_step_report(None, None, None, replace(report(first), single_s=single_s))
+    assert callback.pop_metrics()["hotspa/predicted_gain"] == pytest.approx(4.8 / 4.0)
 
 
 @pytest.mark.parametrize("whole_run", [False, True])
@@ -68,7 +92,7 @@ def test_the_table_has_a_column_for_each(monkeypatch, whole_run):
     (callback.on_train_end if whole_run else callback.on_log)(None, state, None)
     title, header, *rows = printed[0].splitlines()
     assert ("0.5 s more hidden" in title) == whole_run
-    expected = "strategy packs sequences tokens compute s wait s switch s hidden s switch MB share"
+    expected = "strategy packs sequences tokens compute s wait s load+return s hidden s MB moved share"
     assert " ".join(header.split()) == expected
     assert [row.split()[5:8] for row in rows] == [["0.250", "1.000", "0.375"], ["0.250", "2.000", "0.125"]]
     assert {len(line) for line in (header, *rows)} == {len(header)}

@@ -2,8 +2,7 @@
 
 import threading
 import time
-from types import SimpleNamespace
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -24,10 +23,18 @@ class Scripted:
     def __init__(self, **switches):
         self.switches, self.ran = switches, []
 
-    def run(self, plan, source, target, wire_dtypes, epoch, progress=None, second=None):
-        self.ran.append((plan.name, epoch, threading.current_thread().name))
-        self.switches[plan.name](progress)
+    def run(self, name, epoch, progress):
+        self.ran.append((name, epoch, threading.current_thread().name))
+        self.switches[name](progress)
         return SwitchStats(sent_bytes=epoch)
+
+
+class ScriptedWorker(SwitchWorker):
+    """A worker of such switches."""
+
+    def __init__(self, on_failure=None, **switches):
+        super().__init__(CPU, on_failure)
+        self.executor = Scripted(**switches)
 
 
 def until(condition) -> None:
@@ -61,9 +68,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-def submit(worker: SwitchWorker, name: str, epoch: int = 0, gate: SegmentGate | None = None) -> SwitchJob:
-    plan: Any = SimpleNamespace(name=name)
-    return worker.submit(plan, [], [], [], epoch, gate)
+def submit(worker: ScriptedWorker, name: str, epoch: int = 0, gate: SegmentGate | None = None) -> SwitchJob:
+    return worker.submit(name, lambda job: worker.executor.run(name, epoch, job), gate)
 
 
 @pytest.fixture
@@ -71,7 +77,7 @@ def make_worker():
     workers = []
 
     def make(**switches):
-        workers.append(SwitchWorker(Scripted(**switches), CPU))
+        workers.append(ScriptedWorker(**switches))
         return workers[-1]
 
     yield make
@@ -232,11 +238,11 @@ def test_a_failure_is_told_at_once_and_a_cancelled_switch_is_none():
         raise error
 
     error, told = RuntimeError("wire"), []
-    worker = SwitchWorker(Scripted(broken=broken), CPU, told.append)
+    worker = ScriptedWorker(told.append, broken=broken)
     submit(worker, "broken")
     worker.close()
     assert told == [error]
-    worker = SwitchWorker(Scripted(broken=broken), CPU, told.append)
+    worker = ScriptedWorker(told.append, broken=broken)
     submit(worker, "broken", gate=SegmentGate([0], CPU))
     time.sleep(0.05)
     worker.cancel("compute")
@@ -262,8 +268,30 @@ def test_a_switch_that_failed_is_over_but_has_not_succeeded(make_worker):
     assert not job.succeeded
 
 
+def test_a_switch_that_nothing_computes_beside_is_a_job_that_is_done(clock):
+    """In the caller's thread; what ends it is raised as it is, and nobody was blocked or busy beside anything."""
+
+    def load(progress):
+        clock.now += 3.0
+        progress.await_source([0])
+        progress.target_complete([0])
+        ran.append(threading.current_thread())
+        return SwitchStats(sent_bytes=7)
+
+    ran = []
+    job = SwitchJob.done("load", load, CPU)
+    assert ran == [threading.main_thread()]
+    assert job.succeeded
+    job.wait([0, 5])
+    assert (job.result().sent_bytes, job.exposed_s, job.busy_s) == (7, 0.0, 0.0)
+    error = PlanError("buffers")
+    with pytest.raises(PlanError) as caught:
+        SwitchJob.done("load", lambda progress: (_ for _ in ()).throw(error), CPU)
+    assert caught.value is error
+
+
 def test_close_lets_queued_switches_end():
-    worker = SwitchWorker(Scripted(load=lambda progress: time.sleep(0.05)), CPU)
+    worker = ScriptedWorker(load=lambda progress: time.sleep(0.05))
     jobs = [submit(worker, "load") for _ in range(3)]
     thread = worker._thread
     worker.close()
@@ -287,14 +315,17 @@ def test_real_switches_run_through_workers(seed):
     cases = [load_case(seed, "master", 4), return_case(seed, 4)]
     hub = LoopbackHub(4, timeout=20.0)
     targets = [clone(case.targets) for case in cases]
-    workers = []
-    for rank in range(4):
-        executor = SwitchExecutor(hub.transport(rank), rank, min(case.staging_bytes for case in cases))
-        workers.append(SwitchWorker(executor, CPU))
+    staging = min(case.staging_bytes for case in cases)
+    executors = [SwitchExecutor(hub.transport(rank), rank, staging) for rank in range(4)]
+    workers = [SwitchWorker(CPU) for _ in executors]
     gates = [SegmentGate(range(len(cases[1].wires)), CPU) for _ in workers]
     jobs = [
         [
-            worker.submit(case.plan, case.sources[rank], target[rank], case.wires, epoch, gate)
+            worker.submit(
+                case.plan.name,
+                partial(executors[rank].run, case.plan, case.sources[rank], target[rank], case.wires, epoch),
+                gate,
+            )
             for epoch, (case, target, gate) in enumerate(zip(cases, targets, (None, gates[rank]), strict=True))
         ]
         for rank, worker in enumerate(workers)

@@ -33,6 +33,7 @@ def pytest_configure(config: pytest.Config) -> None:
         if self.hotspa_strategies == "auto":
             self.hotspa_strategies = "dp1:128@2048"  # the shortest of those models has 128 positions
         self.hotspa_report = False
+        self.hotspa_stock_checkpoints = True  # the files that they look for
         original(self)
 
     HotSPaTrainingArguments.complete = explicit  # type: ignore[method-assign]

@@ -1,0 +1,60 @@
+"""What a search answers: buckets, what each of them takes, and the best single strategy beside them. Plain data."""
+
+from dataclasses import dataclass
+
+from hf_hotspa.strategy import Bucket
+
+
+@dataclass(frozen=True)
+class Row:
+    """One bucket of the answer, over the mini-batches looked at.
+
+    Args:
+        bucket: Strategy, edges and pack size.
+        num_sequences: Sequences a mini-batch.
+        num_tokens: Tokens a mini-batch.
+        num_packs: Packs a mini-batch, over all replicas.
+        compute_s: Seconds of its computation.
+        switch_s: Seconds of its switch.
+    """
+
+    bucket: Bucket
+    num_sequences: float
+    num_tokens: float
+    num_packs: float
+    compute_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The answer of a search.
+
+    Args:
+        buckets: By length.
+        seconds: Predicted mean seconds of a mini-batch, switches included.
+        switch_seconds: The switches in it.
+        static: The best single strategy, its packs and its lengths.
+        static_seconds: Its seconds, its own switch included.
+        rows: One for each bucket.
+        exact: Whether all ranges of lengths were simulated, see `search`.
+        num_simulated: Phases that were packed and simulated to find it.
+    """
+
+    buckets: tuple[Bucket, ...]
+    seconds: float
+    switch_seconds: float
+    static: Bucket
+    static_seconds: float
+    rows: tuple[Row, ...]
+    exact: bool
+    num_simulated: int
+
+    @property
+    def switches(self) -> bool:
+        """Whether more than one strategy is worth it."""
+        return len(self.buckets) > 1
+
+    def __str__(self) -> str:
+        """What `hotspa_strategies` takes."""
+        return ",".join(map(str, self.buckets))

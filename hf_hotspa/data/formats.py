@@ -1,0 +1,378 @@
+"""What the columns of a data set mean: raw rows in, conversations, prompts with completions, or texts out.
+
+Owns the table of `docs/data.md`: which columns are understood, in which order they are looked for, the names that roles
+have in them, and how the fields of a message are made uniform. Knows no tokenizer. Imports no torch.
+"""
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_hotspa.errors import DataError
+
+UNDERSTOOD = (
+    "'input_ids' (and 'labels'); 'messages' or 'conversations'; 'prompt' and 'completion'; 'instruction' (and 'input') and "
+    "'output'; 'question' and 'answer'; or 'text'"
+)
+_CHATS = ("messages", "conversations", "conversation")
+_ANSWERS = {"instruction": ("output", "response"), "question": ("answer", "response"), "query": ("response",)}
+_CONTEXTS = ("input", "context")
+_SYSTEMS = ("system", "system_prompt")
+# Columns that may stand beside a bare question and its answer; of any other one could not say whether the answer needs it.
+_BESIDE_A_QUESTION = {
+    *("id", "idx", "index", "uuid", "row_id", "question_id", "prompt_id", "conversation_id", "__index_level_0__"),
+    *("source", "dataset", "split", "subset", "category", "topic", "subject", "difficulty", "level", "tags", "type"),
+    *("language", "lang", "license", "url", "model", "score", "quality", "num_tokens", "created", "timestamp", "metadata"),
+}  # fmt: skip
+_ROLES = {
+    **dict.fromkeys(("human", "user", "prompter", "User", "Human"), "user"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "bot", "model", "ai", "Assistant"), "assistant"),
+    **dict.fromkeys(("system", "System"), "system"),
+    **dict.fromkeys(("tool", "observation", "function_response", "tool_response", "function"), "tool"),
+    "function_call": "function_call",
+}
+_REASONING = ("reasoning_content", "reasoning", "thinking")
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Strings:
+    """A prompt and what is learned after it, as they stand: no chat template."""
+
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation.
+
+    Args:
+        messages: With `role` and `content`, perhaps `tool_calls`, `reasoning_content` and the like; no value is None.
+        trained: The turns of the assistant that are learned, as indices into `messages`.
+        tools: What the chat template is given as `tools`.
+        options: Further variables of the chat template, such as `enable_thinking`.
+        plain: What stands for it where a tokenizer has no chat template; None where there must be one.
+    """
+
+    messages: Messages
+    trained: tuple[int, ...]
+    tools: list[Any] = field(default_factory=list)
+    options: dict[str, Any] = field(default_factory=dict)
+    plain: Strings | None = None
+
+
+Reading = str | Strings | Chat
+
+
+@dataclass(frozen=True)
+class Format:
+    """How rows of certain columns are read.
+
+    Args:
+        columns: The columns that are read, where a row has them.
+        kind: `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`.
+        read: A row and its number -> what it says. Raises `DataError`.
+        unused: Other columns that this module would understand, and that are not looked at.
+    """
+
+    columns: tuple[str, ...]
+    kind: str
+    read: Callable[[Mapping[str, Any], int], Reading]
+    unused: tuple[str, ...] = ()
+
+    @property
+    def masked(self) -> bool:
+        """Whether part of a row may carry no label."""
+        return self.kind != "text"
+
+
+def format_of(names: Sequence[str]) -> Format:
+    """How rows with these columns are read; with several formats at once, the one that says most about the roles.
+
+    Raises:
+        DataError: none of the formats, or one that leaves open what is asked and what is answered.
+    """
+    chats = [name for name in _CHATS if name in names]
+    extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
+    found: Format | None = None
+    if chats:
+        _only_one(chats, names)
+        found = Format((chats[0], *extras), "chat", lambda row, number: _read_chat(row, chats[0], number))
+    elif "prompt" in names and "completion" in names:
+        found = Format(("prompt", "completion", *extras), "completion", _read_completion)
+    else:
+        asked = [name for name, answers in _ANSWERS.items() if name in names and set(answers) & set(names)]
+        if asked:
+            found = _pair(asked, names, extras)
+        elif "text" in names:
+            found = Format(("text",), "text", _read_text)
+    if found is None:
+        raise _not_understood(names)
+    unused = [*_CHATS, "prompt", "completion", *_ANSWERS, "output", "answer", "response", "text"]
+    return replace(found, unused=tuple(n for n in unused if n in names and n not in found.columns))
+
+
+def _pair(asked: Sequence[str], names: Sequence[str], extras: tuple[str, ...]) -> Format:
+    """A question and its answer in two columns."""
+    _only_one(asked, names)
+    question = asked[0]
+    answers = [name for name in _ANSWERS[question] if name in names]
+    _only_one(answers, names)
+    context: list[str] = []
+    history: list[str] = []
+    if question == "instruction":
+        context = [name for name in _CONTEXTS if name in names]
+        _only_one(context, names)
+        history = [name for name in ("history",) if name in names]
+    else:
+        known = {question, answers[0], *extras} | _BESIDE_A_QUESTION
+        others = sorted(set(names) - known)
+        if others:
+            raise DataError(
+                f"the dataset has the columns {list(names)}; {question!r} and {answers[0]!r} are a question and its answer, and "
+                f"nothing says whether the answer needs {others}",
+                fix=f"remove those columns, or make one column of what is asked; understood are: {UNDERSTOOD}",
+            )
+
+    def read(row: Mapping[str, Any], number: int) -> Chat:
+        return _read_pair(row, number, question, answers[0], next(iter(context), None))
+
+    return Format((question, *context, *history, answers[0], *extras), "answer", read)
+
+
+def _only_one(found: Sequence[str], names: Sequence[str]) -> None:
+    if len(found) > 1:
+        raise DataError(
+            f"the dataset has the columns {list(names)}, and {list(found)} could each be meant",
+            fix=f"remove all of {list(found)} but one",
+        )
+
+
+def _not_understood(names: Sequence[str]) -> DataError:
+    if {"chosen", "rejected"} <= set(names):
+        return DataError(
+            f"the dataset has the columns {list(names)}: pairs of a preferred and a rejected answer",
+            why="this trainer learns from answers, not from comparisons",
+            fix="rename 'chosen' to 'messages' (or 'completion', beside a 'prompt') to train on the preferred answers",
+        )
+    return DataError(f"the dataset has the columns {list(names)}", fix=f"give it one of: {UNDERSTOOD}")
+
+
+def _read_text(row: Mapping[str, Any], number: int) -> str:
+    check_string(row["text"], "text", number)
+    return str(row["text"])
+
+
+def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
+    messages = _with_system(read_messages(row[key], key, number), row, number)
+    weights = [_weight(message, key, number) for message in messages]
+    return Chat(messages, _turns(messages, weights, 0), **_rendering(row, number))
+
+
+def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
+    prompt, completion = row["prompt"], row["completion"]
+    if isinstance(prompt, str):
+        check_string(completion, "completion", number)
+        return Strings(prompt, completion)
+    before = _with_system(read_messages(prompt, "prompt", number), row, number)
+    messages = [*before, *read_messages(completion, "completion", number)]
+    weights = [_weight(message, "completion", number) for message in messages]
+    return Chat(messages, _turns(messages, weights, len(before)), **_rendering(row, number))
+
+
+def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, context: str | None) -> Chat:
+    check_string(row[question], question, number)
+    check_string(row[answer], answer, number)
+    given = row[context] if context is not None else None
+    if given is not None:
+        check_string(given, str(context), number)
+    asked = f"{row[question]}\n\n{given}" if given else row[question]
+    messages: Messages = []
+    for pair in row.get("history") or ():
+        if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
+            raise DataError(
+                "'history' holds something else than pairs of a question and its answer", where=f"dataset row {number}"
+            )
+        messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row[answer]}]
+    plain = None
+    if len(messages) == 2:
+        parts = [_system(row) or "", f"### Instruction:\n{row[question]}", f"### Input:\n{given}" if given else ""]
+        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), row[answer])
+    messages = _with_system(messages, row, number)
+    return Chat(messages, _turns(messages, [True] * len(messages), 0), plain=plain, **_rendering(row, number))
+
+
+def _turns(messages: Messages, weights: Sequence[bool], first: int) -> tuple[int, ...]:
+    return tuple(i for i, m in enumerate(messages) if i >= first and m["role"] == "assistant" and weights[i])
+
+
+def _system(row: Mapping[str, Any]) -> str | None:
+    return next((str(row[name]) for name in _SYSTEMS if row.get(name)), None)
+
+
+def _with_system(messages: Messages, row: Mapping[str, Any], number: int) -> Messages:
+    """With the system prompt that some data sets keep in a column of its own."""
+    system = _system(row)
+    if system is None:
+        return messages
+    if messages[0]["role"] == "system":
+        if messages[0]["content"] == system:
+            return messages
+        raise DataError(
+            "the row has a column 'system' and a conversation that begins with another system message",
+            where=f"dataset row {number}",
+            fix="remove one of them",
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def _rendering(row: Mapping[str, Any], number: int) -> dict[str, Any]:
+    """`tools` and `options` of a row."""
+    tools = _parsed(row.get("tools"), "tools", number) or []
+    if not isinstance(tools, list):
+        raise DataError(f"'tools' is a {type(tools).__name__} instead of a list", where=f"dataset row {number}")
+    options = _parsed(row.get("chat_template_kwargs"), "chat_template_kwargs", number) or {}
+    if not isinstance(options, Mapping):
+        raise DataError(
+            f"'chat_template_kwargs' is a {type(options).__name__} instead of a mapping", where=f"dataset row {number}"
+        )
+    tools = [_without_none(_parsed(tool, "tools", number)) for tool in tools]
+    return {"tools": tools, "options": _without_none(dict(options))}
+
+
+def read_messages(value: Any, key: str, number: int) -> Messages:
+    """The messages of a conversation, with `role` and `content`.
+
+    Args:
+        value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or JSON text of it.
+        key: The column, for messages.
+        number: The row, for messages.
+
+    Raises:
+        DataError: it is none.
+    """
+    where = f"dataset row {number}, column {key!r}"
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        value = _parsed(value, key, number)
+    messages = [_message(message, where) for message in value] if isinstance(value, list) else []
+    if not messages or None in messages:
+        raise DataError(
+            f"{key} is no conversation",
+            where=where,
+            fix=f"give {key} as a list of messages such as {{'role': 'user', 'content': 'Hello'}} or "
+            "{'from': 'human', 'value': 'Hello'}",
+        )
+    return [message for message in messages if message is not None]
+
+
+def _message(message: Any, where: str) -> dict[str, Any] | None:
+    if not isinstance(message, Mapping):
+        return None
+    found = {name: value for name, value in message.items() if value is not None}
+    if isinstance(found.get("author"), Mapping):
+        found.setdefault("role", found.pop("author").get("role"))
+    if "role" not in found and "from" in found:
+        found["role"] = _sharegpt_role(found.pop("from"), where)
+    if "content" not in found and "value" in found:
+        found["content"] = found.pop("value")
+    role = found.get("role")
+    if not isinstance(role, str) or not role:
+        return None
+    found["role"] = _ROLES.get(role, role)
+    found["content"] = _content(found.get("content"), where)
+    if found["role"] == "function_call":
+        found = {"role": "assistant", "content": "", "tool_calls": _calls(found["content"], where)}
+    elif "tool_calls" in found:
+        found["tool_calls"] = _without_none(found["tool_calls"])
+        if not found["tool_calls"]:
+            del found["tool_calls"]
+    reasoning = next((found[name] for name in _REASONING if found.get(name)), None)
+    if reasoning is not None:  # families read it under different names
+        found |= dict.fromkeys(_REASONING, reasoning)
+    return found
+
+
+def _sharegpt_role(role: Any, where: str) -> Any:
+    if role not in _ROLES:
+        raise DataError(f"a message is from {role!r}", where=where, fix=f"use one of {sorted(_ROLES)}")
+    return role
+
+
+def _content(content: Any, where: str) -> str:
+    """The text of a message."""
+    if content is None:  # as beside tool calls
+        return ""
+    if isinstance(content, Mapping) and isinstance(content.get("parts"), list):
+        content = content["parts"]
+    if isinstance(content, list):
+        parts = [part if isinstance(part, str) else _text_of_part(part) for part in content]
+        if None in parts:
+            kinds = sorted({str(part.get("type")) for part in content if isinstance(part, Mapping)} - {"text"})
+            raise DataError(
+                f"a message has parts of the kinds {kinds}", where=where, fix="only text is trained: remove the others"
+            )
+        return "".join(filter(None, parts))
+    if not isinstance(content, str):
+        raise DataError(f"the content of a message is a {type(content).__name__} instead of a text", where=where)
+    return content
+
+
+def _text_of_part(part: Any) -> str | None:
+    return part["text"] if isinstance(part, Mapping) and isinstance(part.get("text"), str) else None
+
+
+def _calls(content: str, where: str) -> list[dict[str, Any]]:
+    """The tool calls of a message from `function_call`: JSON of one call or of several."""
+    try:
+        calls = json.loads(content)
+    except ValueError as error:
+        raise DataError(f"a message from 'function_call' is no JSON: {error}", where=where) from None
+    calls = calls if isinstance(calls, list) else [calls]
+    if not all(isinstance(call, Mapping) and isinstance(call.get("name"), str) for call in calls):
+        raise DataError("a message from 'function_call' has no 'name' and 'arguments'", where=where)
+    return [{"type": "function", "function": {"name": c["name"], "arguments": c.get("arguments") or {}}} for c in calls]
+
+
+def _weight(message: dict[str, Any], key: str, number: int) -> bool:
+    """Whether a message counts, by the `weight` that OpenAI's format gives to some."""
+    weight = message.pop("weight", 1)
+    if weight not in (0, 1):
+        raise DataError(
+            f"a message has the weight {weight!r}",
+            where=f"dataset row {number}, column {key!r}",
+            fix="use 1 (learned, the default) or 0 (not learned)",
+        )
+    return bool(weight)
+
+
+def _parsed(value: Any, key: str, number: int) -> Any:
+    """JSON where a column holds it as text, as `datasets` does where schemas differ from row to row."""
+    if not isinstance(value, str):
+        return value
+    if not value.strip():
+        return None
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{key!r} is no JSON: {error}", where=f"dataset row {number}") from None
+
+
+def _without_none(value: Any) -> Any:
+    """Without the keys that Arrow adds to mappings because those of other rows have them."""
+    if isinstance(value, Mapping):
+        return {name: _without_none(inner) for name, inner in value.items() if inner is not None}
+    return [_without_none(inner) for inner in value] if isinstance(value, list) else value
+
+
+def check_string(value: Any, key: str, number: int) -> None:
+    """Raises DataError where a column holds no text."""
+    if not isinstance(value, str):
+        raise DataError(
+            f"{key} is a {type(value).__name__} instead of a string",
+            where=f"dataset row {number}",
+            fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages",
+        )

@@ -1,0 +1,151 @@
+"""Data parallelism with ZeRO or FSDP, which plans are compared with: what it sends, holds and takes, by hand."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_hotspa.cli import main
+from hf_hotspa.cost.baselines import DataParallel, baselines
+from hf_hotspa.cost.cards import load_hardware
+from hf_hotspa.cost.coefficients import Cost
+from hf_hotspa.cost.memory import MemoryModel
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.cost.zero import Traffic, traffic
+from hf_hotspa.errors import HotspaConfigError
+from tests.unit.test_cost_memory import SIZES_7B
+
+PSI = 6_738_415_616
+"""Parameters of the 7B model: 32 layers of 202,383,360, and 262,148,096 of embedding, head and last norm."""
+LAYER, ENDS = 202_383_360, 262_148_096
+LINK = load_hardware("a800-80g").intra_bandwidth * 0.75
+
+
+def runs(b: float = 1e-4, slots: float = float("inf"), world: int = 8, nodes_of: int = 8) -> DataParallel:
+    """The 7B model where a token takes b seconds, a third of it forward."""
+    time = TimeModel("test", SIZES_7B.layer_costs, 0, layers={1: Cost(b=b / 32)}, slots=slots)
+    hardware = replace(load_hardware("a800-80g"), devices_per_node=nodes_of)
+    return DataParallel(SIZES_7B, world, MemoryModel(SIZES_7B, world), time, hardware, "bfloat16")
+
+
+def test_what_is_sent_follows_the_laws() -> None:
+    """In units of plain data parallelism, 2 psi: 1, (m + 1) / 2, 3 m / 2, and m for frozen weights."""
+    for packs in (1, 2, 5):
+        plain = 2 * PSI * 7 / 8
+        assert traffic(PSI, 0, 8, 0, packs).total == pytest.approx(plain)
+        assert traffic(PSI, 0, 8, 1, packs).total == pytest.approx(plain)
+        assert traffic(PSI, 0, 8, 2, packs).total == pytest.approx(plain * (packs + 1) / 2)
+        assert traffic(PSI, 0, 8, 3, packs).total == pytest.approx(plain * 3 * packs / 2)
+        assert traffic(0, PSI, 8, 3, packs).total == pytest.approx(plain * packs)
+        assert traffic(0, PSI, 8, 2, packs).total == 0
+    assert traffic(16e9, 0, 4, 3, 2) == Traffic(gathers=48e9, reduces=24e9)
+    assert traffic(16e9, 0, 1, 3, 2).total == 0
+    with pytest.raises(HotspaConfigError, match="no ZeRO stage 4"):
+        traffic(1, 0, 1, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "weights", "gradients", "sharded"),
+    [
+        # bf16 weights and gradients whole; an eighth of fp32 weights and of 8 bytes of Adam
+        (1, 2 * PSI, 2 * PSI, 12 * PSI / 8),
+        # gradients an eighth, and those of embedding and head, the largest unit, whole
+        (2, 2 * PSI, 2 * PSI / 8 + 2 * ENDS, 12 * PSI / 8),
+        # all an eighth, and the weights of two layers and of embedding and head whole
+        (3, 2 * PSI / 8 + 2 * (2 * LAYER + ENDS), 2 * PSI / 8 + 2 * ENDS, 12 * PSI / 8),
+    ],
+)
+def test_what_is_held(stage: int, weights: float, gradients: float, sharded: float) -> None:
+    assert SIZES_7B.num_parameters == PSI == 32 * LAYER + ENDS
+    found = runs().breakdown(stage, False, 4096)
+    assert found.weights == pytest.approx(weights)
+    assert found.gradients == pytest.approx(gradients)
+    assert found.master_weights + found.optimizer == pytest.approx(sharded)
+    assert found.arena == found.switch == found.master_gradients == 0
+    again = runs().breakdown(stage, True, 4096)
+    assert again.activations < found.activations / 4
+    assert again.weights == found.weights
+
+
+def test_seconds_that_computation_takes() -> None:
+    """Fast computation does not hide transfers, slow computation hides them; three replicas of eight have work."""
+    packs = [[[6000], [2000]], [[4000, 1000]], [[3000]], *[[]] * 5]
+    slow = runs(b=1e-2)
+    # alone: the busiest replica; with ZeRO-1 the weights are gathered at the end
+    gather = 2 * PSI * 7 / 8 / LINK
+    assert slow.seconds(1, False, packs) == pytest.approx(80 + gather)
+    # pack by pack: 6000 and 2000 of the first replica are the longest of each
+    assert slow.seconds(2, False, packs) == pytest.approx(80 + gather)
+    assert slow.seconds(3, False, packs) == pytest.approx(80)
+    # replicas wait for one another: 6000 with 5000, and 2000 with 3000
+    crossed = [[[6000], [2000]], [[5000], [3000]], *[[]] * 6]
+    assert slow.seconds(1, False, crossed) == pytest.approx(80 + gather)
+    assert slow.seconds(3, False, crossed) == pytest.approx(90)
+    # another forward pass of every layer
+    assert slow.seconds(3, True, crossed) == pytest.approx(120)
+
+
+def test_seconds_that_transfers_take() -> None:
+    packs = [[[6000], [2000]], *[[]] * 7]
+    none = runs(b=1e-12)
+    one = 2 * PSI * 7 / 8 / LINK  # an all-gather or a reduce-scatter of the model in bf16
+    assert none.seconds(1, False, packs) == pytest.approx(2 * one, rel=1e-3)
+    assert none.seconds(2, False, packs) == pytest.approx(3 * one, rel=1e-3)
+    assert none.seconds(3, False, packs) == pytest.approx(6 * one, rel=1e-3)
+    # part of it hides: forward 10 s of one pack, and backward 20 s
+    half = runs(b=30 / 6000)
+    slow_links = replace(
+        half, hardware=replace(half.hardware, intra_bandwidth=2 * PSI * 7 / 8 / 0.75 / 15)
+    )  # one is 15 s
+    assert slow_links.seconds(3, False, [[[6000]], *[[]] * 7]) == pytest.approx(max(10, 15) + max(20, 30))
+    assert slow_links.seconds(2, False, [[[6000]], *[[]] * 7]) == pytest.approx(10 + max(20, 15) + 15)
+    # two nodes of four with a NIC each of 25 GB/s: 100 GB/s, below the 200 of a port
+    nodes = runs(b=1e-12, nodes_of=4)
+    assert nodes.seconds(1, False, packs) == pytest.approx(4 * one, rel=1e-3)
+
+
+def test_ranks_that_share_cores() -> None:
+    packs = [[[1000]] for _ in range(8)]
+    assert runs(b=1e-2, slots=2).seconds(3, False, packs) == pytest.approx(10 * 4)
+
+
+def test_the_largest_pack_and_the_best_run() -> None:
+    found = runs()
+    limit = 79 << 30
+    for stage in (1, 2, 3):
+        for again in (False, True):
+            most = found.largest_pack(stage, again, limit)
+            assert found.breakdown(stage, again, most).total <= limit < found.breakdown(stage, again, most + 1).total
+    assert found.largest_pack(1, False, 1 << 30) == 0
+    batches, weights = [[1000] * 64, [2000] * 32], [0.5, 0.5]
+    plain = found.largest_pack(3, False, limit)
+    for stage, run in zip((1, 2, 3), baselines(found, batches, weights, 2000, limit), strict=True):
+        assert (run.stage, run.recompute) == (stage, False)  # all fit without, which is faster
+        # 8000 tokens a replica, evenly: 0.8 s of computation, and transfers
+        assert run.seconds == pytest.approx(0.8, rel=0.2)
+    longer = found.best(3, batches, weights, plain + 1, limit)
+    assert longer.recompute
+    assert longer.seconds is not None
+    most = found.largest_pack(3, True, limit)
+    none = found.best(3, [[most + 1]], [1.0], most + 1, limit)
+    assert (none.seconds, none.pack_tokens, none.recompute) == (None, most, True)
+    assert none.to_dict()["longest_that_fits"] == most
+
+
+def test_the_table_of_a_plan_has_them(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "chat"]
+    args += ["--longest", "16384", "--mini-batch", "128"]
+    assert main([*args, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert [found["stage"] for found in data["baselines"]] == [1, 2, 3]
+    assert all(found["fits"] and found["memory_bytes"] <= data["limit_bytes"] for found in data["baselines"])
+    seconds = min([data["static"]["seconds"], *(found["seconds"] for found in data["baselines"])])
+    assert data["gain"]["factor"] == pytest.approx(seconds / data["seconds"])
+    assert main(args) == 0
+    text = capsys.readouterr().out
+    for found in data["baselines"]:
+        assert f"{found['name']}, packs of {found['pack_tokens']}" in text
+    # on small devices what does not fit is said, with the longest that does
+    args[args.index("a800-80g")] = "l40s"
+    assert main([*args, "--memory-limit", "39GiB", "--max-buckets", "1"]) == 0
+    assert "DP with ZeRO-1, gradient checkpointing: holds sequences of up to " in capsys.readouterr().out

@@ -1,0 +1,222 @@
+"""`hf-hotspa train`: flags, defaults, processes, names that are wrong. A run: tests/gloo/test_trainer_world.py."""
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import HfArgumentParser
+
+from hf_hotspa import train_command
+from hf_hotspa.cli import main
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.train_command import number_of_processes
+from hf_hotspa.trainer import misspelt
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.script import ScriptArguments, parser_of, read
+from tests.families import tiny_model
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with a tokenizer, rows that can be trained, and rows that cannot."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    found = tmp_path_factory.mktemp("train")
+    core = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1, "a": 2}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>", unk_token="<unk>").save_pretrained(
+        found / "model"
+    )
+    tiny_model("llama_gqa_bias").save_pretrained(found / "model")
+    (found / "good.jsonl").write_text('{"text": "a b a"}\n' * 4)
+    (found / "odd.jsonl").write_text('{"story": "a b a"}\n' * 4)
+    (found / "empty").mkdir()
+    return found
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What would be started, instead of starting it."""
+    lines = []
+
+    def execve(path, line, environment):
+        lines.append((line, environment))
+        raise SystemExit(0)
+
+    monkeypatch.setattr(train_command.os, "execve", execve)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    return lines
+
+
+def test_processes_are_started_by_the_launcher_of_torch(folder, started):
+    words = ["--model", f"{folder}/model", "--dataset", f"{folder}/good.jsonl", "--use_cpu", "--max_steps", "2"]
+    with pytest.raises(SystemExit):
+        main(["train", *words, "--processes", "3"])
+    [(line, environment)] = started
+    assert line == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+                    "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
+    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert int(environment["OMP_NUM_THREADS"]) >= 1
+
+
+def test_the_processes_of_a_launcher_start_no_others(folder, started, monkeypatch):
+    ran = []
+    monkeypatch.setattr(train_command, "run", lambda settings: ran.append(settings))
+    monkeypatch.setattr(train_command, "parse", read)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    words = ["--model", "m", "--dataset", "d", "--use_cpu"]
+    assert main(["train", *words]) == 0
+    assert main(["train", *words, "--processes", "2"]) == 0
+    assert [found.model for found in ran] == ["m", "m"]
+    assert not started
+    with pytest.raises(HotspaConfigError, match="--processes 3, and the launcher started 2"):
+        main(["train", *words, "--processes", "3"])
+
+
+def given(**flags):
+    return SimpleNamespace(**{"use_cpu": False, "hotspa_strategies": "auto"} | flags)
+
+
+def test_how_many_processes():
+    assert number_of_processes(None, given(), 8) == 8
+    assert number_of_processes(2, given(), 8) == 2
+    assert number_of_processes(None, given(hotspa_strategies="dp4:64,dp2tp2:128"), 8) == 4
+    assert number_of_processes(None, given(hotspa_strategies="dp4:64,dp2tp2:128", use_cpu=True), 0) == 4
+    assert number_of_processes(7, given(use_cpu=True), 0) == 7
+    assert 1 <= number_of_processes(None, given(use_cpu=True), 0) <= 4
+    with pytest.raises(HotspaConfigError, match=r"no GPU.*add --use_cpu"):
+        number_of_processes(4, given(), 0)
+    with pytest.raises(HotspaConfigError, match="9 processes on 8 GPUs"):
+        number_of_processes(9, given(), 8)
+    with pytest.raises(HotspaConfigError, match="--processes is 0"):
+        number_of_processes(0, given(use_cpu=True), 0)
+
+
+def settings(*words, **options):
+    return read(parser_of(), ["--model", "hub/Some-Model", "--dataset", "d", *words], **options)
+
+
+def test_defaults_are_for_a_model_that_has_its_weights(monkeypatch):
+    found = settings()
+    assert (found.learning_rate, found.max_steps, found.hotspa_overlong) == (2e-5, -1, "error")
+    assert (found.lr_scheduler_type, found.warmup_steps, found.logging_steps) == ("cosine", 0.03, 10)
+    assert found.output_dir == "out/Some-Model"
+    assert found.eval_strategy == "no"
+    assert not found.bf16
+    assert settings("--lora_r", "16").learning_rate == 2e-4
+    assert settings("--eval_split", "validation").eval_strategy == "epoch"
+    assert settings("--learning-rate", "1e-3").learning_rate == 1e-3
+    assert settings("--learning_rate=1e-3", "--output_dir", "x").output_dir == "x"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda: True)
+    assert settings().bf16
+    assert not settings("--use_cpu").bf16
+    assert not settings("--bf16", "False").bf16
+
+
+def test_the_settings_of_the_demonstration_belong_to_it_alone(monkeypatch):
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    finetune = importlib.import_module("finetune")
+    parser = finetune.own.parser_of(finetune.ScriptArguments)
+    assert read(parser, [], finetune.defaults).learning_rate == 8e-3
+    real = read(finetune.own.parser_of(finetune.ScriptArguments), ["--model", "m"], finetune.defaults)
+    assert (real.learning_rate, real.max_steps, real.hotspa_overlong) == (2e-5, -1, "error")
+
+
+WRONG = {
+    "a misspelt flag": (["--learning_rat_e", "1"], "there is no flag --learning_rat_e; did you mean --learning_rate?"),
+    "one of ours": (["--hotspa-stategies", "a"], "no flag --hotspa-stategies; did you mean --hotspa_strategies?"),
+    "with its value": (["--hotspa_overlnog=split"], "no flag --hotspa_overlnog; did you mean --hotspa_overlong?"),
+    "like nothing": (["--qqqq"], "there is no flag --qqqq\n"),
+    "no flag at all": (["my.jsonl"], "'my.jsonl' belongs to no flag"),
+    "no number": (["--max_steps", "many"], "argument --max_steps"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_no_flag_ends_it_with_the_nearest(case, capsys):
+    words, said = WRONG[case]
+    with pytest.raises(SystemExit) as left:
+        parser_of(prog="hf-hotspa train").parse_args(["--model", "m", "--dataset", "d", *words])
+    assert left.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_scripts_with_a_parser_of_their_own_are_told_the_nearest(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(misspelt, "_told", set())
+    words = [
+        "--hotspa_stategies",
+        "dp1:8",
+        "--hotspa_overlong=split",
+        "--hotspa_mini_batch",
+        "4",
+        "--hotspa_zzzzzzzz",
+        "1",
+    ]
+    monkeypatch.setattr(sys, "argv", ["script.py", *words])
+    base = ["--output_dir", str(tmp_path), "--use_cpu"]
+    for _ in range(2):
+        HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(
+            [*base, *words], return_remaining_strings=True
+        )
+    said = [record.message for record in caplog.records if record.name == misspelt.__name__]
+    assert said == ["there is no flag --hotspa_stategies; did you mean --hotspa_strategies?"]
+    with pytest.raises(ValueError, match="hotspa_stategies"):  # of transformers, after it
+        HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses([*base, *words])
+    monkeypatch.setattr(misspelt, "_told", set())
+    monkeypatch.setenv("RANK", "1")
+    misspelt.warn_of_misspelt(HotSPaTrainingArguments.__dataclass_fields__)
+    assert misspelt._told == set()
+
+
+NAMES = {
+    "no model": ("--dataset good.jsonl", "--model is missing", "Qwen/Qwen3-0.6B"),
+    "no data": ("--model model", "--dataset is missing", "my.jsonl"),
+    "no file": ("--model model --dataset none.jsonl", "there is no file or directory none.jsonl", "check the path"),
+    "no column": ("--model model --dataset odd.jsonl", "columns ['story']", "'text'"),
+    "no split": ("--model model --dataset good.jsonl --eval_split nosuch", "nosuch", "HSP-301"),
+    "no folder": ("--model ./none --dataset good.jsonl", "there is no folder './none'", "hub name"),
+    "no model in it": ("--model empty --dataset good.jsonl", "'empty'", "Fix"),
+    "not in the cache": ("--model some/model --dataset good.jsonl", "'some/model'", "hf download some/model"),
+    "two models": ("--model model --config model --dataset good.jsonl", "both --model and --config", "one of them"),
+    "no dtype": ("--model model --dataset good.jsonl --dtype fp23", "--dtype is 'fp23'", "bfloat16"),
+}
+
+
+@pytest.mark.parametrize("case", NAMES)
+def test_a_wrong_name_is_one_line_with_a_fix(case, folder, started, monkeypatch, capsys):
+    words, what, fix = NAMES[case]
+    monkeypatch.chdir(folder)
+    assert main(["train", *words.split(), "--use_cpu", "--processes", "2"]) == 2
+    said = capsys.readouterr().err
+    [line] = [line for line in said.splitlines() if line.startswith("hf-hotspa train: ")]
+    assert what in line
+    assert fix in line
+    assert "Fix:" in line
+    assert "Traceback" not in said
+    assert not started
+
+
+def test_help_is_about_what_is_ours(capsys):
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    said = capsys.readouterr().out
+    for name in [*ScriptArguments.__dataclass_fields__, "processes", "output_dir", "hotspa_strategies"]:
+        assert f"--{name}" in said
+    assert "--adafactor" not in said
+    assert "TrainingArguments" in said
+
+
+def test_the_version_is_that_of_what_is_installed(capsys):
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert left.value.code == 0
+    said = capsys.readouterr().out
+    assert said.startswith("hf-hotspa ")
+    assert f"torch {torch.__version__}" in said

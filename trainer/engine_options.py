@@ -1,0 +1,44 @@
+"""What the training arguments say to the engine: its options, and strategies that recompute."""
+
+from dataclasses import replace
+
+import torch
+
+from hf_hotspa.runtime.options import EngineOptions
+from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
+
+
+def engine_options(args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss | None) -> EngineOptions:
+    """The options of the engine of a run.
+
+    Args:
+        args: The training arguments.
+        loss: A loss of the user's own, which label smoothing has no part in.
+    """
+    return EngineOptions(
+        compute_dtype=torch.bfloat16 if args.bf16 else None,
+        pipeline_schedule=args.hotspa_pipeline_schedule,
+        staging_bytes=args.hotspa_staging_mb << 20,
+        timeout_s=float(args.ddp_timeout),
+        overlap_load=ON_OFF[args.hotspa_overlap_load],
+        overlap_return=ON_OFF[args.hotspa_overlap_return],
+        switch_timeout_s=args.hotspa_switch_timeout,
+        planner=args.hotspa_planner,
+        second_source=ON_OFF[args.hotspa_second_source],
+        memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
+        label_smoothing=args.label_smoothing_factor if loss is None else 0.0,
+        loss=loss,
+        neftune_alpha=args.neftune_noise_alpha,
+        seed=args.seed,
+        gradients=args.hotspa_gradients,
+        offload_master=args.hotspa_offload == "master",
+        attention_dropout=args.hotspa_attention_dropout is None,
+    )
+
+
+def recomputing_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
+    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`)."""
+    every = args.hotspa_recompute_every
+    return tuple(replace(bucket, strategy=bucket.strategy.recomputing(every)) for bucket in args.hotspa_buckets)

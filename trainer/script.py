@@ -1,0 +1,334 @@
+"""What `hf-hotspa train` and `examples/finetune.py` run in each process: a command line in, a trained model out.
+
+Owns what is trained on what (`ScriptArguments`), the settings for fine-tuning a model that has its weights, and the way
+from a name (a folder, a file, the hub) to a model and its rows. What is wrong with a name is found by `look` before any
+process is started.
+"""
+
+import logging
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, set_seed
+
+from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
+from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.flags import FlagParser
+from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+logger = logging.getLogger(__name__)
+
+LEARNING_RATE, LORA_LEARNING_RATE, NEW_LEARNING_RATE = 2e-5, 2e-4, 3e-4
+"""Of all weights, of an adapter, and of a new model."""
+
+# the files of a model on the hub: weights in safetensors once, configs, tokenizer
+_WANTED = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
+_UNWANTED = ["*/*", "consolidated*.safetensors"]
+_FP32 = "float32"
+
+
+@dataclass
+class ScriptArguments:
+    """What is trained on what."""
+
+    model: str | None = field(
+        default=None,
+        metadata={
+            "help": "The model to fine-tune: a folder or a hub name. Each process reads only its share of the weights."
+        },
+    )
+    dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "A json, jsonl, csv, parquet or txt file, a folder of such files, a folder of save_to_disk, or a hub name."
+        },
+    )
+    config: str | None = field(
+        default=None,
+        metadata={"help": "Instead of --model: train a new model of this config (a folder or a hub name)."},
+    )
+    tokenizer: str | None = field(default=None, metadata={"help": "A folder or hub name; default: that of the model."})
+    dataset_split: str = field(
+        default="train", metadata={"help": "The split, or a part of it such as 'train[:90%%]'; a file is all 'train'."}
+    )
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={"help": "What is evaluated, as --dataset; after each epoch where --eval_strategy says nothing else."},
+    )
+    eval_split: str | None = field(
+        default=None,
+        metadata={
+            "help": "The split that is evaluated: of --eval_dataset (default: train), or else of --dataset, such as "
+            "'train[90%%:]' or 'validation'."
+        },
+    )
+    dtype: str = field(
+        default="auto",
+        metadata={
+            "help": "The dtype in which weights are read: float32, bfloat16, or auto (float32; for the frozen base of an "
+            "adapter that of its files). With --bf16, computation is in bfloat16 all the same."
+        },
+    )
+    lora_r: int = field(
+        default=0, metadata={"help": "Train a LoRA adapter of this rank instead of all weights, such as 16."}
+    )
+    lora_alpha: int | None = field(
+        default=None, metadata={"help": "The adapter's factor is lora_alpha / lora_r; default: twice the rank."}
+    )
+    lora_targets: str = field(
+        default="all-linear", metadata={"help": "Layers with an adapter, separated by commas; or 'all-linear'."}
+    )
+
+
+S = TypeVar("S", bound=ScriptArguments)
+
+
+@dataclass(frozen=True)
+class Settings(Generic[S]):
+    """A command line, read."""
+
+    script: S
+    args: HotSPaTrainingArguments
+
+
+def parser_of(kind: type[ScriptArguments] = ScriptArguments, **options: Any) -> FlagParser:
+    """The parser of `kind` and `HotSPaTrainingArguments`; options as for an `ArgumentParser`."""
+    return FlagParser((kind, HotSPaTrainingArguments), **options)
+
+
+def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
+    """What holds where the command line says nothing: TRL's settings for fine-tuning, where the Trainer's are others.
+
+    Args:
+        given: The command line over the Trainer's defaults.
+    """
+    name = Path(str(given.model or given.config)).name
+    rate = LORA_LEARNING_RATE if given.lora_r else NEW_LEARNING_RATE if given.model is None else LEARNING_RATE
+    found = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}
+    found["output_dir"] = str(Path("out", name))
+    if given.eval_dataset or given.eval_split:
+        found["eval_strategy"] = "epoch"
+    if not given.use_cpu and not given.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
+        found["bf16"] = True
+    return found
+
+
+def parse(
+    parser: FlagParser, words: Sequence[str], defaults: Callable[[Namespace], dict[str, Any]] = fine_tuning_defaults
+) -> Settings[Any]:
+    """Reads a command line in a process that trains.
+
+    Raises:
+        HotspaConfigError: a flag does not fit.
+    """
+    read(parser, words, defaults)
+    script, args = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
+    return Settings(script, args)
+
+
+def read(
+    parser: FlagParser, words: Sequence[str], defaults: Callable[[Namespace], dict[str, Any]] = fine_tuning_defaults
+) -> Namespace:
+    """The flags as they are, without a process group: what can be known before any process is started."""
+    given: Namespace = parser.parse_args(list(words))
+    parser.set_defaults(**defaults(given))
+    return parser.parse_args(list(words))
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def look(script: Any) -> None:
+    """Opens what the command line names, and one row of it, so that what is wrong is said once and early.
+
+    Args:
+        script: Has the fields of `ScriptArguments`.
+
+    Raises:
+        HotspaError: there is no such model, tokenizer, file or split, or its rows have no column that is known.
+    """
+    if script.model is None and script.config is None:
+        raise HotspaConfigError(
+            "--model is missing", fix="give a folder or a hub name, such as --model Qwen/Qwen3-0.6B"
+        )
+    if script.model is not None and script.config is not None:
+        raise HotspaConfigError(
+            "both --model and --config are given", fix="--config is for a new model: give one of them"
+        )
+    if script.dataset is None:
+        raise HotspaConfigError("--dataset is missing", fix="give a file, a folder or a hub name: --dataset my.jsonl")
+    if script.lora_r:
+        _peft()
+    _check_dtype(script.dtype)
+    _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
+    for dataset in (_rows(script), _evaluated_rows(script)):
+        if dataset is not None and "input_ids" in dataset.column_names:
+            continue
+        if dataset is not None:
+            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script))
+
+
+def _check_dtype(name: str) -> None:
+    if name != "auto" and not isinstance(getattr(torch, name, None), torch.dtype):
+        raise HotspaConfigError(f"--dtype is {name!r}", fix="use float32, bfloat16 or auto")
+
+
+def _peft() -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise HotspaConfigError("--lora_r needs PEFT", fix="pip install peft") from None
+    return peft
+
+
+def _rows(script: Any) -> Any:
+    return load_source(script.dataset, script.dataset_split)
+
+
+def _evaluated_rows(script: Any) -> Any:
+    """What is evaluated, or None."""
+    if script.eval_dataset is None and script.eval_split is None:
+        return None
+    return load_source(script.eval_dataset or script.dataset, script.eval_split or "train")
+
+
+def _folder(name: str) -> Path | None:
+    """The folder of a model, downloaded where it is a hub name; None where the hub has no safetensors of it.
+
+    Raises:
+        ModelError: there is none.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or name.startswith(("/", ".", "~")) or name.count("/") > 1:
+        raise ModelError(f"there is no folder {name!r}", fix="--model takes the folder of a saved model, or a hub name")
+    from huggingface_hub import snapshot_download
+
+    try:
+        found = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    except Exception as error:  # the hub client has many ways to say no
+        raise _not_there("the model", name, error) from error
+    return found if any(found.glob("*.safetensors")) else None
+
+
+def _not_there(what: str, name: str, error: Exception) -> ModelError:
+    """What to raise for a name that nobody has."""
+    said = str(error).strip().splitlines() or [""]
+    return ModelError(
+        f"{what} {name!r} is no folder here, and the hub did not give it",
+        why=f"{type(error).__name__}: {said[0]:.200}",
+        fix=f"check the name; without a network, first download it: hf download {name}; for one that asks you to agree to "
+        "its terms, run hf auth login",
+    )
+
+
+def _open_config(path: Path | str | None, **options: Any) -> PreTrainedConfig:
+    try:
+        found: PreTrainedConfig = AutoConfig.from_pretrained(path, **options)
+    except (OSError, ValueError) as error:
+        raise _not_there("the config of", str(path), error) from error
+    return found
+
+
+def _tokenizer(script: Any) -> Any:
+    name = script.tokenizer or script.model or script.config
+    try:
+        return AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError) as error:
+        raise _not_there("the tokenizer of", name, error) from error
+
+
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any]:
+    """The tokenizer, the rows that are trained, and those that are evaluated (None without).
+
+    The main process makes the caches, the others read them.
+    """
+    with args.main_process_first(desc="tokenising"):
+        tokenizer = _tokenizer(script)
+        evaluated = _evaluated_rows(script)
+        return (
+            tokenizer,
+            prepare_dataset(_rows(script), tokenizer),
+            prepare_dataset(evaluated, tokenizer) if evaluated is not None else None,
+        )
+
+
+def make_model(script: Any, args: HotSPaTrainingArguments) -> Any:
+    """The model: a config where each process reads its share of the weights, and else one with weights, equal on all."""
+    set_seed(args.seed)
+    frozen = bool(script.lora_r)
+    dtype: Any = getattr(torch, _FP32 if script.dtype == "auto" else script.dtype)
+    if script.model is None:
+        return _with_adapter(AutoModelForCausalLM.from_config(_open_config(script.config), dtype=dtype), script, args)
+    with args.main_process_first(desc="downloading"):
+        folder = _folder(script.model)
+    if folder is not None and not frozen:
+        args.hotspa_model_path = str(folder)
+        return _open_config(folder, dtype=dtype)
+    if frozen and script.dtype == "auto":
+        dtype = "auto"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder or script.model, dtype=dtype)
+    except HotspaError:
+        raise
+    except (OSError, ValueError) as error:
+        raise _not_there("the model", script.model, error) from error
+    return _with_adapter(model, script, args)
+
+
+def _with_adapter(model: Any, script: Any, args: HotSPaTrainingArguments) -> Any:
+    """The model with an adapter, if one is asked for."""
+    if not script.lora_r:
+        return model
+    peft = _peft()
+    targets = script.lora_targets
+    config = peft.LoraConfig(
+        r=script.lora_r,
+        lora_alpha=2 * script.lora_r if script.lora_alpha is None else script.lora_alpha,
+        target_modules=targets if targets == "all-linear" else targets.split(","),
+        task_type="CAUSAL_LM",
+    )
+    set_seed(args.seed)
+    return peft.get_peft_model(model, config)
+
+
+def run(settings: Settings[Any]) -> None:
+    """Trains and saves; in each process.
+
+    Raises:
+        HotspaError: on every process.
+    """
+    script, args = settings.script, settings.args
+    tokenizer, rows, evaluated = load_data(script, args)
+    trainer = HotSPaTrainer(
+        model=make_model(script, args),
+        args=args,
+        train_dataset=rows,
+        eval_dataset=evaluated,
+        processing_class=tokenizer,
+    )
+    train(trainer)
+    trainer.close_engine()
+
+
+def train(trainer: HotSPaTrainer) -> bool:
+    """Trains, saves into `output_dir` and says how it went; False where a signal has ended it before."""
+    trainer.train()
+    if trainer.preempted:  # by SIGTERM: the checkpoint is what counts, and time is short
+        return False
+    folder = str(trainer.args.output_dir)
+    trainer.save_model(folder)
+    if trainer.is_world_process_zero():
+        losses = [log["loss"] for log in trainer.state.log_history if "loss" in log]
+        shown = f"loss {losses[0]:.3f} -> {losses[-1]:.3f} in " if losses else ""
+        print(f"{shown}{trainer.state.global_step} steps; saved to {Path(folder).resolve()}", flush=True)
+    return True
