@@ -114,7 +114,7 @@ $(PEERS_INSTALLED): benchmarks/requirements.txt $(INSTALLED)
 
 .PHONY: bench-peers
 bench-peers: $(PEERS_INSTALLED)  ## Side by side with Trainer + DDP, TRL, FSDP2, DeepSpeed (an hour on 2 cores)
-	$(LAUNCH_ENV) $(PY) benchmarks/peers.py --png out/peers.png $(BENCH_ARGS)
+	$(LAUNCH_ENV) $(PY) benchmarks/side_by_side.py --png out/peers.png $(BENCH_ARGS)
 
 .PHONY: clean
 clean:  ## Remove caches and build products; .venv and results in out/ stay

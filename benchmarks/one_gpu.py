@@ -23,8 +23,8 @@ from typing import Any
 import torch
 import transformers
 from contest import make_rows
-from peer_sides.common import tokenizer
-from peer_work import LENGTHS, draw
+from peers.sides.common import tokenizer
+from peers.work import LENGTHS, draw
 from torch.nn.attention import varlen
 from transformers import (
     AttentionInterface,

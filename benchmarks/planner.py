@@ -33,12 +33,13 @@ from planner_cases import (
 )
 from planner_targets import chains, modelled_table
 from planner_timing import planning_times
+from port_bounds import classes_of, lower_bound
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.planner import PLANNERS, classes_of, plan_load, plan_return
-from hf_hotspa.switch.ports import lower_bound, overlapped_seconds
+from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
+from hf_hotspa.switch.ports import overlapped_seconds
 
 PARTS = ("pairs", "irregular", "modelled", "chains", "times")
 KINDS = ("weights", "sharded gradients", "master store to strategy", "gradient return")

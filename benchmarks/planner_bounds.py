@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import permutations
 
 import numpy as np
+from port_bounds import PieceClass, demands_of, pulls_of, sending_shares
 from scipy.optimize import linprog  # type: ignore[import-untyped]
 from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
@@ -19,8 +20,8 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.strategy import Coord, Strategy, strategies_of
-from hf_hotspa.switch.crossings import demands_of, landing_shares, pulling_shares, pulls_of, sending_shares
-from hf_hotspa.switch.ports import PieceClass, PortLoads, nic_bandwidth
+from hf_hotspa.switch.ports import PortLoads, nic_bandwidth
+from hf_hotspa.switch.relay.routing import landing_shares, pulling_shares
 
 NUM_LAYERS, HIDDEN, FFN, VOCABULARY = 60, 6656, 17920, 32000
 """The 32B model of the switch tables."""

@@ -20,6 +20,7 @@ from planner_cases import (
     sharded_pair,
     weights,
 )
+from port_bounds import sequential_seconds
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
@@ -27,7 +28,7 @@ from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.phase_order import order_phases
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.ports import overlapped_seconds, sequential_seconds
+from hf_hotspa.switch.ports import overlapped_seconds
 
 MODEL = "32B"
 WORLD_SIZE, PER_NODE = 32, 8

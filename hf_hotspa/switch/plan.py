@@ -21,10 +21,8 @@ from functools import cached_property
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.switch.explain import Explanation, explain
-from hf_hotspa.switch.ports import PieceClass, PortLoads
+from hf_hotspa.switch.ports import PortLoads
 from hf_hotspa.switch.proof import prove
 from hf_hotspa.switch.table import COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, Transfer, adjoint
 
@@ -176,37 +174,6 @@ class SwitchPlan:
                 np.add.at(sent, src[moves], num_bytes[moves])
                 np.add.at(received, dst[moves], num_bytes[moves])
         return Traffic(local, intra, inter, int(sent.max()), int(received.max()))
-
-    def explain(
-        self,
-        cluster: Cluster,
-        element_sizes: Sequence[int],
-        classes: Sequence[PieceClass] | None = None,
-        rounds: int | None = None,
-    ) -> Explanation:
-        """What the plan costs on a cluster, in bytes per link, busiest ports and modelled seconds.
-
-        Args:
-            cluster: The machines.
-            element_sizes: Bytes of one element of each segment on the wire.
-            classes: What is held and needed (`planner.classes_of`), for the lower bound; see `explain.explain`.
-            rounds: How many rounds of messages the plan takes; one for each hop that moves something when None.
-
-        Raises:
-            PlanError: the cluster is of another size than the plan.
-        """
-        local = sum(
-            size * int(table[table[:, SRC] == table[:, DST], LENGTH].sum())
-            for kind, size in self._weights(element_sizes)
-            for table in self.kinds[kind].hops
-        )
-        if cluster.world_size != self.world_size:
-            raise PlanError(
-                f"{self.name!r} is a plan for {self.world_size} ranks, the cluster has {cluster.world_size}",
-                fix="explain it on a cluster of its own size",
-            )
-        loads = self.loads(cluster, element_sizes)
-        return explain(self.name, loads, self.links, local, cluster, classes, rounds)
 
     def _weights(self, element_sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
         """`(kind, bytes of one element summed over the segments of the kind)`."""

@@ -17,12 +17,11 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError, PlanError
 from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.switch.crossings import relay_pays
 from hf_hotspa.switch.direct import plan_direct
 from hf_hotspa.switch.pieces import Pieces, cut_pieces
 from hf_hotspa.switch.plan import ANY, INTER, INTRA, SwitchPlan
-from hf_hotspa.switch.ports import PieceClass
-from hf_hotspa.switch.relay import plan_relay
+from hf_hotspa.switch.relay.plan import plan_relay
+from hf_hotspa.switch.relay.routing import relay_pays
 
 PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
 """The ways to plan, the default first."""
@@ -161,39 +160,6 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
             kinds.append(pieces)
         kind_of.append(known[key])
     return kinds, kind_of
-
-
-def classes_of(
-    sources: Layout | Sequence[Layout], target: Layout, element_sizes: Sequence[int], sums: bool = False
-) -> list[PieceClass]:
-    """Who holds and who needs which bytes of a load, over all segments: what bounds and explanations start from.
-
-    For a gradient return give its master layout as the source and its contributions as the target, with `sums`.
-
-    Args:
-        sources: One source layout, or two.
-        target: The target layout.
-        element_sizes: Bytes of one element of each segment on the wire.
-        sums: As for `segment_kinds`.
-
-    Raises:
-        PlanError: as `segment_kinds`.
-    """
-    kinds, kind_of = segment_kinds([sources] if isinstance(sources, Layout) else list(sources), target, sums)
-    weights = [0] * len(kinds)
-    for segment, kind in enumerate(kind_of):
-        if kind >= 0:
-            weights[kind] += element_sizes[segment]
-    total: dict[tuple[tuple[int, ...], tuple[int, ...]], int] = {}
-    for pieces, weight in zip(kinds, weights, strict=True):
-        (held, owners), (needed, needers) = pieces.held.groups, pieces.needed.groups
-        keys, inverse = np.unique(held * len(needers) + needed, return_inverse=True)
-        lengths = np.zeros(len(keys), np.int64)
-        np.add.at(lengths, inverse, pieces.lengths)
-        for key, length in zip(keys.tolist(), lengths.tolist(), strict=True):
-            sets = owners[key // len(needers)], needers[key % len(needers)]
-            total[sets] = total.get(sets, 0) + length * weight
-    return [PieceClass(float(num_bytes), *sets) for sets, num_bytes in total.items()]
 
 
 def _placement(layout: Layout, segment: int) -> tuple[Placement, int] | None:

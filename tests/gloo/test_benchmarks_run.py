@@ -1,7 +1,7 @@
 """The quick form of every benchmark that a page quotes runs, and has the sides that it must have. No look at a time.
 
 They run in this process, and so share its server of ranks. (`planner.py`: tests/unit/test_planner_benchmark.py;
-`bf16_products.py`: test_bf16_products.py; `one_gpu.py`: tests/gpu; the rules of `peers.py`: tests/unit/test_peers.py.)
+`bf16_products.py`: test_bf16_products.py; `one_gpu.py`: tests/gpu; the rules of `side_by_side.py`: tests/unit/test_peers.py.)
 """
 
 import importlib
@@ -147,7 +147,16 @@ def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -
     mine = [f"ours, dp{ranks}", f"ours, tp{ranks}", f"ours, pp{ranks}", "ours, the paper's way", "ours, auto"]
     peers = ["Trainer + DDP, padded", f"tp{ranks} of transformers, plain loop, packed"]
     found = run_quick(
-        "peers", path, *command, "--lengths", "commoncrawl", "--sides", "DDP, padded", "accelerate", "plain loop", *mine
+        "side_by_side",
+        path,
+        *command,
+        "--lengths",
+        "commoncrawl",
+        "--sides",
+        "DDP, padded",
+        "accelerate",
+        "plain loop",
+        *mine,
     )
     (cell,) = found["cells"].values()
     assert {*mine, *(f"{name} (limit)" for name in mine), *peers} < cell["sides"].keys()

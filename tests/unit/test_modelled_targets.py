@@ -22,13 +22,14 @@ from planner_targets import (  # type: ignore[import-not-found]
     targets,
     verdict,
 )
+from port_bounds import classes_of, lower_bound, sequential_seconds  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.planner import classes_of, plan_load, plan_return
-from hf_hotspa.switch.ports import lower_bound, overlapped_seconds, sequential_seconds
+from hf_hotspa.switch.planner import plan_load, plan_return
+from hf_hotspa.switch.ports import overlapped_seconds
 
 PAIRS = targets()
 

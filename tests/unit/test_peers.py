@@ -5,21 +5,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.peer_live import SideError  # type: ignore[import-not-found]
-from benchmarks.peer_memory import Ladder, longest_held  # type: ignore[import-not-found]
-from benchmarks.peer_pages import (  # type: ignore[import-not-found]
+from peers.live import SideError  # type: ignore[import-not-found]
+from peers.memory import Ladder, longest_held  # type: ignore[import-not-found]
+from peers.pages import (  # type: ignore[import-not-found]
     BEGIN,
     END,
     details_block,
     families_block,
     update_block,
 )
-from benchmarks.peer_plan import our_works, paper_buckets  # type: ignore[import-not-found]
-from benchmarks.peer_profile import profile_tables  # type: ignore[import-not-found]
-from benchmarks.peer_results import Results, json_text, published  # type: ignore[import-not-found]
-from benchmarks.peer_sides import sides_of  # type: ignore[import-not-found]
-from benchmarks.peer_tables import (  # type: ignore[import-not-found]
+from peers.plan import our_works, paper_buckets  # type: ignore[import-not-found]
+from peers.profile import profile_tables  # type: ignore[import-not-found]
+from peers.results import Results, json_text, published  # type: ignore[import-not-found]
+from peers.sides import sides_of  # type: ignore[import-not-found]
+from peers.tables import (  # type: ignore[import-not-found]
     cell_tables,
     fit_text,
     fits,
@@ -31,7 +30,7 @@ from benchmarks.peer_tables import (  # type: ignore[import-not-found]
     noise_of,
     verdict,
 )
-from benchmarks.peer_work import (  # type: ignore[import-not-found]
+from peers.work import (  # type: ignore[import-not-found]
     LENGTHS,
     Work,
     draw,
@@ -39,7 +38,8 @@ from benchmarks.peer_work import (  # type: ignore[import-not-found]
     micro_batch_choices,
     rows_of_mini_batch,
 )
-from benchmarks.peers import CellRun  # type: ignore[import-not-found]
+from side_by_side import CellRun  # type: ignore[import-not-found]
+
 from hf_hotspa.strategy import check_launch, parse_buckets
 
 MIB = 1 << 20
@@ -375,7 +375,7 @@ def test_results_keep_what_is_zero_and_forget_an_earlier_run(tmp_path: Path):
 
 
 def test_padding_is_counted():
-    from peer_sides.common import Turns, tokenizer  # type: ignore[import-not-found]
+    from peers.sides.common import Turns, tokenizer  # type: ignore[import-not-found]
     from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening
 
     work = Work("0.9M", "fp32", 4, (3, 1), 4, 1, "")
@@ -437,7 +437,7 @@ def test_a_cell_of_other_ranks_begins_anew(tmp_path: Path):
 
 
 def test_a_side_of_ours_that_fails_ends_the_run_with_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    from benchmarks import peers  # type: ignore[import-not-found]
+    import side_by_side as peers  # type: ignore[import-not-found]
 
     options = peers.parse_options(["--quick", "--lengths", "chat", "--json", str(tmp_path / "peers.json")])
 

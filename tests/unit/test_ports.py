@@ -2,8 +2,7 @@
 
 import numpy as np
 import pytest
-
-from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
+from planner_bounds import (  # type: ignore[import-not-found]
     direct_bound_lp,
     gradient_classes,
     parameter_classes,
@@ -11,16 +10,19 @@ from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
     random_classes,
     relay_bound_lp,
 )
-from hf_hotspa.cluster import Cluster
-from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.ports import (
+from port_bounds import (  # type: ignore[import-not-found]
     PieceClass,
-    PortLoads,
+    classes_of,
     lower_bound,
-    node_bandwidths,
-    overlapped_seconds,
     sequential_seconds,
 )
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import PlanError
+from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.strategy import Strategy
+from hf_hotspa.switch.ports import PortLoads, node_bandwidths, overlapped_seconds
 
 PER_DEVICE = Cluster(4, 2)
 PER_NODE = Cluster(4, 2, nics_per_node=1)
@@ -61,13 +63,6 @@ def test_ports_are_full_duplex():
     assert loads.seconds(PER_DEVICE) == pytest.approx(0.04)
 
 
-def test_the_busiest_ports_are_named():
-    ports = loads_of(PER_NODE, (0, 1, 2e9), (2, 0, 1e9), (3, 1, 1e9)).busiest(PER_NODE)
-    assert str(ports.device) == "intra send of rank 0: 2.000 GB, 10.0 ms"
-    assert (ports.nic.kind, ports.nic.place, ports.nic.is_node) == ("NIC send", 1, True)
-    assert ports.nic.seconds == pytest.approx(0.08)
-
-
 def test_hops_in_sequence_and_overlapped():
     hops = [loads_of(PER_DEVICE, (0, 2, 1e9)), loads_of(PER_DEVICE, (2, 3, 4e9))]
     assert sequential_seconds(hops, PER_DEVICE) == pytest.approx(0.06)
@@ -79,6 +74,24 @@ def test_a_short_last_node_has_fewer_nics_of_its_own():
     assert node_bandwidths(Cluster(6, 4, nics_per_node=1)) == [25e9, 25e9]
     ragged = Cluster(5, 2, nics_per_node=1)
     assert loads_of(ragged, (0, 4, 1e9)).seconds(ragged) == pytest.approx(0.04)
+
+
+UNIT = 1 << 20
+
+
+def held_by(name: str, *holders: int) -> Layout:
+    held = [[Interval(0, UNIT, 0, 0)] if rank in holders else [] for rank in range(4)]
+    return Layout.of(name, held, [(UNIT if rank in holders else 0,) for rank in range(4)])
+
+
+def test_classes_of_layouts() -> None:
+    one, three = held_by("one", 0), held_by("three", 0, 2, 3)
+    assert classes_of(one, three, [2]) == [PieceClass(2.0 * UNIT, (0,), (0, 2, 3))]
+    assert classes_of([one, held_by("two", 1)], three, [2]) == [PieceClass(2.0 * UNIT, (0, 1), (0, 2, 3))]
+    with pytest.raises(PlanError, match="no rank"):
+        classes_of(Layout.of("none", [[]] * 4, [(0,)] * 4), three, [2])
+    with pytest.raises(PlanError, match="3 owners"):
+        classes_of(three, one, [2], sums=True)
 
 
 # ------------------------------------------------------------------------------------------------ worked examples

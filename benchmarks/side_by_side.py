@@ -1,10 +1,10 @@
 """Side by side with what people use today: stock Trainer, TRL, FSDP2, tensor parallelism, DeepSpeed, and ours.
 
     make bench-peers                                          # 0.9M in fp32, five length files, with and without a limit
-    python benchmarks/peers.py --model 7M --lengths github --rounds 1
-    python benchmarks/peers.py --sides padded auto --lengths chat --limit off
-    python benchmarks/peers.py --table                        # tables and picture of everything that was measured so far
-    python benchmarks/peers.py --profile                      # the slowest phases of our sides: who waits for whom
+    python benchmarks/side_by_side.py --model 7M --lengths github --rounds 1
+    python benchmarks/side_by_side.py --sides padded auto --lengths chat --limit off
+    python benchmarks/side_by_side.py --table                        # tables and picture of everything that was measured so far
+    python benchmarks/side_by_side.py --profile                      # the slowest phases of our sides: who waits for whom
 
 All sides train the same mini-batches of one seeded list of rows, from the same weights, with the same optimizer and the
 token mean as their loss. Every side has processes of its own; all of them are alive at once and train one mini-batch each
@@ -27,15 +27,15 @@ from typing import Any
 
 import psutil
 from contest import MODELS
-from peer_live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
-from peer_memory import Ladder, measure_memory
-from peer_pages import details_block, families_block, update_block
-from peer_plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
-from peer_profile import profile_tables
-from peer_results import Results, json_text, published
-from peer_sides import Side, sides_of
-from peer_tables import LIMITED, cell_tables, lines_of, near_the_fastest
-from peer_work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
+from peers.live import PRELOAD, LiveSide, SideError, in_turns, seconds_alone
+from peers.memory import Ladder, measure_memory
+from peers.pages import details_block, families_block, update_block
+from peers.plan import LIMIT_MARGIN, PLAN_MARGIN, our_works, plan_limited, plan_ours
+from peers.profile import profile_tables
+from peers.results import Results, json_text, published
+from peers.sides import Side, sides_of
+from peers.tables import LIMITED, cell_tables, lines_of, near_the_fastest
+from peers.work import LENGTHS, Work, draw, heaviest_first, micro_batch_choices, rows_of_mini_batch
 from worlds import WorldError, run_world
 
 _LIBRARY_BYTES, _KERNEL_BYTES = 250 << 20, 950 << 20
@@ -358,7 +358,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         broken = run_cells(options, results)
         print(f"\nresults: {options.json}; what the sides printed: {options.logs}")
     if options.png:
-        from peer_picture import save_picture
+        from peers.picture import save_picture
 
         save_picture(results.data, Path(options.png))
         print(f"picture: {options.png}")

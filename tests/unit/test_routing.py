@@ -4,8 +4,7 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-
-from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
+from planner_bounds import (  # type: ignore[import-not-found]
     gradient_classes,
     parameter_classes,
     planned_hops,
@@ -13,18 +12,16 @@ from benchmarks.planner_bounds import (  # type: ignore[import-not-found]
     random_classes,
     relay_bound_lp,
 )
-from hf_hotspa.cluster import Cluster
-from hf_hotspa.switch.crossings import (
-    Demand,
-    Pull,
+from port_bounds import (  # type: ignore[import-not-found]
+    PieceClass,
     demands_of,
-    landing_shares,
-    pulling_shares,
     pulls_of,
-    relay_pays,
     sending_shares,
 )
-from hf_hotspa.switch.ports import PieceClass, overlapped_seconds
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.switch.ports import overlapped_seconds
+from hf_hotspa.switch.relay.routing import Demand, Pull, landing_shares, pulling_shares, relay_pays
 
 TWO_NODES = Cluster(8, 4)
 

@@ -1,4 +1,4 @@
-"""The sides of `peers.py`: who they are, and which file runs them.
+"""The sides of `side_by_side.py`: who they are, and which file runs them.
 
 Each adapter has `run(work, turns, **options)`, which builds a trainer on this rank, trains, and returns the trained
 weights on rank 0. What cannot be done raises, and the message is what the table says.
@@ -44,7 +44,7 @@ class Side:
 
     def run(self, work: Any, turns: Any) -> Any:
         """Trains on this rank."""
-        return importlib.import_module(f"peer_sides.{self.module}").run(work, turns, **self.options)
+        return importlib.import_module(f"peers.sides.{self.module}").run(work, turns, **self.options)
 
 
 def static_names(ranks: int) -> tuple[str, ...]:

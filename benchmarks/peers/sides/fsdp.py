@@ -4,12 +4,12 @@ from typing import Any
 
 import torch
 from contest import make_model
-from peer_work import Work
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 from transformers.distributed import DistributedConfig
 
-from peer_sides.common import Turns, arguments
+from peers.sides.common import Turns, arguments
+from peers.work import Work
 
 
 def whole_weights(model: torch.nn.Module) -> dict[str, Any]:

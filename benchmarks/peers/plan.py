@@ -1,4 +1,4 @@
-"""The sides of ours in `peers.py`: which packs each static strategy takes, the paper's buckets, and the memory limit.
+"""The sides of ours in `side_by_side.py`: which packs each static strategy takes, the paper's buckets, and the memory limit.
 
 One world calibrates (or finds the machine's calibration in the cache), and the search answers for every strategy alone.
 """
@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from contest import check_runs_everywhere, make_model, short_name
-from peer_work import Work
 
 from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.strategy import Bucket, Strategy
+from peers.work import Work
 
 LIMIT_MARGIN, PLAN_MARGIN = 1.10, 1.07
 """The limit of a cell is so many times the peak of the static strategy that needs the least, and planners plan for so many

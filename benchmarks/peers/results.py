@@ -1,4 +1,4 @@
-"""What `peers.py` found, in one JSON file: by cell (model, dtype, length file) and by side. A later run adds to it.
+"""What `side_by_side.py` found, in one JSON file: by cell (model, dtype, length file) and by side. A later run adds to it.
 
 `published` is what of it goes into the documentation.
 """
@@ -11,9 +11,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from peer_memory import Ladder
-from peer_sides import sides_of
-from peer_work import Work
+from peers.memory import Ladder
+from peers.sides import sides_of
+from peers.work import Work
 
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "trl", "deepspeed", "hf-hotspa")
 

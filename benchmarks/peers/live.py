@@ -1,4 +1,4 @@
-"""Sides of `peers.py` that are alive at the same time and train one mini-batch each when it is their turn.
+"""Sides of `side_by_side.py` that are alive at the same time and train one mini-batch each when it is their turn.
 
 Every side has a world of its own: DDP, FSDP and DeepSpeed keep global state. A side that raises, dies or does not
 answer in time becomes a `SideError`, and the others go on.
@@ -15,9 +15,10 @@ from multiprocessing import Pipe, connection
 from pathlib import Path
 from typing import Any
 
-from peer_sides import Side
-from peer_work import Work
 from worlds import World
+
+from peers.sides import Side
+from peers.work import Work
 
 PRELOAD = (
     "torch",
@@ -205,10 +206,9 @@ def side_main(rank: int, world_size: int, side: Side, work: Work, log: str, gate
     import torch
 
     _write_to(f"{log}-{rank}.log")
-    importlib.import_module(f"peer_sides.{side.module}")  # libraries count as nobody's memory
-    from peer_sides.common import Turns, evaluated_loss, warm_up
-
+    importlib.import_module(f"peers.sides.{side.module}")  # libraries count as nobody's memory
     from hf_hotspa.runtime.probe import freeing_at_once
+    from peers.sides.common import Turns, evaluated_loss, warm_up
 
     timed = work.measure == "time"
     if work.dtype == "bf16":

@@ -2,7 +2,7 @@
 
 The relay planner moves what a node lacks into it once, through all of its network interfaces (NICs), and forwards it
 inside. This file decides the fractions, for whole classes of pieces at a time: `landing_shares` for the receiving side,
-`sending_shares` for the sending side. The two are independent of each other: bytes that leave by any device may land on
+`sender_shares` for the sending side. The two are independent of each other: bytes that leave by any device may land on
 any. Who needs what inside a node, and cutting pieces by these fractions, is the caller's part.
 
 Relaying pays where a device's port inside its node is faster than its share of the NICs (`relay_pays`); elsewhere the
@@ -13,8 +13,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.switch.balancing import MOST_SWEEPS, TOLERANCE, Shares, balance, relieve, shares_of, spill
-from hf_hotspa.switch.ports import PieceClass, PortLoads, nic_bandwidth, node_bandwidths
+from hf_hotspa.switch.ports import PortLoads, nic_bandwidth, node_bandwidths
+from hf_hotspa.switch.relay.balancing import MOST_SWEEPS, TOLERANCE, Shares, balance, relieve, shares_of, spill
 
 
 class Demand(NamedTuple):
@@ -55,34 +55,6 @@ def relay_pays(cluster: Cluster) -> bool:
     those ports are.
     """
     return cluster.num_nodes > 1 and cluster.devices_per_node > 1 and cluster.intra_bandwidth > nic_bandwidth(cluster)
-
-
-def demands_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Demand]:
-    """What crosses between nodes: for each class one demand per node that holds no owner and some needer."""
-    found = []
-    for num_bytes, owners, needers in classes:
-        owner_nodes = {cluster.node(rank) for rank in owners}
-        lacking: dict[int, list[int]] = {}
-        for rank in needers:
-            if (node := cluster.node(rank)) not in owner_nodes:
-                lacking.setdefault(node, []).append(rank)
-        found += [Demand(owners, node, tuple(ranks), num_bytes) for node, ranks in lacking.items()]
-    return found
-
-
-def pulls_of(classes: Iterable[PieceClass], cluster: Cluster) -> list[Pull]:
-    """What moves inside nodes only: for each class and needer that does not own it, the owners in its node, if any."""
-    found: dict[tuple[tuple[int, ...], int], float] = {}
-    for num_bytes, owners, needers in classes:
-        by_node: dict[int, list[int]] = {}
-        for rank in owners:
-            by_node.setdefault(cluster.node(rank), []).append(rank)
-        near = {node: tuple(ranks) for node, ranks in by_node.items()}
-        for rank in needers:
-            inside = near.get(cluster.node(rank), ())
-            if inside and rank not in inside:
-                found[inside, rank] = found.get((inside, rank), 0.0) + num_bytes
-    return [Pull(*key, num_bytes) for key, num_bytes in found.items()]
 
 
 def pulling_shares(
@@ -163,40 +135,6 @@ def landing_shares(
     return result
 
 
-def sending_shares(
-    demands: Iterable[Demand], cluster: Cluster, background: PortLoads | None = None, *, neighbours: bool = True
-) -> dict[tuple[tuple[int, ...], int], Shares]:
-    """Which ranks send the bytes of each (owners, destination node).
-
-    Among owners alone, the split that makes the busiest NIC as idle as possible. Where that leaves a NIC busier (by
-    more than 1 %) than the busiest node on either side makes unavoidable, the bytes are split over the owner nodes
-    first, and what is too much for the NICs of the owners of a node is sent by neighbours with room: ranks that are no
-    owners and receive it beforehand, in equal parts from the owners of their own node. That is a third hop.
-    Where nodes share their NICs there is nothing to gain from it, and only owners send.
-
-    The owners of a class send to different nodes where they can, rather than each a part to every node: the loads are
-    the same, the messages fewer.
-
-    Args:
-        demands: What nodes lack.
-        cluster: The machines.
-        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
-            before it does.
-        neighbours: Whether ranks that are no owners may send, too.
-
-    Returns:
-        For each (owners, destination node) the sending ranks with their fractions.
-    """
-    keys: dict[tuple[tuple[int, ...], int], float] = {}
-    amounts: dict[tuple[int, ...], float] = {}
-    entering = [0.0] * cluster.num_nodes
-    for owners, node, _, num_bytes in demands:
-        keys[owners, node] = keys.get((owners, node), 0.0) + num_bytes
-        amounts[owners] = amounts.get(owners, 0.0) + num_bytes
-        entering[node] += num_bytes
-    return _by_destination(keys, sender_shares(amounts, entering, cluster, background, neighbours=neighbours))
-
-
 def sender_shares(
     amounts: Mapping[tuple[int, ...], float],
     entering: Sequence[float],
@@ -205,7 +143,13 @@ def sender_shares(
     *,
     neighbours: bool = True,
 ) -> dict[tuple[int, ...], Shares]:
-    """Which ranks send the bytes of each owner set, over all destinations: what `sending_shares` lays along a line.
+    """Which ranks send the bytes of each owner set, over all destinations.
+
+    Among owners alone, the split that makes the busiest NIC as idle as possible. Where that leaves a NIC busier (by
+    more than 1 %) than the busiest node on either side makes unavoidable, the bytes are split over the owner nodes
+    first, and what is too much for the NICs of the owners of a node is sent by neighbours with capacity left: ranks
+    that are no owners and receive it beforehand, in equal parts from the owners of their own node. That is a third hop.
+    Where nodes share their NICs there is nothing to gain from it, and only owners send.
 
     The destination does not change what a sender's NIC carries, so that all destinations are balanced together.
 
@@ -213,8 +157,12 @@ def sender_shares(
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
         entering: What each node lacks.
         cluster: The machines.
-        background: As for `sending_shares`.
-        neighbours: As for `sending_shares`.
+        background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
+            before it does.
+        neighbours: Whether ranks that are no owners may send, too.
+
+    Returns:
+        For each owner set its sending ranks with their fractions.
     """
     if not amounts:
         return {}
@@ -307,40 +255,3 @@ def _by_node(part: Mapping[int, float], cluster: Cluster) -> list[tuple[tuple[in
     for rank in part:
         groups.setdefault(cluster.node(rank), []).append(rank)
     return [(tuple(ranks), sum(part[rank] for rank in ranks)) for ranks in groups.values()]
-
-
-def _by_destination(
-    keys: Mapping[tuple[tuple[int, ...], int], float], shares: Mapping[tuple[int, ...], Shares]
-) -> dict[tuple[tuple[int, ...], int], Shares]:
-    """Lays the destinations of each owner set, and its senders, along one line; what lies side by side belongs together.
-
-    The number of (sender, destination) pairs is then at most the number of senders plus that of destinations.
-    """
-    result = {}
-    several: dict[tuple[int, ...], list[int]] = {}
-    for key in keys:
-        split = shares[key[0]]
-        result[key] = split
-        if len(split) > 1:
-            several.setdefault(key[0], []).append(key[1])
-    for owners, nodes in several.items():
-        if len(nodes) == 1:
-            continue
-        nodes.sort()
-        total = sum(keys[owners, node] for node in nodes)
-        if total <= 0:
-            continue
-        senders = list(shares[owners])
-        at, left = 0, senders[0][1]
-        for node in nodes:
-            wanted = keys[owners, node] / total
-            took: dict[int, float] = {senders[at][0]: 0.0}
-            while wanted > left and at + 1 < len(senders):
-                took[senders[at][0]] = left
-                wanted -= left
-                at += 1
-                left = senders[at][1]
-            took[senders[at][0]] = wanted
-            left -= wanted
-            result[owners, node] = shares_of(took)
-    return result

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from contest import make_model, make_rows
-from peer_work import Work
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
 from hf_hotspa.runtime.probe import PeakMemory
+from peers.work import Work
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01
 _EVALUATED = (256,) * 8

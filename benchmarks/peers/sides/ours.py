@@ -4,12 +4,12 @@ import math
 from typing import Any
 
 from contest import make_model
-from peer_work import Work
 from transformers import TrainerCallback
 
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
-from peer_sides.common import Turns, arguments
-from peer_sides.phase_clock import PhaseClock
+from peers.sides.common import Turns, arguments
+from peers.sides.phase_clock import PhaseClock
+from peers.work import Work
 
 _NO_LIMIT_MIB = 1 << 16
 """What free memory there is would differ from run to run, and with it the packs."""

@@ -1,8 +1,8 @@
-"""Where the time of our sides goes in `peers.py`: who waits for whom, phase by phase."""
+"""Where the time of our sides goes in `side_by_side.py`: who waits for whom, phase by phase."""
 
 from typing import Any
 
-from peer_tables import AUTO
+from peers.tables import AUTO
 
 _PARTS = ("own", "tp", "pp", "wait", "load", "return")
 """Of a phase: what a rank computes itself, waits in collectives of tensor parallelism, and for pipeline messages (means

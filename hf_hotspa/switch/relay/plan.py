@@ -22,9 +22,9 @@ import numpy as np
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Numbers
-from hf_hotspa.switch.crossings import Demand, Pull, landing_shares, pulling_shares, sender_shares
 from hf_hotspa.switch.pieces import Pieces
 from hf_hotspa.switch.ports import PortLoads, nic_bandwidth
+from hf_hotspa.switch.relay.routing import Demand, Pull, landing_shares, pulling_shares, sender_shares
 from hf_hotspa.switch.table import RELAY, TARGET, SegmentPlan, canonical
 
 SHARE_ALIGNMENT = 64

@@ -3,10 +3,10 @@
 from typing import Any
 
 from contest import make_model
-from peer_work import Work
 from trl import SFTConfig, SFTTrainer, pack_dataset
 
-from peer_sides.common import Turns, arguments, tokenizer
+from peers.sides.common import Turns, arguments, tokenizer
+from peers.work import Work
 
 
 def run(work: Work, turns: Turns) -> Any:

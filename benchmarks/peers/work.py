@@ -1,4 +1,4 @@
-"""What all sides of `peers.py` are given: lengths, rows, mini-batches, and the settings of one run.
+"""What all sides of `side_by_side.py` are given: lengths, rows, mini-batches, and the settings of one run.
 
 Mini-batch k is rows `[k * size, (k + 1) * size)`, on every side. Token ids are made on the ranks, from a seed.
 """

@@ -1,4 +1,4 @@
-"""What `peers.py` writes into docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (every side).
+"""What `side_by_side.py` writes into docs/measured.md (families of sides, relative to `auto`) and docs/side-by-side.md (every side).
 
 Both are blocks between two marks, made of the JSON file alone: no number is typed by hand. The file itself is put beside them.
 """
@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_profile import profile_table
-from peer_tables import (
+from peers.profile import profile_table
+from peers.tables import (
     AUTO,
     LIMITED,
     MIB,

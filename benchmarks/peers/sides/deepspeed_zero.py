@@ -14,10 +14,10 @@ import deepspeed
 import torch
 from accelerate import PartialState
 from contest import make_model
-from peer_work import Work
 from transformers import DataCollatorWithFlattening, Trainer
 
-from peer_sides.common import Turns, arguments
+from peers.sides.common import Turns, arguments
+from peers.work import Work
 
 
 class _ToLongest(DataCollatorWithFlattening):

@@ -1,10 +1,10 @@
-"""The picture of `peers.py`: trained tokens per second of every side, one panel a cell; a row for each model and dtype."""
+"""The picture of `side_by_side.py`: trained tokens per second of every side, one panel a cell; a row for each model and dtype."""
 
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from peer_tables import AUTO, LIMITED, Line, fits, kinds_of, lines_of
+from peers.tables import AUTO, LIMITED, Line, fits, kinds_of, lines_of
 
 
 def save_picture(data: dict[str, Any], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The numbers of `peers.py`, from what its JSON file holds: a line for each side, and the table of a cell.
+"""The numbers of `side_by_side.py`, from what its JSON file holds: a line for each side, and the table of a cell.
 
 Seconds of a mini-batch are the mean over the mini-batches after the warm-up, each the median over its rounds: what a
 user pays in all. The median over mini-batches stands beside it. A side whose mini-batches are its own is counted by

@@ -3,11 +3,11 @@
 from typing import Any
 
 from contest import make_model
-from peer_work import Work
 from transformers import DataCollatorForSeq2Seq, DataCollatorWithFlattening, Trainer
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 
-from peer_sides.common import Turns, arguments, tokenizer
+from peers.sides.common import Turns, arguments, tokenizer
+from peers.work import Work
 
 
 class _InOrder(Trainer):

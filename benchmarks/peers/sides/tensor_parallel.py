@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from peer_work import Work
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, Trainer
 from transformers.distributed import DistributedConfig
 
 from hf_hotspa.data.packing import pack_sequences
-from peer_sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
-from peer_sides.fsdp import whole_weights
+from peers.sides.common import LEARNING_RATE, WEIGHT_DECAY, Turns, arguments
+from peers.sides.fsdp import whole_weights
+from peers.work import Work
 
 
 def run(work: Work, turns: Turns, kind: str) -> Any:

@@ -1,4 +1,4 @@
-"""The memory rule of `peers.py`, the same for all sides.
+"""The memory rule of `side_by_side.py`, the same for all sides.
 
 A rank's memory is the most that it has alive during two mini-batches, the heaviest of the data set twice, above what it
 had before the side made its model; the fullest rank counts. Freed tensors go back to the system at once, and pages of
@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peer_live import run_untimed
-from peer_sides import Side
-from peer_work import Work, heaviest_first
+from peers.live import run_untimed
+from peers.sides import Side
+from peers.work import Work, heaviest_first
 
 _FEWEST = 32
 
