@@ -73,7 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     common = argparse.ArgumentParser(add_help=False, parents=[model])
     common.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
     common.add_argument(
-        "--memory-limit", metavar="SIZE", help="of a device, such as 70GiB; all of its memory by default"
+        "--memory-limit",
+        metavar="SIZE",
+        help="what a plan may fill of a device, such as 70GiB; 90 % of its memory by default",
     )
     common.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
     common.add_argument(
@@ -85,6 +87,11 @@ def _parser() -> argparse.ArgumentParser:
         "--recompute",
         action="store_true",
         help="all strategies recompute (+rc): layers keep their input only; `plan` tries both",
+    )
+    common.add_argument(
+        "--lora",
+        metavar="ADAPTER",
+        help="train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj (default: all-linear)",
     )
     common.add_argument(
         "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
@@ -163,6 +170,7 @@ def _setup(args: argparse.Namespace) -> Setup:
         args.memory_limit,
         getattr(args, "calibration", None),
         dtype=args.dtype,
+        lora=args.lora,
         recompute=args.recompute,
         sequence_parallel=args.sequence_parallel,
         gradients=GradientDtypes(args.grad_accum_dtype, args.grad_wire_dtype),

@@ -27,7 +27,7 @@ from transformers.training_args import OptimizerNames
 from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.memory import MemoryOptions, planned_limit
 from hf_hotspa.cost.single import SingleStrategy, with_single
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
@@ -53,8 +53,6 @@ _MIB = 1 << 20
 _ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
 """Optimizers that keep at most one number for a weight; the others count as keeping two."""
 _CGROUP = Path("/sys/fs/cgroup")
-_FREE_SHARE = 0.9
-"""The share of the free memory that a plan may use: others need some, too."""
 
 _REFITS_KEPT = 16
 
@@ -271,7 +269,7 @@ def _plan(
     strategies: list[Strategy],
     tables: list[SequenceTable],
     calibration: Calibration,
-    limit: float,
+    limit: int | None,
     source: str,
     mini_batch_size: int,
     most_tokens: Mapping[Strategy, int],
@@ -318,17 +316,17 @@ def calibrated_time(calibration: Calibration, sizes: ModelSizes, args: HotSPaTra
     return replace(calibration.time_model(sizes), schedule=args.hotspa_pipeline_schedule)
 
 
-def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[float, str]:
+def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[int | None, str]:
     """Bytes of a device that the plan may use, the least over all ranks, and where the number is from."""
-    if args.hotspa_memory_limit_mb is not None:
-        return float(args.hotspa_memory_limit_mb * _MIB), "as given"
+    given = args.hotspa_memory_limit_mb
+    if given is not None:
+        return planned_limit(given * _MIB, None, "", "")
     if (on_device := device_limit(args.device)) is not None:
         free, source = float(on_device), "of what is free on the device"
     else:
         local = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
         free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
-    least = float(agreement.gather([free]).min()) * _FREE_SHARE
-    return least // _MIB * _MIB, f"{_FREE_SHARE:.0%} {source}; set hotspa_memory_limit_mb for another"
+    return planned_limit(None, float(agreement.gather([free]).min()), source, "hotspa_memory_limit_mb")
 
 
 def _free_host_memory() -> float:

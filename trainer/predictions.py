@@ -51,7 +51,7 @@ class Known:
     """
 
     calibration: Calibration
-    limit_bytes: float
+    limit_bytes: int | None
 
 
 class Predictions:

@@ -208,8 +208,9 @@ class DataParallel:
 
     def _units(self) -> tuple[float, float]:
         """Parameters of a layer, and of embedding and head."""
-        shape = self.sizes.shape
-        return shape.layer_parameters, self.sizes.num_parameters - shape.num_layers * shape.layer_parameters
+        shape, adapter = self.sizes.shape, self.sizes.adapter
+        layer = shape.layer_parameters + (adapter.parameters if adapter is not None else 0)
+        return layer, self.sizes.num_parameters - shape.num_layers * layer
 
     def _pack_seconds(self, strategy: Strategy, pack: Sequence[int]) -> float:
         (cost,) = self.time.stage_costs(strategy)

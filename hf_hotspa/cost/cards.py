@@ -28,7 +28,6 @@ _PCIE3, _PCIE4, _PCIE5 = 16e9, 32e9, 64e9
 """Bytes per second and direction of a slot with 16 lanes."""
 _NDR, _HDR, _100G = 50e9, 25e9, 12.5e9
 """Bytes per second of a NIC: 400, 200 and 100 Gb/s."""
-_MOST_RESERVED = 5000
 
 
 def _gpu(
@@ -42,11 +41,8 @@ def _gpu(
     nics: int | None = 1,
     bfloat16: bool = True,
 ) -> Hardware:
-    # Context and communicators: 5000 MiB, the "gap" that PKU-DAIR/Hetu's published memory model subtracts for 80 GB;
-    # less where there is less, as fewer of such cards work together.
-    reserved = min(_MOST_RESERVED, memory_mib // 16)
     speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
-    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics, reserved_bytes=reserved * _MIB)
+    return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
 
 
 def _hgx(
@@ -173,7 +169,6 @@ def template(hardware: Hardware) -> str:
         ("nics_per_node", "null" if hardware.nics_per_node is None else hardware.nics_per_node, "null: one a device"),
         ("intra_latency_s", f"{hardware.intra_latency_s:g}", "of one collective inside a node"),
         ("inter_latency_s", f"{hardware.inter_latency_s:g}", "of one across nodes"),
-        ("reserved_bytes", _mebibytes(hardware.reserved_bytes), "what no model can have: context, communicators"),
     ]
     return "".join(
         f"{f'{key}: {value}'.ljust(30)}{f'  # {said}' if said else ''}".rstrip() + "\n" for key, value, said in rows
@@ -260,8 +255,8 @@ def _value(key: str, value: Any, where: str) -> Any:
         return {str(dtype): _number(f"peak_flops of {dtype}", speed, where) for dtype, speed in value.items()}
     if key == "nics_per_node" and value is None:
         return None
-    if key in ("memory_bytes", "reserved_bytes"):
-        return parse_bytes(value, key, where, zero=key == "reserved_bytes")
+    if key == "memory_bytes":
+        return parse_bytes(value, key, where)
     found = _number(key, value, where, zero=key.endswith("latency_s"))
     if key in ("devices_per_node", "nics_per_node"):
         if found != int(found):

@@ -58,7 +58,6 @@ class Hardware:
         nics_per_node: NICs of a node; None for one a device.
         intra_latency_s: Seconds that one collective inside a node takes beside its bytes.
         inter_latency_s: The same across nodes.
-        reserved_bytes: Memory of a device that no model can have: driver context, communicators, fragmentation.
     """
 
     name: str
@@ -69,7 +68,6 @@ class Hardware:
     nics_per_node: int | None = None
     intra_latency_s: float = 25e-6
     inter_latency_s: float = 150e-6
-    reserved_bytes: int = 0
 
     def cluster(self, world_size: int) -> Cluster:
         """The links of `world_size` devices."""
@@ -84,7 +82,7 @@ class Hardware:
         )
 
 
-def parse_bytes(value: str | float, name: str = "memory", where: str | None = None, zero: bool = False) -> int:
+def parse_bytes(value: str | float, name: str = "memory", where: str | None = None) -> int:
     """Bytes from a number, or from text such as ``70GiB``, ``80 GB``, ``512MiB``.
 
     Raises:
@@ -95,7 +93,7 @@ def parse_bytes(value: str | float, name: str = "memory", where: str | None = No
         found = float(match[1]) * _UNITS[match[2]] if match else math.nan
     except (KeyError, ValueError):
         found = math.nan
-    if isinstance(value, bool) or not (0 < found < math.inf or (zero and found == 0)):
+    if isinstance(value, bool) or not 0 < found < math.inf:
         raise HotspaConfigError(
             f"{name} is {value!r}", where=where, fix="give a number of bytes, or text such as 70GiB or 512MiB"
         )

@@ -3,7 +3,8 @@
 A rank holds, from first to last: its share of the master store (fp32 weights and gradients) and of the optimizer state;
 weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
 activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
-switches and communicators. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
+switches. What the model does not count (a device's context, communicators, fragmentation, kernels' workspaces) is what
+`PLANNED_SHARE` leaves free. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
 al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
 `Bucket.most_tokens` (`data.pipeline_order`).
 
@@ -24,7 +25,10 @@ from hf_hotspa.strategy import Bucket, Strategy
 UNLIMITED_TOKENS = 1 << 40
 """What `largest_pack` says where nothing limits a pack."""
 
-_GIB = 1 << 30
+PLANNED_SHARE = 0.9
+"""The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
+
+_MIB, _GIB = 1 << 20, 1 << 30
 
 
 def activation_bytes(
@@ -65,8 +69,6 @@ class MemoryOptions:
         logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
             logits with their gradient in the compute dtype.
         switch_bytes: The most that staging and relay buffers of switches may take.
-        communicator_bytes: Buffers of communicators.
-        reserved_bytes: What the device keeps for itself, see `Hardware.reserved_bytes`.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
     """
@@ -79,8 +81,6 @@ class MemoryOptions:
     end_bytes: Mapping[int, float] = field(default_factory=dict)
     logit_copies: float = 2.0
     switch_bytes: int = 2 * (16 << 20)
-    communicator_bytes: int = 0
-    reserved_bytes: int = 0
     weight_copies: int = 1
     schedule: str = "auto"
 
@@ -99,8 +99,6 @@ class MemoryBreakdown:
         activations: Of all micro-batches in flight.
         logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
         switch: Buffers of switches.
-        communicators: Buffers of communicators.
-        reserved: What the device keeps for itself.
         stage: The stage.
         in_flight: Micro-batches in flight on it, at most.
         held_tokens: Tokens in flight on it, at most.
@@ -116,8 +114,6 @@ class MemoryBreakdown:
     activations: float
     logits: float
     switch: float
-    communicators: float
-    reserved: float
     stage: int
     in_flight: int
     held_tokens: int
@@ -239,8 +235,6 @@ class MemoryModel:
             activations=layers,
             logits=logit_bytes,
             switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
-            communicators=options.communicator_bytes,
-            reserved=options.reserved_bytes,
             stage=stage,
             in_flight=in_flight,
             held_tokens=held_tokens,
@@ -377,6 +371,22 @@ class MemoryModel:
                     f"{limit_bytes / _GIB:,.2f} GiB",
                     fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
                 )
+
+
+def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
+    """How many bytes of a device a plan may fill, and where the number is from, in words: the one rule for all plans.
+
+    Args:
+        given: A limit that somebody asked for, which holds as it is.
+        available: What the device has; None where it is not known.
+        whose: What `available` is, in words.
+        flag: How to ask for another limit.
+    """
+    if given is not None:
+        return int(given), "as given"
+    if available is None:
+        return None, f"no limit; {flag} sets one"
+    return int(PLANNED_SHARE * available) // _MIB * _MIB, f"{PLANNED_SHARE:.0%} {whose}; {flag} for another"
 
 
 def most_within(total: Callable[[int], float], limit: float, high: int) -> int:

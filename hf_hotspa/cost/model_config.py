@@ -14,10 +14,11 @@ import difflib
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.cost.adapter import Linear
 from hf_hotspa.cost.hub import hub_file
 from hf_hotspa.cost.json_file import read_json
 from hf_hotspa.errors import HotspaConfigError, ModelError
@@ -56,11 +57,14 @@ class ModelConfig:
         name: For tables.
         shape: Counts and sizes.
         tied: Whether head and embedding are one weight.
+        linears: The linear layers of a decoder layer that an adapter may stand beside, by name; not those of experts,
+            whose weights are no layers of their own.
     """
 
     name: str
     shape: ModelShape
     tied: bool = False
+    linears: Mapping[str, Linear] = field(default_factory=dict)
 
 
 def preset_names() -> tuple[str, ...]:
@@ -168,7 +172,8 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         raise ModelError(
             f"{config.family} cannot be trained: {known['refused']}", where=where, fix="use a model of another family"
         )
-    counted = 2 * hidden * head_dim * (heads + kv_heads) + config.mlp_parameters(hidden) + 2 * hidden
+    mlp, width = config.mlp(hidden)
+    counted = 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
     shape = ModelShape(
         family=config.family,
         num_layers=layers,
@@ -186,7 +191,16 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
-    return ModelConfig(name, shape, bool(tied))
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    linears = {
+        "q_proj": Linear(hidden, queries, "query", True),
+        "k_proj": Linear(hidden, keys, "key", True),
+        "v_proj": Linear(hidden, keys, "key", True),
+        "o_proj": Linear(queries, hidden, "query", False),
+        **{name: Linear(hidden, width, None, True) for name in ("gate_proj", "up_proj")[not config.gated :] if width},
+        **({"down_proj": Linear(width, hidden, None, False)} if width else {}),
+    }
+    return ModelConfig(name, shape, bool(tied), linears)
 
 
 class _Config:
@@ -223,22 +237,24 @@ class _Config:
             raise ModelError(f"the config of {self.family} has no {own}", where=self.where, fix=_HOW)
         return value
 
-    def mlp_parameters(self, hidden: int) -> int:
-        """Parameters of the MLP of one layer, all experts and the router."""
-        data = self.data
-        gated = self.table.get("gated")
-        if gated is None:
-            activation = str(data.get("hidden_act") or data.get("activation_function") or "")
-            gated = activation.startswith(_GATED)
-        matrices = 3 if gated else 2
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third matrix, the gate."""
+        activation = str(self.data.get("hidden_act") or self.data.get("activation_function") or "")
+        known = self.table.get("gated")
+        return activation.startswith(_GATED) if known is None else bool(known)
+
+    def mlp(self, hidden: int) -> tuple[int, int]:
+        """Parameters of the MLP of one layer, all experts and the router; and its width, 0 where it has experts."""
+        data, matrices = self.data, 3 if self.gated else 2
         width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
         if type(width) is not int or not 0 < width < _MOST:
             raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
         experts = next((found for name in names if data.get(name) and (found := self.get(name))), 0)
         if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
-            return matrices * hidden * width
+            return matrices * hidden * width, width
         each = self.get("moe_intermediate_size") or width
         shared = [self.get(name) if data.get(name) else 0 for name in _SHARED]
         shared_width = (shared[0] or 0) * each + (shared[1] or 0)
-        return matrices * hidden * (experts * each + shared_width) + experts * hidden
+        return matrices * hidden * (experts * each + shared_width) + experts * hidden, 0

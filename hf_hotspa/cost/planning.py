@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
+from hf_hotspa.cost.adapter import Adapter
 from hf_hotspa.cost.baselines import Baseline, DataParallel, baselines
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.cards import load_hardware
@@ -18,7 +19,7 @@ from hf_hotspa.cost.choice import Choice
 from hf_hotspa.cost.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.cost.histogram import Counts
 from hf_hotspa.cost.lengths import read_lengths
-from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.cost.model_config import ModelConfig, load_model
 from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import mini_batches, search
@@ -47,13 +48,15 @@ class Setup:
         nodes: Machines.
         hardware: What they are, with the given devices a node; None where only memory is asked for.
         devices_per_node: Devices of a node.
-        limit_bytes: Memory of a device, what the device keeps for itself included; None for no limit.
+        limit_bytes: What a plan may fill of a device; None for no limit.
+        limit_source: Where that is from, in words.
         dtype: The dtype of computation.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
         calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
         gradients: The dtypes in which gradients accumulate and travel.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+        adapter: What is trained instead of the model; None where the model is.
     """
 
     model: ModelConfig
@@ -61,12 +64,14 @@ class Setup:
     devices_per_node: int
     hardware: Hardware | None = None
     limit_bytes: int | None = None
+    limit_source: str = "as given"
     dtype: str = "bfloat16"
     recompute: bool = False
     sequence_parallel: bool = False
     calibration: Calibration | None = None
     gradients: GradientDtypes = IN_FP32
     schedule: str = "auto"
+    adapter: Adapter | None = None
 
     @classmethod
     def read(
@@ -77,6 +82,7 @@ class Setup:
         memory_limit: str | None = None,
         calibration: str | None = None,
         dtype: str | None = None,
+        lora: str | None = None,
         **options: Any,
     ) -> "Setup":
         """From the words of a command line.
@@ -88,6 +94,7 @@ class Setup:
             memory_limit: See `parse_bytes`.
             calibration: A file of `hf-hotspa calibrate`.
             dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
+            lora: See `Adapter.read`.
             options: Other fields.
 
         Raises:
@@ -105,28 +112,22 @@ class Setup:
             dtype = dtype or measured.key.dtype
             _check_calibration(measured, str(calibration), shape, count, devices, dtype)
             machine = measured.hardware()
-        limit = machine.device.memory_bytes if machine is not None else None
-        if memory_limit is not None:
-            given = parse_bytes(memory_limit, "the memory limit")
-            if limit is not None and machine is not None and given > limit:
-                raise HotspaConfigError(
-                    f"a memory limit of {given / 2**30:,.2f} GiB is more than the {limit / 2**30:,.2f} GiB of a device "
-                    f"of {machine.name}",
-                    fix=f"use at most {limit >> 20}MiB, or hardware with more memory",
-                )
-            limit = given
+        memory = machine.device.memory_bytes if machine is not None else None
+        given = None if memory_limit is None else parse_bytes(memory_limit, "the memory limit")
+        if given is not None and memory is not None and machine is not None and given > memory:
+            raise HotspaConfigError(
+                f"a memory limit of {given / 2**30:,.2f} GiB is more than the {memory / 2**30:,.2f} GiB of a device "
+                f"of {machine.name}",
+                fix=f"use at most {memory >> 20}MiB, or hardware with more memory",
+            )
+        limit, source = planned_limit(given, memory, f"of {(memory or 0) / 2**30:,.2f} GiB", "--memory-limit")
         if options.get("sequence_parallel") and (obstacle := shape.shape.sp_obstacle):
             raise HotspaConfigError(f"{shape.name} cannot run +sp", why=obstacle, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
-            if limit is not None and limit <= machine.reserved_bytes:
-                least = (machine.reserved_bytes >> 20) + 1
-                raise HotspaConfigError(
-                    f"a memory limit of {limit / 2**30:,.2f} GiB leaves nothing for a model",
-                    why=f"a device of {machine.name} keeps {machine.reserved_bytes / 2**30:,.2f} GiB for itself",
-                    fix=f"use more than {least}MiB",
-                )
-        setup = cls(shape, count, devices, machine, limit, dtype or DTYPE, calibration=measured, **options)
+        adapter = Adapter.read(lora, shape.linears) if lora is not None else None
+        options |= {"calibration": measured, "adapter": adapter}
+        setup = cls(shape, count, devices, machine, limit, source, dtype or DTYPE, **options)
         dtype_bytes(setup.dtype)
         return setup
 
@@ -138,16 +139,12 @@ class Setup:
     @cached_property
     def sizes(self) -> ModelSizes:
         """Sizes of model states."""
-        return ModelSizes(self.model.shape, self.dtype, self.model.tied, gradients=self.gradients)
+        return ModelSizes(self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter)
 
     @cached_property
     def memory(self) -> MemoryModel:
         """The memory model."""
-        options = MemoryOptions(
-            compute_dtype=self.dtype,
-            reserved_bytes=self.hardware.reserved_bytes if self.hardware is not None else 0,
-            schedule=self.schedule,
-        )
+        options = MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule)
         if self.calibration is not None:
             return self.calibration.memory_model(self.sizes, options, self.world_size)
         return MemoryModel(self.sizes, self.world_size, options)
@@ -199,11 +196,14 @@ class Setup:
             "nodes": self.nodes,
             "devices_per_node": self.devices_per_node,
             "limit_bytes": self.limit_bytes,
+            "limit_source": self.limit_source,
             "dtype": self.dtype,
             "recompute": self.recompute,
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
             "pipeline_schedule": self.schedule,
+            "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
+            "trained_parameters": self.sizes.num_trained,
         }
 
 

@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from hf_hotspa.cost.adapter import Adapter
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import master_layout, strategy_layout
@@ -87,6 +88,7 @@ class ModelSizes:
         tied: Whether head and embedding are one weight; a vector knows by itself.
         vector: The parameters, for exact sizes; None for arithmetic on the shape.
         gradients: The dtypes in which gradients accumulate and travel.
+        adapter: What is trained instead of the model, which is frozen; a vector knows by itself.
     """
 
     shape: ModelShape
@@ -94,6 +96,7 @@ class ModelSizes:
     tied: bool = False
     vector: ParameterVector | None = None
     gradients: GradientDtypes = IN_FP32
+    adapter: Adapter | None = None
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
@@ -114,13 +117,16 @@ class ModelSizes:
             return self.vector.numel
         shape = self.shape
         vocabulary = shape.vocab_size * shape.hidden_size
-        return shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
+        base = shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
+        return base + (self.num_trained if self.adapter is not None else 0)
 
     @property
     def num_trained(self) -> int:
         """Parameters that the optimizer updates, tied ones once."""
         if self.vector is not None:
             return sum(segment.numel for segment in self.vector.segments if segment.trainable)
+        if self.adapter is not None:
+            return self.shape.num_layers * self.adapter.parameters
         return self.num_parameters
 
     def layers_of_stages(self, pp: int) -> tuple[range, ...]:
@@ -164,7 +170,7 @@ class ModelSizes:
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         shape, tp = self.shape, strategy.tp
-        layer = self._layer(tp)
+        layer, adapter = self._layer(tp), self.adapter_parameters(tp)
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
         weight_bytes = dtype_bytes(self.compute_dtype)
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
@@ -173,8 +179,29 @@ class ModelSizes:
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
-            found.append(StageSizes(len(layers), numel * weight_bytes, numel * gradient_bytes))
+            added = len(layers) * adapter
+            trained = added if self.adapter is not None else numel
+            found.append(StageSizes(len(layers), (numel + added) * weight_bytes, trained * gradient_bytes))
         return tuple(found)
+
+    def _head_shares(self, tp: int) -> tuple[float, float]:
+        """The share of query heads, and of key/value heads, on the fullest of tp coordinates."""
+        heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
+        if tp <= kv_heads:
+            return -(-kv_heads // tp) / kv_heads, -(-kv_heads // tp) / kv_heads
+        return -(-heads // tp) / heads, 1 / kv_heads  # a key/value head is held by several coordinates
+
+    def adapter_parameters(self, tp: int) -> int:
+        """Parameters of the adapter of one layer on the fullest of tp coordinates."""
+        if self.adapter is None:
+            return 0
+        shape, (queries, keys) = self.shape, self._head_shares(tp)
+        cut = {
+            "query": queries + (1 - queries) * shape.whole_attention,
+            "key": keys + (1 - keys) * shape.whole_attention,
+            None: 1 / tp + (1 - 1 / tp) * shape.whole_mlp,
+        }
+        return math.ceil(self.adapter.held(cut) - 1e-3)
 
     def _layer(self, tp: int) -> int:
         """Parameters of one layer on the fullest of tp coordinates, by arithmetic."""
@@ -182,10 +209,7 @@ class ModelSizes:
         norms = min(2 * shape.hidden_size, shape.layer_parameters)
         attention = min(shape.attention_parameters, shape.layer_parameters - norms)
         mlp = shape.layer_parameters - norms - attention
-        if tp <= kv_heads:
-            queries = keys = -(-kv_heads // tp) / kv_heads
-        else:  # a key/value head is held by several coordinates
-            queries, keys = -(-heads // tp) / heads, 1 / kv_heads
+        queries, keys = self._head_shares(tp)
         share = (heads * queries + kv_heads * keys) / (heads + kv_heads)
         cut = attention * share * (1 - shape.whole_attention) + mlp / tp * (1 - shape.whole_mlp)
         whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp
@@ -194,8 +218,10 @@ class ModelSizes:
     def master(self, world_size: int) -> MasterSizes:
         """The largest share of the master store."""
         if self.vector is None:
-            share = -(-self.num_parameters // world_size)
-            return MasterSizes(share * _MASTER_BYTES, share * _MASTER_BYTES, share)
+            frozen = self.num_parameters - self.num_trained
+            share = -(-self.num_trained // world_size)
+            frozen_bytes = -(-frozen // world_size) * dtype_bytes(self.compute_dtype)
+            return MasterSizes(share * _MASTER_BYTES + frozen_bytes, share * _MASTER_BYTES, share)
         sizes = np.stack([placement.sizes for placement in master_layout(self.vector, world_size).placements])
         width = np.array([dtype_bytes(s.master_dtype) for s in self.vector.segments])
         trained = np.array([s.trainable for s in self.vector.segments])

@@ -81,7 +81,7 @@ def estimate(
     _check(efficiency)
     if gradient_bytes is None:
         gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
-    moved = sizes.num_parameters * (weight_bytes + gradient_bytes)
+    moved = sizes.num_parameters * weight_bytes + sizes.num_trained * gradient_bytes
     return {strategy: port_seconds(strategy, moved, cluster) / efficiency + fixed_s for strategy in strategies}
 
 

@@ -30,10 +30,14 @@ def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 def _heading(setup: Setup) -> str:
     machine = f" of {setup.hardware.name}" if setup.hardware is not None else ""
-    limit = "no limit" if setup.limit_bytes is None else f"{setup.limit_bytes / _GIB:,.2f} GiB"
+    adapter = (
+        f"\n{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained" if setup.adapter else ""
+    )
+    size = "" if setup.limit_bytes is None else f"at most {setup.limit_bytes / _GIB:,.2f} GiB, "
     return (
         f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, "
-        f"{setup.dtype}\n{setup.nodes} x {setup.devices_per_node} devices{machine}, memory of a device: {limit}"
+        f"{setup.dtype}{adapter}\n{setup.nodes} x {setup.devices_per_node} devices{machine}\n"
+        f"memory that a plan may fill of a device: {size}{setup.limit_source}"
     )
 
 
@@ -53,7 +57,8 @@ def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str
 def _source(setup: Setup) -> str:
     if setup.calibration is None:
         return "Times are from data sheets, not measured: within about a third."
-    return f"Times are from a calibration of {setup.calibration.measured_at}."
+    whole = ", with all weights trained: with an adapter it is faster" if setup.adapter is not None else ""
+    return f"Times are from a calibration of {setup.calibration.measured_at}{whole}."
 
 
 def _notes(notes: Sequence[str]) -> list[str]:
@@ -210,7 +215,8 @@ def _verdict(plan: Plan) -> str:
     if not choice.switches:
         return "switching is not worth it here"
     if seconds < choice.static_seconds:
-        return f"{seconds / choice.seconds:.2f}x {name}, and {gain:.2f}x the best static strategy"
+        better = "as fast as" if seconds < choice.seconds * (1 + _SAME) else f"{seconds / choice.seconds:.2f}x"
+        return f"{better} {name}, and {gain:.2f}x the best static strategy"
     return f"{gain:.2f}x the best static strategy"
 
 

@@ -94,7 +94,8 @@ class TimeModel:
         """
         shape = sizes.shape
         tps = list(degrees) or range(1, shape.num_attention_heads + 1)
-        layers, heads, embeddings = analytic.costs(shape, hardware, dtype, tps)
+        adapters = {tp: sizes.adapter_parameters(tp) if sizes.adapter is not None else None for tp in sorted(set(tps))}
+        layers, heads, embeddings = analytic.costs(shape, hardware, dtype, adapters)
         intra, inter = analytic.hops(shape, hardware, dtype)
         return cls(
             f"data sheet of {hardware.name}, {dtype}",
@@ -106,6 +107,7 @@ class TimeModel:
             hop_intra=intra,
             hop_inter=inter,
             devices_per_node=hardware.devices_per_node,
+            forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
         )
 
     @classmethod

@@ -20,7 +20,6 @@ def test_presets(name: str, tmp_path: Path) -> None:
     path.write_text(template(hardware))
     assert replace(load_hardware(path), name=name) == hardware
     assert hardware.device.flops("float32") > 0
-    assert hardware.reserved_bytes < hardware.device.memory_bytes
     cluster = hardware.cluster(4 * hardware.devices_per_node)
     assert isinstance(cluster, Cluster)
     assert cluster.num_nodes == 4
@@ -110,8 +109,8 @@ def test_wrong_files(tmp_path: Path, text: str, says: str) -> None:
 def test_unknown_preset() -> None:
     with pytest.raises(HotspaConfigError, match="'tpu', and no such file.*`hf-hotspa hardware` lists"):
         load_hardware("tpu")
-    with pytest.raises(HotspaConfigError, match="reserved_bytes"):
-        hardware_from({"base": "a100-80g", "reserved_bytes": -3})
+    with pytest.raises(HotspaConfigError, match="memory_bytes"):
+        hardware_from({"base": "a100-80g", "memory_bytes": -3})
 
 
 def test_bytes_and_nodes() -> None:

@@ -169,7 +169,7 @@ def test_estimates_are_near_what_is_simulated() -> None:
 def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
     sizes, hardware = ModelSizes(shape), load_hardware(preset)
     strategies = legal_strategies(world_size, shape)
-    options = MemoryOptions(reserved_bytes=hardware.reserved_bytes, sequence_parallel=True)
+    options = MemoryOptions(sequence_parallel=True)
     rooms = MemoryRooms(MemoryModel(sizes, world_size, options), hardware.device.memory_bytes)
     return (
         strategies,

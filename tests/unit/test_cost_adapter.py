@@ -1,0 +1,116 @@
+"""LoRA in a plan: what is counted from a config is what the engine counts of PEFT's model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_hotspa.cli import main
+from hf_hotspa.cost.adapter import Adapter
+from hf_hotspa.cost.cards import load_hardware
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.model_config import load_model, model_from
+from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.cost.switch_time import estimate
+from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.strategy import Strategy
+from tests.families import tiny_config
+from tests.lora import tiny_lora
+
+BIASES = 0.04
+"""What a tiny model has of biases and norms of queries and keys, which are not counted."""
+LINEARS = load_model("llama2-7b").linears
+
+
+def both(family: str, folder: Path, lora: str, **config: Any) -> tuple[ModelSizes, ModelSizes]:
+    """Sizes by arithmetic on the config, and from PEFT's model as the Trainer counts it."""
+    tiny_config(family).save_pretrained(folder)
+    described = describe_model(tiny_lora(family, torch.bfloat16, **config), torch.bfloat16)
+    model = load_model(folder)
+    adapter = Adapter.read(lora, model.linears)
+    return ModelSizes(model.shape, tied=model.tied, adapter=adapter), ModelSizes(
+        described.shape, vector=described.vector
+    )
+
+
+@pytest.mark.parametrize("family", ["llama_gqa_bias", "qwen3_qk_norm_tied"])
+@pytest.mark.parametrize(
+    ("lora", "config"),
+    [("3", {"r": 3}), ("r=5,targets=q_proj+v_proj+down_proj", {"r": 5, "target_modules": ["q_proj", "v_proj", "down_proj"]})],
+)  # fmt: skip
+def test_an_adapter_counts_as_in_the_trainer(family: str, lora: str, config: dict[str, Any], tmp_path: Path) -> None:
+    found, exact = both(family, tmp_path, lora, **config)
+    assert found.num_trained == exact.num_trained
+    assert found.num_parameters == pytest.approx(exact.num_parameters, rel=BIASES)
+    for strategy in (Strategy(4), Strategy(2, 2, 1), Strategy(1, 2, 2), Strategy(1, 4, 1)):
+        for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
+            assert mine.gradient_bytes == real.gradient_bytes, strategy  # of the adapter alone
+            assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
+    mine, real = found.master(1), exact.master(1)
+    # the base once, in bf16; fp32 weights, gradients and optimizer state of the adapter
+    assert (mine.trained_elements, mine.gradient_bytes) == (real.trained_elements, real.gradient_bytes)
+    assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES)
+    assert mine.weight_bytes < 3 * found.num_parameters
+    held, counted = (
+        MemoryModel(sizes, 1, MemoryOptions()).breakdown(Strategy(1, 1, 1), 64).total for sizes in (found, exact)
+    )
+    assert held == pytest.approx(counted, rel=BIASES)
+
+
+def test_fused_projections_count_as_their_parts(tmp_path: Path) -> None:
+    found, exact = both("phi3_fused", tmp_path, "3", r=3)
+    assert exact.num_trained < found.num_trained < 1.5 * exact.num_trained
+
+
+def test_what_is_frozen_costs_less() -> None:
+    model, hardware = load_model("llama2-7b"), load_hardware("a800-80g")
+    whole = ModelSizes(model.shape)
+    adapted = ModelSizes(model.shape, adapter=Adapter.read("16", model.linears))
+    strategy = Strategy(4, 2, 1)
+    times = [TimeModel.analytic(sizes, hardware).phase_seconds(strategy, [[[4096]]]) for sizes in (adapted, whole)]
+    assert 0.6 < times[0] / times[1] < 0.85  # no gradients of the frozen weights: two products of three
+    cluster = hardware.cluster(8)
+    moved = [estimate([strategy], sizes, cluster)[strategy] for sizes in (adapted, whole)]
+    assert moved[0] / moved[1] == pytest.approx(2 / (2 + 4), rel=0.05)  # weights in bf16, no gradients in fp32
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("0", "no adapter.*such as 16"),
+        ("r=8,target=q_proj", "no adapter"),
+        ("r=8,targets=q_proj+qkv", "'qkv', which is not counted.*all-linear, or some of q_proj[+]k_proj"),
+    ],
+)
+def test_what_is_no_adapter(text: str, says: str) -> None:
+    with pytest.raises(HotspaConfigError, match=says):
+        Adapter.read(text, LINEARS)
+
+
+def test_experts_have_no_layers_for_an_adapter() -> None:
+    assert list(LINEARS) == ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    experts = model_from(
+        {**tiny_config("llama_gqa_bias").to_dict(), "model_type": "mixtral", "num_local_experts": 4}, "", ""
+    )
+    assert list(experts.linears) == ["q_proj", "k_proj", "v_proj", "o_proj"]
+
+
+def test_a_plan_with_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["--model", "llama2-7b", "--nodes", "1x8", "--hardware", "4090"]
+    plan = ["plan", *args, "--lengths", "chat", "--longest", "8192"]
+    assert main([*plan, "--json"]) == 0
+    whole = json.loads(capsys.readouterr().out)
+    assert main([*plan, "--lora", "r=16,targets=q_proj+v_proj", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["lora"] == {"r": 16, "targets": ["q_proj", "v_proj"]}
+    assert found["trained_parameters"] == 32 * 16 * 2 * (4096 + 4096)
+    assert found["seconds"] < 0.8 * whole["seconds"]
+    assert [each["fits"] for each in whole["baselines"]] == [False, False, True]
+    assert [each["fits"] for each in found["baselines"]] == [True, True, True]
+    assert main(["estimate", *args, "--lora", "16", "--strategy", "dp8", "--pack-tokens", "64"]) == 0
+    assert "\nLoRA r=16 on q_proj, k_proj, " in (said := capsys.readouterr().out)
+    assert "40.0M parameters are trained" in said
