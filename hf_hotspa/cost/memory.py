@@ -374,14 +374,8 @@ class MemoryModel:
 
 
 def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
-    """How many bytes of a device a plan may fill, and where the number is from, in words: the one rule for all plans.
-
-    Args:
-        given: A limit that somebody asked for, which holds as it is.
-        available: What the device has; None where it is not known.
-        whose: What `available` is, in words.
-        flag: How to ask for another limit.
-    """
+    """Bytes of a device that a plan may fill, and where the number is from: what is `given` (by `flag`), else a share of what
+    the device has `available` (`whose` says of what that is). The one rule for all plans."""
     if given is not None:
         return int(given), "as given"
     if available is None:

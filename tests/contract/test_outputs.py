@@ -1,0 +1,60 @@
+"""What the pages show as output of `hf-hotspa` is what the command above it prints."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from docs.plan_tables import PAGE, rewritten_tables
+from tests.contract.commands import PAGES, all_commands, blocks
+from tests.contract.outputs import SHOWN, is_plan, make_files, pages, prepared, printed, rewritten, shortened
+
+MOST_PHASES = 150
+HOW = "run: python -m tests.contract.outputs"
+
+
+@pytest.mark.parametrize("page", pages(), ids=lambda page: page.name)
+def test_output_is_that_of_the_command_above(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make_files(tmp_path)
+    assert rewritten(page.read_text()) == page.read_text(), HOW
+
+
+def test_the_tables_of_plans_are_current() -> None:
+    assert rewritten_tables() == PAGE.read_text(), "run: python docs/plan_tables.py"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_no_output_without_a_command(page: Path) -> None:
+    text = page.read_text()
+    assert len(SHOWN.findall(text)) == len(re.findall(r"^```output", text, re.MULTILINE))
+    ours = re.compile(r"^(GiB a device|predicted +seconds|bucket +strategy|machine +GiB)", re.MULTILINE)
+    for language, lines in blocks(text):
+        assert language == "output" or not ours.search("\n".join(lines)), f"{page.name}: fence it as `output`; {HOW}"
+
+
+def test_plans_of_the_pages_take_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Phases that are packed and simulated take the time, some milliseconds each; `benchmarks/plan_speed.py` has seconds."""
+    monkeypatch.chdir(tmp_path)
+    make_files(tmp_path)
+    phases = {}
+    for command in all_commands():
+        if is_plan(command.text):
+            phases[command.text] = json.loads(printed(f"{command.text} --json"))["phases_simulated"]
+        else:
+            prepared(command.text)
+    assert len(phases) >= 4
+    assert {command: count for command, count in phases.items() if count > MOST_PHASES} == {}
+
+
+def test_what_is_left_out_stays_left_out() -> None:
+    output = "head 1\nhead 2\n\nrows a\nrows b\n\nmore\n\nend 3\n"
+    assert shortened("anything\n", output) == output
+    assert (
+        shortened("(a heading)\n\nrows x\n\n(more)\n\nend 2\n", output)
+        == "(a heading)\n\nrows a\nrows b\n\n(more)\n\nend 3\n"
+    )
+    assert shortened("head 0\n\nrows\n\n(the rest)\n", output) == "head 1\nhead 2\n\nrows a\nrows b\n\n(the rest)\n"
+    with pytest.raises(ValueError, match="gone"):
+        shortened("(a heading)\n\ngone\n", output)
