@@ -334,7 +334,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         steps: int = vars(self)["gradient_accumulation_steps"]
         if given.get("num_steps", 1) != 1 and steps != 1:
             raise HotspaConfigError(
-                f"accelerator_config says num_steps={given['num_steps']}, and gradient_accumulation_steps is {steps}",
+                f"The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps={steps}, too",
                 fix="set one of them",
             )
         self.gradient_accumulation_steps = steps if steps != 1 else given.get("num_steps", 1)

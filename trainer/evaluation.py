@@ -1,7 +1,6 @@
 """Evaluation and prediction of `HotSPaTrainer`: what replaces the stock Trainer's loop over an evaluation set.
 
-Owns `EvaluationMixin`, whose `evaluation_loop` stands behind the stock `evaluate` and `predict`, and the loader of
-evaluation sets. Promises:
+Owns `EvaluationMixin`, whose `evaluation_loop` stands behind the stock `evaluate` and `predict`. Promises:
 
 * The loss is the token mean over the whole set, however it is cut into mini-batches; a NaN is shown as NaN.
 * Rows come in the order of the dataset, each exactly once, on every number of ranks.
@@ -10,132 +9,35 @@ evaluation sets. Promises:
   `eval_accumulation_steps` on; what `preprocess_logits_for_metrics` made of them, where it is given).
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
 from hf_hotspa.data.bucketing import check_lengths
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.rows import Row, read_row
+from hf_hotspa.data.rows import Row
 from hf_hotspa.data.table import SequenceTable
-from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.errors import DataError
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.evaluation import EvaluationResult
-from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.trainer.dataloader import Planner, RankRows
+from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.dataloader import Planner
+from hf_hotspa.trainer.evaluation_loader import EvaluationLoader, EvaluationRows, EvaluationSampler, evaluation_buckets
 from hf_hotspa.trainer.failures import told_to_all
-from hf_hotspa.trainer.rows import as_it_is, is_stream, scanned
+from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 from hf_hotspa.trainer.worker_processes import worker_context
 
-LONGEST, PER_BUCKET = "longest", "buckets"
-"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
-
 _DECIDE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
 _IGNORED = -100
 _SCANS_KEPT = 8
-
-
-def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Which strategy evaluates which lengths.
-
-    Args:
-        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
-            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
-        buckets: The buckets of the engine.
-
-    Raises:
-        HotspaConfigError: `choice` is none of these.
-    """
-    last = max(buckets, key=lambda bucket: bucket.longest)
-    if choice == PER_BUCKET:
-        return tuple(buckets)
-    if choice == LONGEST:
-        return (Bucket(last.strategy, last.longest, last.pack_tokens),)
-    strategy = Strategy.parse(choice)
-    # with activation_checkpointing all strategies of the engine recompute, which an evaluation has nothing to do with
-    own = next((bucket for bucket in buckets if bucket.strategy == strategy.recomputing(bucket.strategy.rc)), None)
-    if own is None:
-        pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
-        raise HotspaConfigError(
-            f"hotspa_eval_strategy is {choice!r}, which is not in hotspa_strategies",
-            why="weights can only be loaded into strategies whose plans were made at the start",
-            fix=f"use {LONGEST}, {PER_BUCKET}, or one of {pool}",
-        )
-    return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
-
-
-class _EvaluationRows(RankRows):
-    """Mini-batches of an evaluation set; with `whole`, items also hold all their rows, as those of a stream do."""
-
-    whole = False
-
-    def __getitems__(self, rows: list[int]) -> dict[str, Any]:
-        item: dict[str, Any] = super().__getitems__(rows)
-        mini_batch = item["mini_batch"]
-        if self.whole and mini_batch.error is None:
-            try:
-                examples = self._arrow_rows(tuple(rows)) if self._arrow is not None else self._rows(tuple(rows))
-                item["rows"] = {row: read_row(examples[row], row, self.collator.rules) for row in rows}
-            except Exception as error:  # carried to all ranks, as what RankRows finds
-                return {"mini_batch": self.collator.failed(mini_batch.plan, self._unreadable(error, tuple(rows)))}
-        return item
-
-
-class _EvaluationSampler(Sampler[list[int]]):
-    """Rows in the order of the dataset; with `grouped`, bucket by bucket, so that each strategy is loaded once."""
-
-    grouped = False
-
-    def __init__(
-        self, table: SequenceTable, buckets: Sequence[Bucket], mini_batch_size: int, drop_last: bool = False
-    ) -> None:
-        kept = len(table) // mini_batch_size * mini_batch_size if drop_last else len(table)
-        if not kept and len(table):
-            raise DataError(
-                f"the evaluation set has {len(table)} rows, fewer than a batch of {mini_batch_size}, and "
-                "dataloader_drop_last is set",
-                why="nothing would be evaluated",
-                fix="make per_device_eval_batch_size smaller, or do not set dataloader_drop_last",
-            )
-        self._lengths, self._buckets, self.mini_batch_size = table.longest_of_rows[:kept], buckets, mini_batch_size
-
-    def __len__(self) -> int:
-        return sum(-(-len(group) // self.mini_batch_size) for group in self._groups())
-
-    def _groups(self) -> list[Any]:
-        if not self.grouped or len(self._buckets) < 2:
-            return [np.arange(len(self._lengths))]
-        edges = sorted(bucket.longest for bucket in self._buckets)
-        bucket_of = np.minimum(np.searchsorted(edges, self._lengths), len(edges) - 1)
-        return [np.flatnonzero(bucket_of == index) for index in range(len(edges))]
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for group in self._groups():
-            for begin in range(0, len(group), self.mini_batch_size):
-                yield group[begin : begin + self.mini_batch_size].tolist()
-
-
-class _EvaluationLoader(DataLoader[Any]):
-    """Mini-batches of an evaluation set, the same on all ranks."""
-
-    @property
-    def total_batch_size(self) -> int:
-        """Rows of a full mini-batch, over all ranks, by the name of accelerate's data loaders."""
-        assert isinstance(self.batch_sampler, _EvaluationSampler)
-        return self.batch_sampler.mini_batch_size
-
-
-def is_own_loader(loader: Any) -> bool:
-    """Whether a data loader is one that `evaluation_loop` can walk through."""
-    return isinstance(getattr(loader, "dataset", None), _EvaluationRows | StreamRows)
 
 
 def _with_last(items: Iterable[Any]) -> Iterator[tuple[Any, bool]]:
@@ -192,13 +94,13 @@ class EvaluationMixin:
             eval_dataset = self.eval_dataset[eval_dataset]
         elif eval_dataset is None:
             eval_dataset = self.eval_dataset
-        return self._evaluation_loader(eval_dataset)
+        return self._evaluation_loader(eval_dataset, keep=self.args.dataloader_persistent_workers)
 
     def get_test_dataloader(self: Any, test_dataset: Any) -> DataLoader[Any]:
         """The same for `predict`. Collective."""
         return self._evaluation_loader(test_dataset)
 
-    def _evaluation_loader(self: Any, dataset: Any) -> DataLoader[Any]:
+    def _evaluation_loader(self: Any, dataset: Any, keep: bool = False) -> DataLoader[Any]:
         self._asked = dataset
         engine = self._start_engine(training=False)
 
@@ -207,9 +109,16 @@ class EvaluationMixin:
             same = data_facts(tokens, table, self._row_rules())
             return same | {name: str(getattr(self, name) is not None) for name in _DECIDE_LOGITS}
 
-        return engine.agreement.run(
-            "evaluation data set", lambda: self._make_evaluation_loader(engine, dataset), facts=facts
-        )
+        def made() -> DataLoader[Any]:
+            kept = self._kept_loaders.get(id(dataset))
+            if keep and kept is not None and kept[0] is engine:
+                return kept[1]
+            return self._make_evaluation_loader(engine, dataset, keep)
+
+        loader: DataLoader[Any] = engine.agreement.run("evaluation data set", made, facts=facts)
+        if keep and not is_stream(dataset):
+            self._kept_loaders[id(dataset)] = engine, loader
+        return loader
 
     def _stream_rows(
         self: Any,
@@ -265,7 +174,7 @@ class EvaluationMixin:
             for table in self._evaluated_tables():
                 check_lengths(table, longest, self.args.hotspa_overlong)
 
-    def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any) -> DataLoader[Any]:
+    def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any, keep: bool) -> DataLoader[Any]:
         args = self.args
         if dataset is None:
             raise DataError("there is no eval_dataset", fix="pass eval_dataset to HotSPaTrainer or to evaluate()")
@@ -276,8 +185,9 @@ class EvaluationMixin:
             return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
         tokens, table = self._evaluation_scan(dataset)
         check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
-        return _EvaluationLoader(
-            _EvaluationRows(
+        return EvaluationLoader(
+            dataset,
+            EvaluationRows(
                 tokens,
                 Planner(table, buckets, shape.quadratic_cost, args.hotspa_overlong),
                 PackedBucketCollator(
@@ -288,10 +198,10 @@ class EvaluationMixin:
                     table=table,
                 ),
             ),
-            batch_sampler=_EvaluationSampler(table, buckets, size, args.dataloader_drop_last),
-            collate_fn=as_it_is,
+            EvaluationSampler(table, buckets, size, args.dataloader_drop_last),
             num_workers=args.dataloader_num_workers,
             prefetch_factor=args.dataloader_prefetch_factor,
+            persistent_workers=keep and args.dataloader_num_workers > 0,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
             multiprocessing_context=worker_context(
                 args.dataloader_num_workers, args.dataloader_multiprocessing_context
@@ -330,10 +240,8 @@ class EvaluationMixin:
     ) -> EvalLoopOutput:
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
-        collected: Any = dataloader.dataset
-        collected.whole = not loss_only
-        if isinstance(dataloader.batch_sampler, _EvaluationSampler):
-            dataloader.batch_sampler.grouped = loss_only
+        loader: Any = dataloader
+        loader.asks_for(logits=not loss_only)
         if callable(getattr(self.optimizer, "eval", None)):
             self.optimizer.eval()
         self.callback_handler.eval_dataloader = dataloader
@@ -377,7 +285,8 @@ class EvaluationMixin:
             key if key.startswith(f"{metric_key_prefix}_") else f"{metric_key_prefix}_{key}": value
             for key, value in metrics.items()
         }
-        num_samples = len(collected) if has_length(collected) else num_rows
+        dataset: Any = dataloader.dataset
+        num_samples = len(dataset) if has_length(dataset) else num_rows
         return EvalLoopOutput(
             predictions=arrays["predictions"], label_ids=arrays["labels"], metrics=metrics, num_samples=num_samples
         )

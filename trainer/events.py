@@ -12,7 +12,8 @@ dispatches these, on every rank, to the callbacks that define them:
 They return nothing. `state.global_step` counts the optimizer steps before. Promises:
 
 * A callback that raises does so on all ranks: the error, naming class, event and step, waits until all ranks agree on
-  the next mini-batch (or on the end of training), so that none is left inside a collective. No event communicates, but for what comes before `COLLECTIVE_EVENTS`.
+  the next mini-batch (or on the end of training), so that none is left inside a collective. On one process, what a callback of
+  the user raises in an event of transformers is raised where it is, as in the stock Trainer. No event communicates, but for what comes before `COLLECTIVE_EVENTS`.
 * The seconds inside callbacks are known by class.
 * The callbacks that the Trainer adds of itself (`add_own`) come after those of the user, and are not in `callbacks`, which
   users and their tests read; `pop_callback` and `remove_callback` find them all the same.
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 COLLECTIVE_EVENTS = ("on_train_begin", "on_epoch_begin", "on_epoch_end")
 """The events before which ranks may communicate: the Trainer gets to them on all ranks alike."""
 
+_OF_TRANSFORMERS = frozenset(name for name in vars(TrainerCallback) if name.startswith("on_"))
 
 _PRINTERS = (ProgressCallback, PrinterCallback)
 """The callbacks of transformers that print whatever is logged. Others, `report_to` and `state.log_history` have it all."""
@@ -75,8 +77,9 @@ class CallbackEvents(CallbackHandler):
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
-        self._defers = False
+        self._defers = self._alone = False
         self._error: HotspaError | None = None
+        self._cause: Exception | None = None
 
     @property
     def total_s(self) -> float:
@@ -118,11 +121,20 @@ class CallbackEvents(CallbackHandler):
     # -- errors ---------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def deferring_errors(self) -> Iterator[None]:
-        """Inside, errors wait to be agreed on (`take_error`); outside, callbacks raise where they are."""
-        self._defers, self._error = True, None
+    def deferring_errors(self, alone: bool = False) -> Iterator[None]:
+        """Inside, errors wait to be agreed on (`take_error`); outside, callbacks raise where they are.
+
+        Args:
+            alone: There are no other ranks: only those of our own events wait, which come in the middle of a mini-batch,
+                and those of our own callbacks.
+        """
+        self._defers, self._alone, self._error, self._cause = True, alone, None, None
         try:
             yield
+        except CallbackError as error:
+            if self._cause is not None:
+                raise error from self._cause
+            raise
         finally:
             self._defers = False
 
@@ -133,15 +145,17 @@ class CallbackEvents(CallbackHandler):
 
     def _call(self, callback: TrainerCallback, event: str, step: int, *args: Any, **kwargs: Any) -> Any:
         """Calls one callback; what it raises waits for the next agreement, where there is going to be one."""
+        as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self._own.values()
         begin = time.perf_counter()
         name = type(callback).__name__
         try:
             return getattr(callback, event)(*args, **kwargs)
         except Exception as error:
-            if not self._defers:
+            if not self._defers or as_it_is:
                 raise
             logger.exception("%s.%s raised; training ends when all ranks know", name, event)
             if self._error is None:
+                self._cause = error
                 self._error = CallbackError(
                     f"{name}.{event} raised {type(error).__name__}: {error}",
                     where=f"step {step}",

@@ -6,6 +6,7 @@ A class of the user's stays one of the bases, with its fields, properties and me
 """
 
 import dataclasses
+import functools
 import inspect
 import logging
 from typing import Any
@@ -38,6 +39,24 @@ def named(rest: tuple[Any, ...], by_name: dict[str, Any]) -> dict[str, Any]:
     return {**placed, **by_name}
 
 
+@functools.cache
+def _with_flags(kind: Any) -> Any:
+    """A class of arguments of the user's, with the `hotspa_*` flags."""
+    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _pickled}
+    made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(made)
+
+
+def _unfilled(kind: Any) -> Any:
+    """An object of that class without attributes. Module-level: pickles call it."""
+    return object.__new__(HotSPaTrainingArguments if kind is TrainingArguments else _with_flags(kind))
+
+
+def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
+    """The class was made here, so a pickle (`training_args.bin`) names the user's, which it is made of."""
+    return _unfilled, (type(args).__bases__[1],), vars(args)
+
+
 def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     """The arguments of `HotSPaTrainer` for what a script passes to a `Trainer`, with every `hotspa_*` flag at its default.
 
@@ -61,12 +80,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
             fix="give deepspeed= to HotSPaTrainingArguments",
         )
     kind: Any = type(args)
-    cls: Any = HotSPaTrainingArguments
-    if kind is not TrainingArguments:
-        namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__}
-        made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
-        cls = dataclasses.dataclass(init=False, repr=False, eq=False)(made)
-    own: HotSPaTrainingArguments = object.__new__(cls)
+    own: HotSPaTrainingArguments = _unfilled(kind)
     own.__dict__ = vars(args)
     for field in dataclasses.fields(HotSPaTrainingArguments):
         if field.name.startswith("hotspa_"):

@@ -268,3 +268,7 @@ class StreamLoader(DataLoader[dict[str, Any]]):
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch of the next iteration (called by the Trainer)."""
         self.dataset.set_epoch(epoch)
+
+    def asks_for(self, logits: bool) -> None:
+        """Whether the next iteration is for logits, whose rows are looked at, or for the loss alone."""
+        self.dataset.whole = logits

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
@@ -125,6 +126,7 @@ class HotSPaTrainer(
         self._stream_progress: StreamProgress | None = None
         self._scan: tuple[Any, Any, SequenceTable] | None = None
         self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
+        self._kept_loaders: dict[int, tuple[HotSPaEngine, DataLoader[Any]]] = {}
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
         self._preemption = Preemption()
         self.args = args
@@ -351,7 +353,8 @@ class HotSPaTrainer(
 
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         try:
-            with self.callback_handler.deferring_errors(), self._preemption, told_to_all(self, "training"):
+            alone = self.args.world_size == 1
+            with self.callback_handler.deferring_errors(alone), self._preemption, told_to_all(self, "training"):
                 output = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
                     self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")
@@ -384,6 +387,7 @@ class HotSPaTrainer(
             self._update_model()
             self._warn_of_unsaved_weights()
             self._let_go_of_optimizer(restarts)
+            self._kept_loaders.clear()
             self.engine.close()
             self.engine = self._wrapped = None
 

@@ -38,7 +38,7 @@ def engine_world(rank, world_size, family, dtype):
     from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.data.scan import scan_dataset
-    from hf_hotspa.trainer.evaluation import evaluation_buckets
+    from hf_hotspa.trainer.evaluation_loader import evaluation_buckets
 
     model = tiny_model(family, dtype)
     rows = random_rows(23, model.config.vocab_size, longest=60, seed=5)
@@ -314,6 +314,37 @@ def test_options(world_size, tmp_path):
         assert found["stopped"] == 3  # evaluated at steps 2 and 3
         assert found["best"] == 1.0
     assert all(found == results[0] for found in results)
+
+
+def test_the_data_set_of_a_loader_is_the_users(tmp_path):
+    [found] = run_ranks(1, loader_world, str(tmp_path))
+    assert found["own"] == [True] * 8
+    assert found["kept"] == [False, False, False, True, True, False]
+    assert found["shape"] == (5, 60, 163)
+    assert found["losses"][0] == found["losses"][1]
+
+
+def loader_world(rank, world_size, folder):
+    trainer = hot_trainer(folder, "dp1:60@64", eval_on_start=False)
+    rows = [{"input_ids": [7] * 60, "labels": [7] * 60}, *random_rows(4, 163, longest=60, seed=9)]
+    trainer.compute_metrics = None
+    first = trainer.eval_dataset
+    trainer.eval_dataset = {"first": first, "second": rows}
+    own, kept = [], []
+    for persistent in (False, True):
+        trainer.args.dataloader_persistent_workers, trainer.args.dataloader_num_workers = persistent, int(persistent)
+        loaders = [trainer.get_eval_dataloader(name) for name in ("first", "first", "second", "second")]
+        test = trainer.get_test_dataloader(rows)
+        own += [loader.dataset is given for loader, given in zip(loaders[1:], (first, rows, rows), strict=True)]
+        own.append(test.dataset is rows)
+        kept += [loaders[0] is loaders[1], loaders[2] is loaders[3], test is loaders[2]]
+    # the loss alone, then logits, whose rows the same workers are asked for, then the loss again
+    losses = [trainer.evaluate(rows)["eval_loss"]]
+    output = trainer.evaluation_loop(loaders[2], "Prediction", prediction_loss_only=False)
+    losses.append(trainer.evaluate(rows)["eval_loss"])
+    del loaders, test
+    trainer.close_engine()
+    return {"own": own, "kept": kept, "losses": losses, "shape": output.predictions.shape}
 
 
 def failing_world(rank, world_size, folder):

@@ -1,7 +1,10 @@
 """Moves: training arguments."""
 
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback, TrainingArguments
 
 from tests.moves import COMMON, MINI_BATCH, STRATEGIES, Kit, Move, Seen, with_arguments
@@ -90,9 +93,38 @@ def _loaders(kit: Kit) -> Seen:
     return {"batches": [len(loader) for loader in loaders], "rows": [loader.total_batch_size for loader in loaders]}
 
 
+def _data_sets(kit: Kit) -> Seen:
+    rows, others = kit.rows(), kit.rows(seed=4)
+    args = kit.arguments(dataloader_persistent_workers=True, dataloader_num_workers=1)
+    trainer = kit.trainer(args=args, train_dataset=rows, eval_dataset={"rows": rows, "others": others})
+    loaders = [trainer.get_eval_dataloader(name) for name in ("rows", "others", "rows")]
+    own = [loader.dataset is given for loader, given in zip(loaders, (rows, others, rows), strict=True)]
+    return {"own": own, "kept": loaders[0] is loaders[2]}
+
+
+@dataclass
+class _OwnArguments(TrainingArguments):
+    temperature: float = 0.5
+
+
+def _own_arguments_saved(kit: Kit) -> Seen:
+    own: Any = _OwnArguments(**{**COMMON, "output_dir": str(kit.folder / "out")}, temperature=0.7)
+    own.hotspa_stock_checkpoints = True
+    trainer = kit.trainer(args=own)
+    trainer.save_model(str(kit.folder / "saved"))
+    trainer.accelerator.wait_for_everyone()
+    found: Any = torch.load(Path(kit.folder, "saved", "training_args.bin"), weights_only=False)
+    return {"temperature": found.temperature, "steps": found.max_steps, "kind": isinstance(found, _OwnArguments)}
+
+
 MOVES: tuple[Move, ...] = (
     Move("`Trainer(model, args, collator, rows)`: arguments by their place", _by_place),
     Move("`len` and `total_batch_size` of the data loaders", _loaders),
+    Move("`dataset` of the evaluation data loaders, with `dataloader_persistent_workers=True`", _data_sets),
+    Move(
+        "a subclass of `TrainingArguments`, read from the `training_args.bin` of `save_model`", _own_arguments_saved,
+        ours="with `hotspa_stock_checkpoints=True`; without it nothing is pickled",
+    ),
     Move("`accelerator_config` with `num_steps=2`", _accumulation_of_accelerate),
     Move("`args.gradient_accumulation_steps` read by a callback and afterwards", _accumulation_read),
     Move('`include_num_input_tokens_seen="non_padding"`', lambda kit: _tokens(kit, "non_padding")),

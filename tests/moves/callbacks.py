@@ -100,6 +100,27 @@ def _resumed(kit: Kit) -> Seen:
     return {**kit.train(trainer, resume_from_checkpoint=f"{changes['output_dir']}/checkpoint-2"), "looks": looks}
 
 
+class _Pruned(Exception):
+    """What a callback raises to end a run."""
+
+
+class _Prunes(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            raise _Pruned("trial 3")
+
+
+def _pruned(kit: Kit) -> Seen:
+    trainer, found = kit.trainer(callbacks=[_Prunes()]), None
+    try:
+        trainer.train()
+    except Exception as error:
+        found = error if kit.world_size == 1 else error.__cause__
+    if kit.world_size > 1:
+        trainer.materialize()
+    return {"error": repr(found), "step": trainer.state.global_step, "norms": _norms(trainer.model)}
+
+
 _EPOCHS = {"max_steps": -1, "num_train_epochs": 2, "per_device_train_batch_size": ROWS // 2}
 
 MOVES: tuple[Move, ...] = (
@@ -120,6 +141,11 @@ MOVES: tuple[Move, ...] = (
     Move("`compute_metrics` looks at `trainer.model`", _metrics),
     Move("`evaluate` overridden, which looks at `self.model`", _evaluate_overridden),
     Move("weights looked at in `on_train_begin` of a resumed run", _resumed),
+    Move(
+        "a callback raises an exception of its own, which the script catches",
+        _pruned,
+        ours="on several processes it is the cause of the `CallbackError` that all raise",
+    ),
     Move(
         "`KeyboardInterrupt`, then a look at the model",
         _interrupted,

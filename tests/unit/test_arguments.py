@@ -1,5 +1,7 @@
 """`HotSPaTrainingArguments` and what `HotSPaTrainer` takes: parsed, or refused by name with what to use instead."""
 
+import copy
+import pickle
 from dataclasses import dataclass, field
 
 import pytest
@@ -151,7 +153,7 @@ def test_accumulation_is_folded_into_the_mini_batch(tmp_path):
         args = make_arguments(tmp_path, per_device_train_batch_size=3, accelerator_config=given)
         assert (args.hotspa_mini_batch_size, args.gradient_accumulation_steps) == (12, 4)
     assert given.gradient_accumulation_kwargs == {"num_steps": 4}
-    with pytest.raises(HotspaConfigError, match=r"num_steps=4, and gradient_accumulation_steps is 2"):
+    with pytest.raises(HotspaConfigError, match=r"The `AcceleratorConfig`'s `num_steps` is set but gradient"):
         make_arguments(tmp_path, gradient_accumulation_steps=2, accelerator_config=kwargs)
     args = make_arguments(
         tmp_path, per_device_train_batch_size=3, gradient_accumulation_steps=5, hotspa_mini_batch_size=7
@@ -228,6 +230,9 @@ def test_arguments_of_transformers_are_completed(tmp_path, monkeypatch):
         False,
     )
     assert args.to_dict()["temperature"] == 0.7
+    for again in (pickle.loads(pickle.dumps(args)), copy.deepcopy(args)):  # training_args.bin is a pickle
+        assert type(again) is type(args)
+        assert (again.doubled, again.hotspa_auto, again.output_dir) == (1.4, True, args.output_dir)
     given.max_steps = 5  # as with the stock Trainer, which holds the same object
     assert args.max_steps == 5
     with pytest.raises(UnsupportedError, match="fp16=True"):

@@ -21,7 +21,7 @@ from hf_hotspa.callbacks import (
     trace,
 )
 from hf_hotspa.callbacks import progress as progress_module
-from hf_hotspa.errors import CallbackError, HotspaConfigError
+from hf_hotspa.errors import CallbackError, HotspaConfigError, HotspaError
 from hf_hotspa.process_lock import LOCK_NAME
 from hf_hotspa.report import PhaseEvent
 from hf_hotspa.reporting.run_log import read_run_log
@@ -392,6 +392,26 @@ def test_an_error_waits_is_named_and_others_are_called(events):
     assert str(error).startswith("HSP-320 Callback: Failing.on_step_end raised KeyError: 'lost' | Where: step 4")
     assert control.should_log
     assert handler.callbacks[-1].events == [("step", "the model"), ("phase", "p")]
+
+
+def test_on_one_process_an_error_is_raised_where_it_is_but_for_events_inside_a_mini_batch(events):
+    handler, args, state = events
+    with pytest.raises(KeyError, match="lost"), handler.deferring_errors(alone=True):
+        handler.on_step_end(args, state, TrainerControl())
+    assert handler.take_error() is None
+
+
+def test_an_error_that_was_agreed_on_has_that_of_the_callback_as_its_cause(events):
+    handler, args, state = events
+
+    def trains():
+        with handler.deferring_errors():
+            handler.on_step_end(args, state, TrainerControl())
+            raise HotspaError.from_dict(handler.take_error().to_dict())  # as the agreement does
+
+    with pytest.raises(CallbackError) as caught:
+        trains()
+    assert type(caught.value.__cause__) is KeyError
 
 
 def test_outside_of_training_an_error_is_raised_where_it_is(events):
