@@ -42,6 +42,7 @@ from switches import (
     write_json,
 )
 from worlds import run_world
+from written_plans import transfers_of
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
@@ -125,7 +126,7 @@ def measure_pair(
     seconds = interleaved(works, options.rounds)
     parts = ("pack_seconds", "wire_seconds", "local_seconds", "unpack_seconds")
     stats = switch.stats[-options.rounds :]
-    moves = [t for t in plan.transfers if t.src != t.dst]
+    moves = [t for t in transfers_of(plan) if t.src != t.dst]
     return {
         "pair": text,
         "is_return": pair.is_return,

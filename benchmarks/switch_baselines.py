@@ -32,6 +32,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from written_plans import transfers_of
 
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import ParameterVector
@@ -50,7 +51,7 @@ Routes = dict[int, list[Transfer]]
 def routes_of(plan: SwitchPlan, rank: int) -> tuple[Routes, Routes, list[Transfer]]:
     """What a rank sends, what it receives, and what stays inside it."""
     sends, receives, local = defaultdict(list), defaultdict(list), []
-    for transfer in plan.transfers:
+    for transfer in transfers_of(plan):
         if transfer.src == transfer.dst == rank:
             local.append(transfer)
         elif transfer.src == rank:
@@ -190,7 +191,7 @@ class PerSlice:
         as_stored: bool = False,
     ) -> None:
         self._rank, self._source, self._target = rank, source, target
-        self._slices = _slices((t for t in plan.transfers if t.src != t.dst), vector, as_stored)
+        self._slices = _slices((t for t in transfers_of(plan) if t.src != t.dst), vector, as_stored)
         self._local = routes_of(plan, rank)[2]
 
     @property
@@ -221,7 +222,7 @@ class AllGather:
         self._mine = torch.zeros(longest, dtype=source.flat.dtype)
         self._all = torch.zeros(plan.world_size * longest, dtype=source.flat.dtype)
         self._source = source.flat
-        needed = [t for t in plan.transfers if t.dst == rank]
+        needed = [t for t in transfers_of(plan) if t.dst == rank]
         self._targets = _targets(target, needed)
         self._slices = [
             self._all.narrow(0, t.src * longest + sum(sizes[t.src][: t.segment]) + t.src_offset, t.length)

@@ -38,7 +38,6 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
 
     Args:
         facts: What the run's record says of it.
-        args: The training arguments.
         num_steps: Optimizer steps of the run.
     """
     model, machine, used = facts.model, facts.machine, facts.settings

@@ -13,7 +13,6 @@ class Cluster:
     interfaces, shared evenly by its devices. The defaults are those of an A800 node with one 200 Gb/s NIC for each GPU.
 
     Args:
-        world_size: Ranks.
         devices_per_node: Ranks on a full node; the last node may have fewer.
         intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
         inter_bandwidth: Bytes per second, per direction, of one NIC.

@@ -78,7 +78,6 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
     """The lengths of the sequences of the data set that `add_data_arguments` names.
 
     Args:
-        args: What was given.
         model: The model of a plan: its tokenizer is taken where none is named.
 
     Raises:

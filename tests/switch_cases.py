@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from unittest.mock import patch
 
 import torch
+from written_plans import transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout, gradient_layout, strategy_layout
@@ -239,7 +240,7 @@ def check_exactly_once(case: Case) -> None:
     for rank, holdings in enumerate(needed.holdings):
         counts = torch.zeros(case.vector.numel, dtype=torch.int32)
         expected = torch.zeros_like(counts)
-        for transfer in plan.transfers:
+        for transfer in transfers_of(plan):
             if getattr(transfer, end) == rank and getattr(transfer, f"{end}_store") == store:
                 counts[transfer.start : transfer.stop] += 1
         for interval in holdings:

@@ -73,7 +73,6 @@ def per_row(collator: Any, columns: list[str] | None, loss_columns: tuple[str, .
     """A collator of the user's own as it is run here; None where it is one of those whose rules are known.
 
     Args:
-        collator: The collator.
         columns: The columns that it is given; None for all.
         loss_columns: Columns that a loss of the user's own reads.
     """
@@ -86,8 +85,6 @@ def row_rules(
     """What rows are read by under a collator.
 
     Args:
-        collator: The collator.
-        args: The training arguments.
         config: The config of the model.
         signature: The arguments of the model's forward: a column of one of these names would be given to it.
         vocab_size: That of the model, where it is known.

@@ -117,7 +117,6 @@ def map_config(
     """Maps a config, field by field.
 
     Args:
-        config: The config.
         arguments: The training arguments as they were given.
         defaults: Their defaults: an argument that has another value was set, and must not contradict the config.
 
@@ -308,9 +307,7 @@ def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], wor
     """Holds DeepSpeed's three batch sizes against one another, when the number of processes is known.
 
     Args:
-        mapping: The config.
         arguments: The training arguments, those of the config among them.
-        world_size: Processes.
 
     Returns:
         The mapping, in whose table the sequences of a step are named.

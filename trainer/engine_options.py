@@ -14,7 +14,6 @@ def engine_options(args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss
     """The options of the engine of a run.
 
     Args:
-        args: The training arguments.
         loss: A loss of the user's own, which label smoothing has no part in.
     """
     return EngineOptions(

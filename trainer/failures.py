@@ -13,7 +13,6 @@ def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
     """What to raise for a `save_model` that failed.
 
     Args:
-        target: The folder.
         failure: What the disk, the model or the tokenizer raised.
     """
     return CheckpointError(

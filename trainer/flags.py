@@ -16,7 +16,6 @@ class FlagParser(HfArgumentParser):
     """Reads data classes. A flag that none of them has ends the program, with the name that was meant.
 
     Args:
-        dataclass_types: The data classes.
         options: As for `argparse.ArgumentParser`.
     """
 

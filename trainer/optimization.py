@@ -26,12 +26,7 @@ _CPU_ADAM_TAKES = ("lr", "betas", "eps", "weight_decay")
 
 
 class DeepSpeedLR(LRScheduler):
-    """The learning rates of a DeepSpeed scheduler, the same for all groups, as those are that it sets.
-
-    Args:
-        optimizer: The optimizer.
-        schedule: The rates.
-    """
+    """The learning rates of a DeepSpeed scheduler, the same for all groups, as those are that it sets."""
 
     def __init__(self, optimizer: Optimizer, schedule: DeepSpeedSchedule) -> None:
         self.schedule = schedule

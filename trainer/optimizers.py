@@ -67,7 +67,6 @@ def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = 
     """The same for an optimizer object, of which copies are tried; it is unchanged, and so are its parameters.
 
     Args:
-        optimizer: The optimizer.
         elsewhere: The ids of parameters that it must know nothing of, and their names.
 
     Raises:

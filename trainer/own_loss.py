@@ -36,7 +36,6 @@ class ModelOfSequence:
 
     Args:
         model: The model that was given to the Trainer.
-        sequence: The sequence.
     """
 
     def __init__(self, model: Any, sequence: WholeSequence) -> None:

@@ -25,7 +25,6 @@ class PerRow:
     """Runs a collator on single rows.
 
     Args:
-        collator: The collator.
         columns: The columns that it is given; None for all.
         loss_columns: Columns that a loss of the user's own reads: of the collator, or else of the data set.
     """
@@ -129,7 +128,6 @@ class CollatedRows(Dataset[Any]):
 
     Args:
         dataset: The data set as the user has it.
-        collate: The collator.
         rules: What rows are read by.
 
     Raises:

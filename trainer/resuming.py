@@ -47,7 +47,6 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
     """What decides which sequences make up which mini-batch, as plain data.
 
     Args:
-        args: The training arguments.
         loader: The train data loader; of a stream nothing is known beforehand.
         longest: The longest sequence of the buckets.
     """

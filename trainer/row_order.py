@@ -30,9 +30,7 @@ class LengthGroupedRows(Sampler[int]):
     transformers' `LengthGroupedSampler`, whose order hangs on the state of torch's generator.
 
     Args:
-        table: The lengths.
         group_size: Rows of a mini-batch, inside which lengths are sorted.
-        seed: The seed.
     """
 
     def __init__(self, table: SequenceTable, group_size: int, seed: int) -> None:

@@ -37,7 +37,6 @@ def scanned(
     Args:
         dataset: The data set as the user has it.
         processing_class: The tokenizer, for rows without token ids.
-        args: The training arguments.
         rules: What rows are read by.
         collate: A collator of the user's own, which makes the rows; None where there is none to run.
 

@@ -31,9 +31,6 @@ def run_facts(
     """The facts of a run. No communication, no host names.
 
     Args:
-        engine: The engine.
-        model: The model that is trained.
-        args: The training arguments.
         table: The scan of the data set; None for a stream.
         foretold: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
     """

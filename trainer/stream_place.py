@@ -75,11 +75,7 @@ class _Rows(Protocol):
 
 
 class StreamProgress:
-    """How far this run has come in its stream.
-
-    Args:
-        rows: The stream.
-    """
+    """How far this run has come in its stream."""
 
     def __init__(self, rows: _Rows) -> None:
         self._rows, self._place = rows, StreamPlace()

@@ -56,7 +56,6 @@ class WeightShard:
     """One file of weights.
 
     Args:
-        name: Its name.
         entries: Its tensors, each with the name in memory of the weight that it is made of.
     """
 
@@ -72,9 +71,6 @@ class ModelWeights:
         vector: The parameters, in the order in which they are gathered; of an adapter the trained ones.
         adapted: Whether an adapter is saved.
         max_shard_bytes: See `MAX_SHARD_BYTES`.
-
-    Attributes:
-        shards: The files.
     """
 
     def __init__(
@@ -108,8 +104,6 @@ class ModelWeights:
         """Writes every `parts`-th file, from number `part` on; the first part writes the index, too.
 
         Args:
-            disk: Writes.
-            folder: Where.
             weights: The weights, or what `hold` gave.
             part: Which part of the files: the ranks share the work.
             parts: In how many.
@@ -168,7 +162,6 @@ def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES) -> list[tuple[s
     """The files of a model, in the order of the tensors.
 
     Args:
-        entries: The tensors.
         limit: See `MAX_SHARD_BYTES`.
 
     Returns:
@@ -203,8 +196,6 @@ def write_shards(
     """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
 
     Args:
-        disk: Writes.
-        folder: Where.
         entries: The tensors in the order of writing, each with anything that `data` understands.
         data: As of `tensor_file`; called once for each tensor, in order.
         max_shard_bytes: See `MAX_SHARD_BYTES`.

@@ -47,7 +47,6 @@ def check_structure(manifest: Manifest, expected: Mapping[str, Expected], where:
     """Compares the parameters of a checkpoint with those of the model that is to go on from it.
 
     Args:
-        manifest: The checkpoint's.
         expected: Hugging Face name -> parameter.
         where: The checkpoint, for messages.
 

@@ -97,7 +97,6 @@ class CheckpointWriter:
         """Writes a checkpoint. On return it exists, or, in the background, is being written.
 
         Args:
-            step: The optimizer step.
             write_files: Writes this rank's files; in a thread when in the background.
             make_manifest: The manifest of all ranks' files; called on rank 0.
             limit: How many checkpoints stay, see `RunFolder.rotate`.

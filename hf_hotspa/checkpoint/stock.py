@@ -47,10 +47,8 @@ class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
 
     Args:
-        path: Its directory.
         trainer_state: The Trainer's own state.
         optimizer: The optimizer's `state_dict`; its tensors lie in the file.
-        scheduler: The scheduler's.
         weights: The files of the model, or of the adapter.
         adapted: Whether they are those of an adapter.
         state: What only our checkpoints hold: nothing.
@@ -108,7 +106,6 @@ class StockCheckpoint:
 
         Args:
             optimizer: The optimizer, on the master store; its groups are made as with the stock Trainer.
-            master: The master store.
 
         Raises:
             ResumeError: it is another optimizer, or one of other parameters.
@@ -264,7 +261,6 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     """Fills this rank's share of the trained weights from a file of PEFT's.
 
     Args:
-        files: The file.
         master: The master store of a model with an adapter.
 
     Raises:

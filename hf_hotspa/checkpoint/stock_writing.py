@@ -75,7 +75,6 @@ def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[s
 
     Args:
         optimizer: On the master store; its groups are made as with the stock Trainer.
-        master: The master store.
         states: State -> parameter -> the whole of it.
     """
     bare = bare_optimizer(optimizer)

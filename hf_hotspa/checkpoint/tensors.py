@@ -86,7 +86,6 @@ def share_of(master: MasterStore, optimizer: Optimizer | None, vector: Parameter
     """This rank's share, as views of the master store and the optimizer's tensors.
 
     Args:
-        master: The master store.
         optimizer: Its optimizer; None to leave it out.
         vector: What is saved (`saved_vector`); everything when None.
 
@@ -156,7 +155,6 @@ def saved_parameters(
     """The parameters, for the manifest.
 
     Args:
-        vector: The parameter vector.
         states: Of a `Share`.
         dtypes: Parameter -> its dtype in the Hugging Face model.
         exported: The names that transformers saves.
@@ -186,7 +184,6 @@ class ShareReader:
 
     Args:
         folder: The checkpoint, verified.
-        manifest: Its manifest.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -258,7 +255,6 @@ def restore(
     Args:
         folder: The checkpoint, verified.
         manifest: Its manifest, checked against the model.
-        master: The master store.
         optimizer: Its optimizer; None to restore the weights only.
         saved: What `optimizer_to_json` gave.
 
@@ -322,7 +318,6 @@ def load_optimizer(
 
     Args:
         optimizer: A torch optimizer on the master store.
-        master: The master store.
         states: Parameter -> state -> this rank's share of it.
         saved: As `optimizer_to_json` gives it.
         where: The checkpoint, for messages.

@@ -55,7 +55,6 @@ class Calibration:
 
     Args:
         key: What it holds for.
-        model: The model.
         samples: Seconds of packs, all ranks busy; embedding, head and loss included. Seconds on a core where ranks share
             cores.
         slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
@@ -130,7 +129,6 @@ class Calibration:
         """The memory model, with measured activations where there are measurements.
 
         Args:
-            sizes: The model.
             options: Everything else that it depends on.
             world_size: Ranks; as many as were measured when None.
         """
@@ -228,7 +226,6 @@ class Calibration:
         """Reads what `save` wrote.
 
         Args:
-            path: The file.
             key: What it must hold for; anything when None.
 
         Raises:

@@ -26,7 +26,6 @@ def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: Mini
     """What the phases of a plan will take, in the order of the plan.
 
     Args:
-        time: The time model.
         switch: Load and return seconds of each strategy of the plan.
         plan: Which sequences run where.
     """
@@ -45,7 +44,6 @@ class PhaseChooser:
 
     Args:
         pool: The buckets to choose from, each with a strategy of its own.
-        time: The time model.
         switch: Load and return seconds of each strategy.
         table: The scan of the data set.
         policy: One of `OVERLONG_POLICIES`.
@@ -111,7 +109,6 @@ class PhaseChooser:
 
         Args:
             number: Its number in the run.
-            rows: Its dataset rows.
             previous: The strategies of the one before.
 
         Raises:
@@ -139,7 +136,6 @@ class PhaseChooser:
 
         Args:
             number: Its number in the run.
-            plan: What was run.
             measured: Seconds by strategy, equal on all ranks.
 
         Returns:

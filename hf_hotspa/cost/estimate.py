@@ -156,7 +156,6 @@ class Evaluator:
 
     Args:
         batches: The lengths of each mini-batch.
-        time: The time model.
         switch: Load and return seconds of each strategy.
         quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
         weights: What each mini-batch counts; equal, with sum 1, when None.

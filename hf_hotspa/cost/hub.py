@@ -15,7 +15,6 @@ def hub_file(name: str, filename: str = CONFIG) -> Path:
     """The path of a file of a model on the hub, such as `Qwen/Qwen3-0.6B`; downloaded where the cache does not have it.
 
     Args:
-        name: The model.
         filename: The file in its repository.
 
     Raises:

@@ -30,7 +30,6 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
     """Reads what `write_json` wrote.
 
     Args:
-        path: The file.
         kind: What it must be.
         version: The version that this program reads.
         remedy: How the user gets a file that works, for messages.
@@ -61,7 +60,6 @@ def number(value: object, name: str, where: str, remedy: str, *, positive: bool 
     """A finite number that is not negative.
 
     Args:
-        value: What was read.
         name: The field, for messages.
         where: The file, for messages.
         remedy: How the user gets a file that works, for messages.

@@ -29,7 +29,6 @@ class CalibrationKey:
         kind: `cpu` or `cuda`.
         cores: Processor cores that a node's processes may use.
         memory_bytes: Memory of a device; on CPU that of a node.
-        world_size: Ranks.
         devices_per_node: Ranks of a node.
         threads: Compute threads of a rank.
         backend: Of the process group.

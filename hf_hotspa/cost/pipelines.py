@@ -106,7 +106,6 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
     ordered by two queues: ends of operations by the integral, arrivals of messages by time.
 
     Args:
-        pipelines: The replicas.
         ranks_per_stage: Ranks that work on a stage together.
         slots: Ranks that compute at a time.
     """

@@ -35,7 +35,6 @@ class MemoryRooms:
     """How many tokens a sequence and a pack of a strategy may have inside a pool, from the memory model.
 
     Args:
-        model: The memory model.
         limit_bytes: Memory of a device; None for no limit.
     """
 
@@ -83,9 +82,6 @@ def too_long(
     """The error for a sequence that no strategy can hold: names the smallest changes that would work.
 
     Args:
-        longest: Its tokens.
-        strategies: What was tried.
-        limit_bytes: The limit.
         tokens: The longest pack of a strategy under the limit.
         needed: The limit under which a strategy would hold it.
     """

@@ -70,7 +70,6 @@ def search(
     Args:
         lengths: Lengths in random order, each at least 1: a sample of the data set.
         strategies: The legal ones; those without coefficients in the time model are left out.
-        time: The time model.
         rooms: How long packs may be.
         switch: Load and return seconds of each strategy.
         mini_batch_size: Sequences of a mini-batch; all lengths when None.

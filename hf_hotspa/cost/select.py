@@ -63,7 +63,6 @@ class Selector:
 
     Args:
         pool: The buckets. Their longest lengths are only the order; `Bucket.room` says what fits.
-        time: The time model.
         switch: Load and return seconds of each strategy.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         margin: See `MARGIN`.

@@ -44,7 +44,7 @@ def from_pool(
     found = {}
     for strategy in pool.strategies:
         moved = overlapped_seconds(pool.load(strategy).loads(cluster, weight_sizes), cluster)
-        moved += overlapped_seconds(pool.give_back(strategy).loads(cluster, gradient_sizes), cluster)
+        moved += overlapped_seconds(pool.return_gradients(strategy).loads(cluster, gradient_sizes), cluster)
         found[strategy] = moved / efficiency + fixed_s
     return found
 

@@ -37,7 +37,6 @@ class PhaseSeconds:
     """Seconds of a phase.
 
     Args:
-        strategy: The strategy.
         compute_s: Forward and backward of the busiest replica.
         switch_s: Load of the weights and return of the gradients.
     """

@@ -14,9 +14,6 @@ from hf_hotspa.errors import DataError, HotspaError
 class ChatTemplate(Template):
     """The chat template of a tokenizer, with which conversations become tokens.
 
-    Args:
-        tokenizer: The tokenizer.
-
     Raises:
         DataError: it has none.
     """
@@ -25,7 +22,6 @@ class ChatTemplate(Template):
         """The tokens of conversations.
 
         Args:
-            chats: The conversations.
             rows: Their numbers, for messages.
 
         Raises:

@@ -32,9 +32,6 @@ Tokens = tuple[list[int], list[bool]]  # ids, and whether each is learned
 class Template:
     """The chat template of a tokenizer.
 
-    Args:
-        tokenizer: The tokenizer.
-
     Raises:
         DataError: it has none.
     """
@@ -81,8 +78,6 @@ class Layout:
     """One conversation as text.
 
     Args:
-        template: The template.
-        chat: The conversation.
         row: Its number, for messages.
 
     Raises:

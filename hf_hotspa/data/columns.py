@@ -13,9 +13,7 @@ def number_columns(example: Any, row: int, names: Sequence[str], length: int) ->
     """Other columns of a row, as int64 or float64: [length] with a number for each token, or one number, [].
 
     Args:
-        example: The row.
         row: Its number, for messages.
-        names: The columns.
         length: Tokens of the row.
 
     Raises:

@@ -43,7 +43,6 @@ def reaches(tokens: Sequence[int], most_tokens: int | None = None) -> list[int]:
     """How many forward passes may have begun before each backward pass.
 
     Args:
-        tokens: Of each pack.
         most_tokens: The most tokens in flight; None for no limit.
 
     Returns:
@@ -68,7 +67,6 @@ def delays(reach: Sequence[int], num_stages: int) -> bool:
 
     Args:
         reach: See `reaches`.
-        num_stages: Stages.
     """
     return any(most < min(len(reach), backward + num_stages) for backward, most in enumerate(reach))
 
@@ -78,7 +76,6 @@ def operations(reach: Sequence[int], num_stages: int, stage: int) -> list[Operat
 
     Args:
         reach: See `reaches`.
-        num_stages: Stages.
         stage: The stage, from 0.
     """
     found: list[Operation] = []
@@ -97,7 +94,6 @@ class Passes:
 
     Args:
         kind: The schedule: `own`, `1f1b` or `gpipe`.
-        num_stages: Stages.
         tokens: Of each pack as it runs, padding included.
         reach: See `reaches`.
         replaced: Whether it is ours because the one that was asked for would pass the limit.
@@ -132,8 +128,6 @@ def choose_passes(schedule: str, tokens: Sequence[int], num_stages: int, most_to
 
     Args:
         schedule: One of `SCHEDULES`.
-        tokens: Of each pack.
-        num_stages: Stages.
         most_tokens: The most tokens in flight on a stage; None for no limit.
     """
     if schedule == "gpipe" and num_stages > 1 and tokens:
@@ -171,7 +165,6 @@ def most_packs(schedule: str, num_stages: int, stage: int, num_packs: int | None
 
     Args:
         schedule: One of `SCHEDULES`.
-        num_stages: Stages.
         stage: The stage, from 0.
         num_packs: Packs of a replica; None for any number.
     """

@@ -45,7 +45,6 @@ class Slot:
     """One parameter as one rank holds it: its local shape and where it lies.
 
     Args:
-        spec: The parameter.
         segment: Index of its segment.
         offset: Start in the rank's buffer for that segment.
         shape: Local shape in the Hugging Face order of dims.
@@ -79,7 +78,6 @@ class Layout:
 
     Args:
         name: For messages and the names of plans.
-        world_size: Ranks.
         bases: Where each segment begins in the parameter vector.
         placements: What all ranks hold of each segment, relative to its base.
     """

@@ -16,7 +16,6 @@ def cut_stages(layer_costs: Sequence[int], head_cost: int, num_stages: int) -> t
     Args:
         layer_costs: Relative cost of each layer.
         head_cost: Relative cost of the head.
-        num_stages: Pipeline stages.
 
     Returns:
         The layer indices of each stage.

@@ -37,11 +37,7 @@ class TracedStep:
 
 
 def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
-    """The trace as JSON-ready plain data.
-
-    Args:
-        steps: In order.
-    """
+    """The trace as JSON-ready plain data."""
     events: list[dict[str, Any]] = []
     worlds = [len(t.report.ranks.agree_s) if t.report.ranks is not None else 1 for t in steps]
     for rank in range(max(worlds, default=0)):

@@ -18,7 +18,6 @@ class StrategyPair:
     """One strategy in both runs.
 
     Args:
-        strategy: Its name.
         a: Its totals in run A; None where it did not run.
         b: The same for run B.
         speed_up: Tokens a second of computation, B by A; where a strategy ran in one run only and the other run had a
@@ -39,7 +38,6 @@ class Comparison:
         steps: Steps that both trained.
         loss_differences: B - A, one for each of them.
         largest_relative: The largest `|B - A| / |A|`.
-        largest_step: Where that is.
         same_tokens: Whether both trained as many tokens in each of these steps; else losses are of different data.
         same_rates: Whether their learning rates were the same in each of these steps.
         settings: What else differs, by name: what A had, what B had.

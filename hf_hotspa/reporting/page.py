@@ -30,12 +30,8 @@ def document(
     """The whole page.
 
     Args:
-        title: The heading.
-        subtitle: One line below.
         sentences: The answer first, then what it rests on.
         tiles: (number, what it is) pairs.
-        panels: The figures.
-        footer: The last line.
     """
     tile_html = "".join(f'<div class="tile"><b>{escape(n)}</b><span>{escape(what)}</span></div>' for n, what in tiles)
     return "\n".join(

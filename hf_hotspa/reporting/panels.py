@@ -19,7 +19,6 @@ class Panel:
 
     Args:
         name: For links and tests, `loss`.
-        title: The heading.
         points: How many values are shown; 0 for none.
         body: HTML.
         note: How to read it.

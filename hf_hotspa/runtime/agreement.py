@@ -143,7 +143,6 @@ class Agreement:
 
     Args:
         group: A group of all ranks for host tensors; None with one rank.
-        rank: This rank.
         mailbox: Asked for the reason when a peer is gone.
 
     All its methods raise, where a peer is gone or silent, `PeerError`, or the error that the peer left in the mailbox.
@@ -310,7 +309,6 @@ class Mailbox:
     the mailbox is empty, for the next error.
 
     Args:
-        rank: This rank.
         world_size: With 1 nothing is posted.
     """
 

@@ -68,7 +68,6 @@ def calibrate(
     """Measures, or reads what was measured before. Collective; takes seconds.
 
     Args:
-        config: The model's config.
         strategies: What must be predictable; every legal strategy when None.
         compute_dtype: The dtype of computation; the config's, else float32, when None.
         device: Where this rank computes; its CUDA device when there is one, else the CPU.
@@ -350,7 +349,7 @@ class _Session:
             if longest * 2 > most or self._most([seconds])[0] >= LONGEST_PACK_S / 2:
                 break
             longest *= 2
-        probe.give_back(Strategy(self.world_size), self.agreement)
+        probe.return_gradients(Strategy(self.world_size), self.agreement)
         return longest
 
     def _most(self, values: list[float]) -> list[float]:
@@ -372,7 +371,7 @@ class _Session:
                 for tokens in sorted({max(1, longest // 2), longest, min(2 * longest, most)}):
                     (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
                     found.append(probe.memory_sample(tp, tokens, peak))
-                probe.give_back(strategy, self.agreement)
+                probe.return_gradients(strategy, self.agreement)
         return found
 
 

@@ -59,8 +59,6 @@ def refuse_dropout(
 
     Args:
         model: The model, with or without adapters.
-        layers: Its decoder layers.
-        kinds: How each runs.
         of_attention: Whether the config's dropout of attention probabilities will be left in.
 
     Raises:

@@ -45,7 +45,6 @@ class Evaluation:
     Args:
         phases: The runners of the pool.
         agreement: The agreement of all ranks.
-        groups: The process groups.
         failed: Ends what is under way in a phase that failed; returns what to raise.
         held: What else the ranks must have in common before weights are loaded.
     """

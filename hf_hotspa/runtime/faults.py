@@ -28,12 +28,10 @@ class OutOfMemory:
     """What is known of a lack of memory.
 
     Args:
-        rank: Where it was.
         step: The mini-batch, counted from 1.
         act: What the phase did: `load`, `compute` or `return`.
         strategy: The strategy of the phase.
         pack_tokens: Tokens of the largest pack that had been begun; 0 before the first one.
-        pack_sequences: Its sequences.
         predicted_bytes: What the strategy was expected to take on a rank: with `auto` all of it, else weights,
             gradients, master store and switch buffers alone.
         held_bytes: The most that this rank had held by then.
@@ -97,7 +95,6 @@ def out_of_memory(
     Args:
         failure: What the phase raised on this rank.
         phase: What this rank ran.
-        runner: What ran it.
         step: The mini-batch, counted from 1.
         predicted: Bytes on a rank by strategy, activations included, where a memory model knows them.
     """
@@ -129,7 +126,6 @@ class PhaseFailures:
     """Explains the failures of phases, on the main thread and in the thread of switches.
 
     Args:
-        rank: This rank.
         mailbox: Where ranks leave their errors.
 
     Attributes:
@@ -147,7 +143,6 @@ class PhaseFailures:
 
         Args:
             phase: What this rank runs.
-            runner: What runs it.
             step: The mini-batch, counted from 1.
             where: Its name, for messages.
         """

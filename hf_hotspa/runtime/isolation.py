@@ -65,13 +65,7 @@ def layer_types(config: PreTrainedConfig) -> list[str]:
 
 
 def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrainedConfig) -> tuple[LayerKind, ...]:
-    """What each decoder layer needs.
-
-    Args:
-        base: The base model.
-        layers: Its decoder layers.
-        config: The model's config.
-    """
+    """What each decoder layer needs."""
     text, types = config.get_text_config(), layer_types(config)
     uniform = "create_sliding_window_causal_mask" in names_in_forward(base) and not types
     by_position = bool(getattr(text, "attn_temperature_tuning", False))

@@ -182,7 +182,6 @@ class SavedModel:
 
     Args:
         model: The model, with or without weights; it learns how its names were changed, for `save_pretrained`.
-        files: The files.
 
     Raises:
         ModelError: a weight is missing, of another shape or not a floating-point one, or the files hold another one.
@@ -348,10 +347,8 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective.
 
     Args:
-        folder: The folder.
         model: The model of `open_model`.
         master: The store to fill, made from that model.
-        agreement: Of all ranks.
 
     Raises:
         HotspaError: on every rank; see `WeightFiles` and `SavedModel`.

@@ -128,7 +128,6 @@ def vocab_parallel_cross_entropy(
         labels: int64 [T].
         scale: Factor on the sum, 1 / (label tokens of the mini-batch).
         first_row: The vocabulary row of `logits[:, 0]`.
-        group: The tensor-parallel group.
         smoothing: Label smoothing.
         vocab_size: Rows of the whole vocabulary.
     """

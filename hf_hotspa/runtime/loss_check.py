@@ -42,8 +42,6 @@ def check_loss(
     Args:
         model: The model that was given.
         description: What was read from it.
-        options: The engine's.
-        rank: This rank.
         device: Where it computes: a loss of the user's own may hold tensors there.
 
     Raises:
@@ -69,7 +67,6 @@ def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torc
     """Calls a loss with random numbers, on a whole and on its parts.
 
     Args:
-        loss: The loss.
         vocab_size: What the model's logits have.
         device: Where it is called.
 

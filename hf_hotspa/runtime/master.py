@@ -20,15 +20,12 @@ class MasterStore:
     """This rank's share of the weights and gradients.
 
     Args:
-        vector: The parameter vector.
-        rank: This rank.
         world_size: Ranks that share the store.
         device: Where the share lives.
         compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
             beside an accelerator is pinned.
 
     Attributes:
-        layout: Who owns what.
         weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
         gradients: The same for trained segments.
         parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a

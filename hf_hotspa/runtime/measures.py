@@ -104,7 +104,6 @@ def step_report(
         step: Mini-batches so far.
         loss: Token mean over all ranks.
         grad_norm: Before clipping.
-        plan: What was run.
         order: The phases of the plan in the order in which they ran.
         measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
         total_s: Wall seconds on this rank.

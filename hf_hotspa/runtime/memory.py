@@ -73,7 +73,6 @@ def forecast(
     """Counts what a rank will allocate.
 
     Args:
-        vector: The parameters.
         master_sizes: Elements of this rank's share of the master store, by segment.
         strategy_sizes: For each strategy the elements of this rank's weight buffers, by segment.
         switch_bytes: Staging and relay buffers of the largest switch.

@@ -23,7 +23,6 @@ class TensorGroup:
     """The tensor-parallel group of a rank.
 
     Args:
-        group: Its process group.
         size: Its number of ranks.
         shard: Which shard of each weight this rank holds. Not its position in the group: a process group sorts its
             ranks, and the order of shards may differ.
@@ -54,7 +53,6 @@ class ProcessGroups:
     """Makes and keeps process groups. Every rank must ask for the same groups in the same order.
 
     Args:
-        rank: This rank.
         world_size: All ranks; with 1 no group is ever made.
         device: Where this rank computes; decides the backend of agreement.
         timeout: How long an operation may wait for a peer.

@@ -31,7 +31,6 @@ def raise_non_finite(
     """Raises the same error on every rank. Collective.
 
     Args:
-        plan: The plan of the mini-batch.
         phases: The runners, which still know the losses of their packs.
         master: The master store with the mini-batch's gradients.
         agreement: Where ranks tell each other what they found.

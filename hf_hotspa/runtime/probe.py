@@ -65,7 +65,6 @@ def small_copy(
     Args:
         config: The config of the whole model; it is not changed.
         num_layers: Decoder layers of the copy.
-        dtype: Of its weights.
         device: Where they lie; the CPU when None, nowhere on the meta device.
     """
     small = copy.deepcopy(config)
@@ -189,7 +188,6 @@ class Probe:
     """An engine on a small copy of a model.
 
     Args:
-        model: The copy.
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
         compute_dtype: The dtype of computation.
         device: Where this rank computes.
@@ -238,7 +236,7 @@ class Probe:
         self._synchronize()
         return time.perf_counter() - begin
 
-    def give_back(self, strategy: Strategy, agreement: Agreement) -> float:
+    def return_gradients(self, strategy: Strategy, agreement: Agreement) -> float:
         """Returns its gradients and lets go of it; seconds on this rank."""
         agreement.barrier()
         begin = time.perf_counter()
@@ -252,9 +250,6 @@ class Probe:
         """Forward and backward of a pack on every replica, `times` in a row; the cost of one on this rank.
 
         Args:
-            strategy: The active one.
-            lengths: The pack.
-            times: How often.
             agreement: Starts all ranks together.
 
         Returns:
@@ -267,7 +262,6 @@ class Probe:
         """Forward and backward of a whole phase; seconds on this rank.
 
         Args:
-            strategy: The active one.
             replicas: The packs of each replica; each has some.
             agreement: Starts all ranks together.
         """

@@ -30,7 +30,6 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
 
     Args:
         sizes: Bytes of each message.
-        seconds: What it took.
     """
     measured = np.asarray(seconds)
     rows = np.stack([np.ones(len(sizes)), np.asarray(sizes, np.float64)], 1) / measured[:, None]
@@ -52,9 +51,7 @@ def measure_link(
     """Latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
 
     Args:
-        transport: What switches use.
         agreement: Host-side barrier and gathering.
-        world_size: All ranks.
         apart: 1 for the neighbour on the node, the devices of a node for a neighbour on the next one.
         device: Where the tensors lie.
         sizes: Bytes of the messages.

@@ -34,10 +34,8 @@ def time_phases(
 
     Args:
         probe: Has all these strategies.
-        strategies: Those to compare.
         longest: Tokens of the longest pack.
         rounds: How often, after one round that warms up.
-        agreement: Of all ranks.
         say: Told what is being done.
     """
     if len(strategies) < 2:  # nothing to choose between
@@ -56,7 +54,7 @@ def time_phases(
         for strategy, mine in works.items():
             probe.load(strategy, agreement)
             values += [probe.run_phase(strategy, packs, agreement) for packs in mine]
-            probe.give_back(strategy, agreement)
+            probe.return_gradients(strategy, agreement)
         found.append(values)
     slowest = torch.stack([agreement.gather(values) for values in found[1:]]).amax(1)  # [round, measurement]
     seconds = iter(slowest.amin(0).tolist())

@@ -29,8 +29,6 @@ class Timing:
     """What was measured, the same on every rank.
 
     Args:
-        samples: Packs.
-        switches: Loads and returns.
         pipeline_factor: By how much packs cost more in stages, where ranks share cores; else 1.
     """
 
@@ -57,7 +55,6 @@ def time_packs(
         share: Cores for each rank. From 1 on, waiting is part of the cost: the seconds of a pack are those of the
             slowest rank's clock. Below, they are what a pack costs on a core (`_on_shared_cores`).
         rounds: How often everything is measured.
-        agreement: Of all ranks.
         say: Told what is being done.
     """
     longest = max(map(max, packs[-1]))
@@ -71,7 +68,7 @@ def time_packs(
                 values.append((probe.load(strategy, agreement), 0.0))
                 run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
                 values += [probe.run(strategy, pack, repetitions(pack, longest), agreement) for pack in run]
-                values.append((probe.give_back(strategy, agreement), 0.0))
+                values.append((probe.return_gradients(strategy, agreement), 0.0))
         if pipeline:
             values += _both_ways(probes[-1], (longest // 4,) * 4, agreement)
         if index >= 0:  # the first round warms caches up
@@ -104,7 +101,7 @@ def _both_ways(probe: Probe, pack: tuple[int, ...], agreement: Agreement) -> lis
         times = _PIPELINED * strategy.pp  # half the replicas, so each has twice the packs
         probe.load(strategy, agreement)
         clock, on_core = probe.run(strategy, pack, times, agreement)
-        probe.give_back(strategy, agreement)
+        probe.return_gradients(strategy, agreement)
         found.append((clock * times, on_core * times))
     return found
 

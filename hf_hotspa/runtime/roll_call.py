@@ -30,8 +30,6 @@ class RollCall:
 
     Args:
         store: The store that all ranks share.
-        rank: This rank.
-        world_size: All ranks.
         outcome: The key under which the first error of the run appears; nobody waits for names after that.
     """
 

@@ -72,7 +72,6 @@ class RouterLoss:
     """The balance loss of the routers of this rank's layers.
 
     Args:
-        model: The replica's model.
         num_layers: The routers of the whole model.
 
     Attributes:

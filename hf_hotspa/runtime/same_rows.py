@@ -32,7 +32,6 @@ def check_mini_batch(
     """Returns when all ranks may begin a mini-batch: no error, one plan, and in each replica the same rows.
 
     Args:
-        agreement: Of all ranks.
         mini_batch: That of this rank.
         held: What ranks must have in common before a load.
         error: What this rank found wrong, or None.
@@ -69,8 +68,6 @@ def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: st
 
     Args:
         mini_batch: That of this rank; its plan is the same on all.
-        rank: This rank.
-        agreement: Of all ranks.
         where: The place, for the message: `mini-batch 12`.
     """
     mine = [[s for pack in phase.micro_batches for s in _sequences(pack)] for phase in mini_batch.phases]

@@ -112,7 +112,6 @@ def obstacle(
 
     Args:
         modules: Its modules by name.
-        styles: Their tensor-parallel styles.
         own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
         layers: What the names of layers begin with.
     """

@@ -30,22 +30,15 @@ class Switching:
     """The switches of one rank.
 
     Args:
-        vector: The model's parameters.
-        strategies: The pool.
-        cluster: The machines.
         groups: The process groups; made by all ranks.
-        options: The engine's options.
         on_failure: Told of a switch that fails beside the computation.
 
     Attributes:
-        pool: The plans.
-        executor: Runs them.
         worker: Runs them beside the computation; None where none does.
         arenas: The memory of the active strategy.
         weight_dtypes: The dtype of the weights of each segment, in strategies and on the wire.
         gradient_dtypes: The dtype in which its gradients accumulate in strategies; None for frozen segments.
         return_dtypes: The dtype in which they travel to the master store.
-        frozen_segments: Those.
         forecast: The memory that this rank will take.
     """
 
@@ -96,7 +89,6 @@ class Switching:
             copies,
             self.gradient_dtypes,
         )
-        self._cluster = cluster
         self._frozen_sizes = [
             0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
         ]
@@ -128,7 +120,7 @@ class Switching:
     def frozen_bytes(self, plan: SwitchPlan) -> int:
         """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
         if plan.digest() not in self._frozen_bytes:
-            self._frozen_bytes[plan.digest()] = plan.traffic(self._cluster, self._frozen_sizes).wire_bytes
+            self._frozen_bytes[plan.digest()] = plan.wire_bytes(self._frozen_sizes)
         return self._frozen_bytes[plan.digest()]
 
     def held(self) -> dict[str, str]:
@@ -141,9 +133,7 @@ class Switching:
         """Fills the weights of a strategy. Collective.
 
         Args:
-            plan: Of the pool.
             master: The weights of the master store.
-            weights: Those to fill.
             second: The weights of the strategy before, where the plan draws on them.
             beside: Whether it runs in the worker's thread; else the job is done.
         """
@@ -155,13 +145,11 @@ class Switching:
         """Adds the gradients of a strategy to those of the master store. Collective.
 
         Args:
-            strategy: The strategy.
-            gradients: Its gradients.
             master: Those of the master store.
             gate: Says which gradients are final: the return runs in the worker's thread. None: all are, and the job is
                 done.
         """
-        plan = self.pool.give_back(strategy)
+        plan = self.pool.return_gradients(strategy)
         return self._start(plan, gradients, master, self.return_dtypes, None, gate, gate is not None)
 
     def _start(

@@ -86,7 +86,6 @@ def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup)
     Args:
         x: [..., own width].
         widths: Of the last dim on each shard, in the order of shards.
-        tensor_group: The group.
     """
     whole: Tensor = _GatherShards.apply(x, widths, tensor_group)
     return whole
@@ -200,7 +199,6 @@ def wrap_embedding(
     """Makes an embedding look up the rows of its shard of the vocabulary, and add up what the shards find.
 
     Args:
-        module: The embedding.
         widths: Rows of each shard.
         tensor_group: The group and this rank's shard.
         sum_of: The sum over the group, for autograd.

@@ -108,7 +108,6 @@ class TensorPlan:
     """A model's plan.
 
     Args:
-        model: The model.
         layer_prefixes: What the names of its layers' modules begin with.
         embedding: Name of the input embedding.
         head: Name of the output embedding.

@@ -107,7 +107,6 @@ class SwitchExecutor:
 
     Args:
         transport: How messages travel.
-        rank: This rank.
         staging_bytes: Bound of each of the two staging buffers. Every rank must have the same: it decides the rounds.
         device: Where the buffers are.
         forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses

@@ -31,12 +31,10 @@ class BoundRound:
     Making a view costs more than copying a kilobyte.
 
     Args:
-        current: The round.
         buffers: The buffers, detached from autograd.
         send_staging: Where messages are packed, uint8.
         receive_staging: Where messages are received that do not land in place, uint8.
         accumulate: Whether the round is part of a gradient return: what is received is added.
-        rank: This rank.
 
     Attributes:
         outgoing: The tensor that each message sends, once it is packed.
@@ -130,7 +128,6 @@ class Binding:
     """The rounds of a schedule with the tensors of one set of buffers.
 
     Args:
-        places: The buffers.
         buffers: The buffers and the relay buffers, detached from autograd.
         rounds: None where a round is empty.
     """
@@ -166,13 +163,9 @@ class Bindings:
         """Binds a schedule and keeps it.
 
         Args:
-            key: Names the schedule.
-            schedule: The schedule.
             buffers: The buffers of its sources and its target.
-            relay: Its relay buffers.
             stagings: Slots of (send, receive) staging, used in turn by the rounds that are not empty.
             accumulate: Whether it is a gradient return.
-            rank: This rank.
         """
         found = {place: buffer.detach() for place, buffer in buffers.items()} | relay
         slots = cycle(stagings)

@@ -23,7 +23,6 @@ class Holders:
         offset: Where it lies in the rank's buffer.
         store: In which of the rank's buffers.
         first: The rows of piece p are `first[p]` to `first[p + 1]`.
-        world_size: Ranks.
     """
 
     piece: Numbers
@@ -85,9 +84,7 @@ class Pieces:
 
     Args:
         starts: First element of each piece.
-        lengths: Its elements.
         held: Who has it in a source layout; where a rank has it in both, the second source.
-        needed: Who needs it.
     """
 
     starts: Numbers
@@ -102,7 +99,6 @@ def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement
     Args:
         sources: One or two source placements, each with what is to be added to its positions.
         target: The same for the target.
-        world_size: Ranks.
     """
     sides = [*sources, target]
     bounds = [column + shift for placement, shift in sides for column in (placement.starts, placement.stops)]

@@ -128,8 +128,6 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
     """The pieces of each kind of segment, and the kind of each segment; -1 where the target holds nothing.
 
     Args:
-        sources: The source layouts.
-        target: The target layout.
         sums: The target's holders contribute to what exactly one source rank owns.
 
     Raises:

@@ -23,9 +23,7 @@ class PlanPool:
     """Plans of all strategies of a run.
 
     Args:
-        vector: The model's parameters.
         strategies: The pool; the order of their shards is chosen here.
-        cluster: The machines.
         weight_sizes: Bytes of one weight of each segment on the wire.
         gradient_sizes: Bytes of one gradient of each segment on the wire.
         planner: One of `planner.PLANNERS`.
@@ -84,7 +82,7 @@ class PlanPool:
             self._loads[key] = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
         return self._loads[key]
 
-    def give_back(self, strategy: Strategy) -> SwitchPlan:
+    def return_gradients(self, strategy: Strategy) -> SwitchPlan:
         """The plan that adds a strategy's gradients to the master store."""
         if strategy not in self._returns:
             contributions = gradient_layout(self._vector, self._strategy(strategy))
@@ -131,7 +129,7 @@ class PlanPool:
 
     def plans(self) -> list[SwitchPlan]:
         """Every plan that a mini-batch may need, whichever phases it has."""
-        plans = [plan for s in self.strategies for plan in (self.load(s), self.give_back(s))]
+        plans = [plan for s in self.strategies for plan in (self.load(s), self.return_gradients(s))]
         if self.second_source:
             plans += [self.load(b, a) for a in self.strategies for b in self.strategies if a != b]
         if self.has_frozen:

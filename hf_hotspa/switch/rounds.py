@@ -62,8 +62,6 @@ def cut_rounds(
     """Cuts one rank's part of a plan in rounds.
 
     Args:
-        plan: The plan.
-        rank: The rank.
         wires: How each segment travels; None only for segments that the plan does not move.
         round_bytes: The most bytes that a rank packs to send, and unpacks, in one round. What travels between two
             ranks in a round, the window, is this divided by the peers of the rank that has most of them.

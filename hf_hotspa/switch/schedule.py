@@ -43,7 +43,6 @@ class Message:
     """What goes to or comes from one peer in one round, in one dtype.
 
     Args:
-        peer: The other rank.
         wire: The dtype on the wire.
         slices: Where it lies in this rank's buffers, in the order on the wire.
         length: Elements.
@@ -70,7 +69,6 @@ class Round:
 
     Args:
         group: Index of the group of segments that it belongs to.
-        hop: The hop.
         sends: In posting order: to rank + 1, rank + 2, ...; no two ranks start with the same peer.
         receives: In posting order: from rank - 1, rank - 2, ...
         local: Transfers inside the rank. A load has all of a group and hop in its first round.
@@ -103,7 +101,6 @@ class Schedule:
     """All rounds of one rank. The number of rounds is the same on every rank; a rank may have nothing in a round.
 
     Args:
-        rounds: In order.
         groups: The segments of each group.
         extents: Elements that the buffer of each `(store, segment)` must have at least.
     """

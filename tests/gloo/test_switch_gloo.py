@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
+from written_plans import plan_of, transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanMismatchError, TransferError
@@ -241,7 +242,7 @@ def disagreeing(rank: int, world_size: int) -> list[str]:
     """One rank differs, in one thing after another; every rank must say so, and then still be able to work."""
     agreement = Agreement(dist.group.WORLD, rank)
     plan = small_plan()
-    other = SwitchPlan.of(plan.name, 2, (plan.transfers[0]._replace(src_offset=1, length=7),), False)
+    other = plan_of(plan.name, 2, (transfers_of(plan)[0]._replace(src_offset=1, length=7),), False)
     odd = rank == 2
     attempts = [
         {"first plan": plan.digest(), "second plan": (other if odd else plan).digest()},

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.switch.table import SECOND, SRC_STORE
@@ -78,11 +77,11 @@ def plans(rank, world_size):
     pool = engine._switching.pool
     pair = pool.load(Strategy(tp=4), Strategy(dp=4))
     second = any((table[:, SRC_STORE] == SECOND).any() for kind in pair.kinds for table in kind.hops)
-    cluster, sizes = Cluster(4, 2), [4] * len(pair.kind_of)
+    sizes = [4] * len(pair.kind_of)
     strategies = [phase.mesh.strategy for phase in engine.phases.values()]
     shards = [s.shard_order for s in strategies]
     engine.close()
-    return second, pair.traffic(cluster, sizes).wire_bytes, shards, [str(s) for s in pool.order(strategies)]
+    return second, pair.wire_bytes(sizes), shards, [str(s) for s in pool.order(strategies)]
 
 
 def test_the_engine_nests_shards_and_orders_phases():

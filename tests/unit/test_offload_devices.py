@@ -129,6 +129,8 @@ def test_the_store_is_on_the_host_and_the_strategies_on_the_device():
     run = switching.executor.run
     with two_devices():
         loaded = run(pool.load(bucket.strategy, None), master.weights, weights, switching.weight_dtypes, 1)
-        returned = run(pool.give_back(bucket.strategy), gradients, master.gradients, switching.gradient_dtypes, epoch=2)
+        returned = run(
+            pool.return_gradients(bucket.strategy), gradients, master.gradients, switching.gradient_dtypes, epoch=2
+        )
     assert loaded.local_bytes == returned.local_bytes == sum(p.nbytes for p in master.parameters.values())
     assert {g.device.type for g in master.gradients if g is not None} == {HOST}

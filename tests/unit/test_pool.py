@@ -5,6 +5,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from written_plans import traffic_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
@@ -39,7 +40,7 @@ def test_plans_are_made_once_and_pairs_only_where_the_weights_of_both_are_kept()
     assert uses_second(pool.load(tp, dp))
     assert not uses_second(pool.load(tp))
     assert pool.load(tp, tp) is pool.load(tp)
-    assert pool.give_back(tp) is pool.give_back(tp)
+    assert pool.return_gradients(tp) is pool.return_gradients(tp)
     assert len(pool.plans()) == len({plan.digest() for plan in pool.plans()}) == 3 + 3 + 6
     alone = pool_of("dp4", "tp4", "pp4", second_source=False)
     assert alone.load(tp, dp) is alone.load(tp)
@@ -51,7 +52,7 @@ def test_weights_that_are_there_already_move_no_byte() -> None:
     dp, tp, mixed = pool.strategies
     sizes = [2] * 6
     for plan in (pool.load(tp, dp), pool.load(mixed, dp), pool.load(tp, mixed)):  # the last one thanks to nesting
-        assert plan.traffic(Cluster(4, 2), sizes).wire_bytes == 0
+        assert traffic_of(plan, Cluster(4, 2), sizes).wire_bytes == 0
     assert tp.shard_order == (0, 2, 1, 3)
 
 
@@ -110,7 +111,7 @@ def test_random_pools_plan() -> None:
 
 def delivered(plan: SwitchPlan, element_sizes: list[int]) -> int:
     """Elements that a plan moves, inside ranks and between them."""
-    traffic = plan.traffic(Cluster(plan.world_size, 1), element_sizes)
+    traffic = traffic_of(plan, Cluster(plan.world_size, 1), element_sizes)
     return traffic.local_bytes + traffic.wire_bytes
 
 

@@ -1,4 +1,4 @@
-"""Balancing amounts over places: the water-filling that the decisions of `crossings` are made of.
+"""Balancing amounts over places: the water-filling that the decisions of `routing` are made of.
 
 A split is a dictionary from places (ranks or nodes) to bytes. All functions are deterministic: amounts are visited in
 an order of their own (places, size), never in that of a hash.
@@ -87,9 +87,9 @@ def spill(
     level: float,
     free: Mapping[int, float] | None = None,
 ) -> None:
-    """Moves what exceeds `level` on a device to the devices with room below it, in place.
+    """Moves what exceeds `level` on a device to the devices with capacity below it, in place.
 
-    `level` is at least the even share, so that there is room for everything. The devices with room take the same
+    `level` is at least the even share, so that there is capacity for everything. The devices with capacity take the same
     fractions of everything that moves: what they have to forward is then balanced like what they take. `free` are
     bytes that each device should take at most; ignored when they do not suffice.
     """
@@ -97,12 +97,12 @@ def spill(
     if not excess:
         return
     moving = sum(excess.values())
-    rooms = {d: level - loads.get(d, 0.0) for d in devices if loads.get(d, 0.0) < level}
-    narrower = {d: min(room, free[d]) if free else room for d, room in rooms.items()}
-    narrower = {d: room for d, room in narrower.items() if room > level * TOLERANCE}
+    capacities = {d: level - loads.get(d, 0.0) for d in devices if loads.get(d, 0.0) < level}
+    narrower = {d: min(capacity, free[d]) if free else capacity for d, capacity in capacities.items()}
+    narrower = {d: capacity for d, capacity in narrower.items() if capacity > level * TOLERANCE}
     if sum(narrower.values()) >= moving * (1 - 2 * TOLERANCE):
-        rooms = narrower
-    space = sum(rooms.values())
+        capacities = narrower
+    space = sum(capacities.values())
     for part in parts.values():
         moved = 0.0
         for device in [d for d in part if d in excess]:
@@ -110,8 +110,8 @@ def spill(
             part[device] -= share
             moved += share
         if moved > 0:
-            for device, room in rooms.items():
-                part[device] = part.get(device, 0.0) + moved * room / space
+            for device, capacity in capacities.items():
+                part[device] = part.get(device, 0.0) + moved * capacity / space
 
 
 def relieve(
@@ -186,7 +186,7 @@ def _fill_two_ports(
     Below `level_s` ports are free: up to there needers take it first.
     """
 
-    def room(device: int, level: float) -> float:
+    def capacity(device: int, level: float) -> float:
         space = (level - received_s[device]) * nic
         if step[device] > 0:
             space = min(space, (level - sent_s[device]) / step[device])
@@ -196,16 +196,18 @@ def _fill_two_ports(
     high = max(max(received_s[d], sent_s[d]) for d in step) + amount * max(1 / nic, *step.values())
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if sum(room(device, middle) for device in step) < amount:
+        if sum(capacity(device, middle) for device in step) < amount:
             low = middle
         else:
             high = middle
-    rooms = {device: room(device, max(high, level_s)) for device in step}
+    capacities = {device: capacity(device, max(high, level_s)) for device in step}
     part: dict[int, float] = {}
     for group in (needers, [device for device in step if device not in needers]):
-        space, left = sum(rooms[device] for device in group), amount - sum(part.values())
+        space, left = sum(capacities[device] for device in group), amount - sum(part.values())
         if space > 0 and left > amount * _LEAST_SHARE:
-            part.update({device: rooms[device] * min(1.0, left / space) for device in group if rooms[device] > 0})
+            part.update(
+                {device: capacities[device] * min(1.0, left / space) for device in group if capacities[device] > 0}
+            )
     total = sum(part.values())
     return {device: num_bytes * amount / total for device, num_bytes in part.items()}
 

@@ -9,7 +9,7 @@ devices, and the devices hand it on over the fast links inside the node. Two hop
 * *cross*, between nodes: to the device where a share lands, in the target buffer of a needer, or in a relay buffer;
 * *forward*, inside nodes: from there to the other needers, and everything that a node had already.
 
-Which devices send and land which share of what is decided for sets of ranks, not for pieces (`crossings`), and laid
+Which devices send and land which share of what is decided for sets of ranks, not for pieces (`routing`), and laid
 over the pieces of each kind of segment here. A gradient return is the adjoint: contributions are summed inside the node
 before the sum crosses; for it a set of several needers always lands in a relay buffer, so that sums have one fixed
 order and gradients are not overwritten.
@@ -91,7 +91,7 @@ class _Registry:
         return self.index.setdefault(thing, len(self.index))
 
 
-class _Crossings:
+class _Incoming:
     """The (piece, node) pairs of one kind in which no device of the node holds the piece but some need it."""
 
     def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Registry) -> None:
@@ -174,20 +174,22 @@ def plan_relay(
         if kind >= 0:
             weights[kind] += size
     landings = _Registry()
-    crossings = [_Crossings(pieces, cluster, landings) for pieces in kinds]
-    shares = _decide(crossings, weights, landings, cluster)
-    plans = [_Materialised(c, shares, cluster, sums) for c in crossings]
+    all_incoming = [_Incoming(pieces, cluster, landings) for pieces in kinds]
+    shares = _decide(all_incoming, weights, landings, cluster)
+    plans = [_Materialised(c, shares, cluster, sums) for c in all_incoming]
     if any(len(plan.feed) for plan in plans):
         return [SegmentPlan((plan.feed, plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
     return [SegmentPlan((plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
 
 
-def _decide(crossings: Sequence[_Crossings], weights: Sequence[int], landings: _Registry, cluster: Cluster) -> _Shares:
+def _decide(
+    all_incoming: Sequence[_Incoming], weights: Sequence[int], landings: _Registry, cluster: Cluster
+) -> _Shares:
     num_bytes = np.zeros(len(landings.index), np.int64)
     pulls: dict[tuple[tuple[int, ...], int], float] = {}
-    for crossing, weight in zip(crossings, weights, strict=True):
-        np.add.at(num_bytes, crossing.landing, crossing.pieces.lengths[crossing.piece] * weight)
-        crossing.count_pulls(pulls, weight)
+    for incoming, weight in zip(all_incoming, weights, strict=True):
+        np.add.at(num_bytes, incoming.landing, incoming.pieces.lengths[incoming.piece] * weight)
+        incoming.count_pulls(pulls, weight)
     pulled = [Pull(owners, needer, total) for (owners, needer), total in pulls.items()]
     keys: list[tuple[int, tuple[int, ...]]] = list(landings.index)  # type: ignore[arg-type]
     totals = num_bytes.tolist()
@@ -205,7 +207,7 @@ def _decide(crossings: Sequence[_Crossings], weights: Sequence[int], landings: _
     pulling = pulling_shares(pulled, dict(enumerate(inside.sent_intra.tolist())))
     pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
     _add(inside, pulls_from)
-    sending = _sending_shares(crossings, weights, cluster, inside)
+    sending = _sending_shares(all_incoming, weights, cluster, inside)
     return _Shares([needers for _, needers in keys], [found.get(key, ()) for key in keys], sending, pulling)
 
 
@@ -216,34 +218,36 @@ def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
 
 
 def _sending_shares(
-    crossings: Sequence[_Crossings], weights: Sequence[int], cluster: Cluster, inside: PortLoads
+    all_incoming: Sequence[_Incoming], weights: Sequence[int], cluster: Cluster, inside: PortLoads
 ) -> dict[tuple[int, ...], Share]:
-    if _evenly_owned(crossings, weights, cluster, inside):
+    if _evenly_owned(all_incoming, weights, cluster, inside):
         return {}
     amounts: dict[tuple[int, ...], float] = {}
     entering = np.zeros(cluster.num_nodes)
-    for crossing, weight in zip(crossings, weights, strict=True):
-        group_of, sets = crossing.pieces.held.groups
-        num_bytes = crossing.pieces.lengths[crossing.piece] * weight
-        np.add.at(entering, crossing.node, num_bytes)
+    for incoming, weight in zip(all_incoming, weights, strict=True):
+        group_of, sets = incoming.pieces.held.groups
+        num_bytes = incoming.pieces.lengths[incoming.piece] * weight
+        np.add.at(entering, incoming.node, num_bytes)
         totals = np.zeros(len(sets), np.int64)
-        np.add.at(totals, group_of[crossing.piece], num_bytes)
+        np.add.at(totals, group_of[incoming.piece], num_bytes)
         for group in np.flatnonzero(totals).tolist():
             amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
     return sender_shares(amounts, entering.tolist(), cluster, inside)
 
 
-def _evenly_owned(crossings: Sequence[_Crossings], weights: Sequence[int], cluster: Cluster, inside: PortLoads) -> bool:
+def _evenly_owned(
+    all_incoming: Sequence[_Incoming], weights: Sequence[int], cluster: Cluster, inside: PortLoads
+) -> bool:
     """Whether every piece has one owner and no owner's NIC is busier than what is unavoidable (a master store)."""
     sent = np.zeros(cluster.world_size)
     entering = np.zeros(cluster.num_nodes)
-    for crossing, weight in zip(crossings, weights, strict=True):
-        held = crossing.pieces.held
-        if (held.counts[crossing.piece] > 1).any():
+    for incoming, weight in zip(all_incoming, weights, strict=True):
+        held = incoming.pieces.held
+        if (held.counts[incoming.piece] > 1).any():
             return False
-        num_bytes = crossing.pieces.lengths[crossing.piece] * weight
-        np.add.at(sent, held.rank[held.first[crossing.piece]], num_bytes)
-        np.add.at(entering, crossing.node, num_bytes)
+        num_bytes = incoming.pieces.lengths[incoming.piece] * weight
+        np.add.at(sent, held.rank[held.first[incoming.piece]], num_bytes)
+        np.add.at(entering, incoming.node, num_bytes)
     capacity = np.array([len(cluster.ranks(node)) for node in range(cluster.num_nodes)])
     level = max((entering / capacity).max(), inside.seconds(cluster) * nic_bandwidth(cluster))
     return cluster.shares_nics or bool(sent.max() <= 1.01 * level)
@@ -252,13 +256,13 @@ def _evenly_owned(crossings: Sequence[_Crossings], weights: Sequence[int], clust
 class _Materialised:
     """The tables of one kind of segment."""
 
-    def __init__(self, crossing: _Crossings, shares: _Shares, cluster: Cluster, sums: bool) -> None:
-        self._crossing, self._shares, self._cluster = crossing, shares, cluster
-        pieces = crossing.pieces
+    def __init__(self, incoming: _Incoming, shares: _Shares, cluster: Cluster, sums: bool) -> None:
+        self._incoming, self._shares, self._cluster = incoming, shares, cluster
+        pieces = incoming.pieces
         held, needed, starts = pieces.held, pieces.needed, pieces.starts
-        row, offset, length, land = split_streams(pieces.lengths[crossing.piece], crossing.landing, shares.landing)
+        row, offset, length, land = split_streams(pieces.lengths[incoming.piece], incoming.landing, shares.landing)
         row, offset, length, land, sender = self._assign_senders(row, offset, length, land)
-        piece, landing_of = crossing.piece[row], crossing.landing[row]
+        piece, landing_of = incoming.piece[row], incoming.landing[row]
         source, wanted = held.find(piece, sender), needed.find(piece, land)
         set_sizes = np.array([len(ranks) for ranks in shares.needers], np.int64)
         in_target = (wanted >= 0) & ((set_sizes[landing_of] == 1) | (not sums))
@@ -296,8 +300,8 @@ class _Materialised:
         What goes to each node, from the same owners, lies along one line, and the senders take consecutive stretches of
         it: they send to different nodes where they can, so that messages are few.
         """
-        held, sending = self._crossing.pieces.held, self._shares.sending
-        piece, node = self._crossing.piece[row], self._crossing.node[row]
+        held, sending = self._incoming.pieces.held, self._shares.sending
+        piece, node = self._incoming.piece[row], self._incoming.node[row]
         if not sending:
             return row, offset, length, land, held.rank[held.first[piece]]
         group_of, sets = held.groups
@@ -318,9 +322,9 @@ class _Materialised:
         Returns:
             Where each part lies in the relay buffer of its sender, the sizes of those buffers, and the table.
         """
-        held, size = self._crossing.pieces.held, self._cluster.devices_per_node
-        span = int(self._crossing.pieces.lengths.max(initial=0)) + 1
-        at = (sender * len(self._crossing.pieces.lengths) + piece) * span + offset
+        held, size = self._incoming.pieces.held, self._cluster.devices_per_node
+        span = int(self._incoming.pieces.lengths.max(initial=0)) + 1
+        at = (sender * len(self._incoming.pieces.lengths) + piece) * span + offset
         order = np.argsort(at, kind="stable")
         reach = np.maximum.accumulate((at + length)[order]) if len(at) else at
         new = np.concatenate(([True], at[order][1:] > reach[:-1])) if len(at) else np.empty(0, bool)
@@ -334,7 +338,7 @@ class _Materialised:
         sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
         row = held.find(which[sub], rank)
         shift = begin[sub] % span + sub_offset
-        start = self._crossing.pieces.starts[which[sub]] + shift
+        start = self._incoming.pieces.starts[which[sub]] + shift
         relay = np.full(len(row), RELAY)
         into = places[sub] + sub_offset
         table = _table(held.store[row], rank, held.offset[row] + shift, relay, who[sub], into, start, sub_length)
@@ -342,9 +346,9 @@ class _Materialised:
 
     def _inside(self) -> Numbers:
         """What needers already have, or can get from their own node."""
-        pieces, size = self._crossing.pieces, self._cluster.devices_per_node
+        pieces, size = self._incoming.pieces, self._cluster.devices_per_node
         held, needed = pieces.held, pieces.needed
-        near = self._crossing.has_owner[needed.piece, needed.rank // size]
+        near = self._incoming.has_owner[needed.piece, needed.rank // size]
         piece, rank, offset = needed.piece[near], needed.rank[near], needed.offset[near]
         own = held.find(piece, rank)
         low, high = held.between(piece, rank // size * size, (rank // size + 1) * size)
@@ -382,7 +386,7 @@ class _Materialised:
 
         Each receiver begins with another holder, so that all holders are busy at every moment.
         """
-        held = self._crossing.pieces.held
+        held = self._incoming.pieces.held
         streams = _Registry()
         stream = np.array(
             [

@@ -24,7 +24,6 @@ class Demand(NamedTuple):
         owners: The ranks that hold them; none of them is in `node`.
         node: The node that lacks them.
         needers: The ranks of that node that need them; at least one.
-        num_bytes: How many.
     """
 
     owners: tuple[int, ...]
@@ -38,8 +37,6 @@ class Pull(NamedTuple):
 
     Attributes:
         owners: The ranks of its node that hold them.
-        needer: The rank.
-        num_bytes: How many.
     """
 
     owners: tuple[int, ...]
@@ -82,14 +79,12 @@ def landing_shares(
 
     A landing device that is no needer forwards what it took to every needer, a needer to all the others. Needers land
     first, balanced so that the busiest NIC is as idle as possible. Only what would make a NIC busier than the node's
-    even share (by more than 1 %) lands on neighbours with room; so nothing is forwarded where every device already
+    even share (by more than 1 %) lands on neighbours with capacity left; so nothing is forwarded where every device already
     takes in its own part. Where the node shares its NICs, a neighbour's NIC is no better, and only needers land,
     balanced by what they have to forward. Where forwarding would still make a device's intra-node port the bottleneck,
     the split is improved with both ports of all devices in view.
 
     Args:
-        demands: What nodes lack.
-        cluster: The machines.
         pulls: What moves inside nodes anyway. Nothing is relayed to finish before it does.
 
     Returns:
@@ -156,7 +151,6 @@ def sender_shares(
     Args:
         amounts: What nodes lack, by the ranks that hold it; what several nodes lack counts for each.
         entering: What each node lacks.
-        cluster: The machines.
         background: What moves inside nodes anyway (pulls, and forwards after landing). Nothing is relayed to finish
             before it does.
         neighbours: Whether ranks that are no owners may send, too.
@@ -224,7 +218,7 @@ def _with_neighbours(
     for _, loads in balanced.values():
         for rank, num_bytes in loads.items():
             level = max(level, (num_bytes + background.sent_intra[rank]) / (intra + nic) * nic)
-    # Neighbours that are busy receiving leave less room: then a little more leaves by the NICs of the owners.
+    # Neighbours that are busy receiving leave less capacity: then a little more leaves by the NICs of the owners.
     split: dict[tuple[int, ...], dict[int, float]] = {}
     for node, (parts, loads) in balanced.items():
         devices = cluster.ranks(node)
@@ -233,8 +227,8 @@ def _with_neighbours(
         for _ in range(MOST_SWEEPS):
             free = {rank: max(0.0, highest / nic * intra - float(background.received_intra[rank])) for rank in devices}
             excess = sum(max(0.0, loads.get(rank, 0.0) - highest) for rank in devices)
-            room = sum(min(free[rank], max(0.0, highest - loads.get(rank, 0.0))) for rank in devices)
-            if room >= excess:
+            capacity = sum(min(free[rank], max(0.0, highest - loads.get(rank, 0.0))) for rank in devices)
+            if capacity >= excess:
                 break
             highest *= 1 + TOLERANCE / 2
         spill(parts, loads, devices, highest, free)
