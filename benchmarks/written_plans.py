@@ -1,4 +1,4 @@
-"""Switch plans written out, transfer by transfer, and the bytes they move: for small plans, baselines and tests."""
+"""Layouts and switch plans written out, interval by interval and transfer by transfer: for baselines and tests."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,8 +6,25 @@ from dataclasses import dataclass
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.intervals import Interval, place
+from hf_hotspa.layout.placement import Layout
 from hf_hotspa.switch.plan import ANY, SwitchPlan
 from hf_hotspa.switch.table import COLUMNS, DST, LENGTH, RELAY, SRC, SegmentPlan, Transfer
+
+
+def layout_of(name: str, holdings: Sequence[Sequence[Interval]], sizes: Sequence[Sequence[int]]) -> Layout:
+    """A layout written out: `holdings[rank]`, and `sizes[rank][segment]` elements of each buffer."""
+    world_size = len(holdings)
+    num_segments = 1 + max(
+        (len(sizes[0]) - 1 if world_size else -1, *(i.segment for held in holdings for i in held)), default=-1
+    )
+    rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
+    for rank, held in enumerate(holdings):
+        for interval in held:
+            rows[interval.segment].append((rank, interval.start, interval.stop, interval.offset))
+    padded = [[*of_rank, *[0] * (num_segments - len(of_rank))] for of_rank in sizes]
+    placements = tuple(place(rows[s], [of_rank[s] for of_rank in padded]) for s in range(num_segments))
+    return Layout(name, world_size, (0,) * num_segments, placements)
 
 
 def plan_of(name: str, world_size: int, transfers: Sequence[Transfer], accumulate: bool) -> SwitchPlan:

@@ -21,7 +21,7 @@ from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.switch.schedule import WINDOW_ALIGNMENT
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
-from hf_hotspa.switch.transport import LoopbackHub
+from tests.loopback import LoopbackHub
 from tests.random_models import random_master_layout, random_model
 
 Buffers = list[torch.Tensor | None]

@@ -7,6 +7,7 @@ at any of them, so that "whatever happens, the last good checkpoint is there" is
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -139,11 +140,9 @@ def tensor_file(tensors: Sequence[tuple[TensorRecord, T]], data: Callable[[T], B
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for record, _ in tensors:
-        kind, size = DTYPES[record.dtype]
-        for dim in record.shape:
-            size *= dim
-        header[record.name] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [end, end + size]}
-        end += size
+        kind, itemsize = DTYPES[record.dtype]
+        begin, end = end, end + itemsize * math.prod(record.shape)
+        header[record.name] = {"dtype": kind, "shape": list(record.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     if len(text) > MAX_HEADER_BYTES:

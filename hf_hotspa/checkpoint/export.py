@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside, tensor_file
+from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside
 from hf_hotspa.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUFFERS, Manifest, SavedParameter, verify
 from hf_hotspa.checkpoint.model_files import MAX_SHARD_BYTES, adapter_name, write_shards
 from hf_hotspa.checkpoint.tensors import ShareReader, tensor_bytes
@@ -24,24 +24,12 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.runtime.weight_files import WeightFiles
 
 _CARD = """---
-library_name: transformers
+library_name: {library}
 ---
 
 # {name}
 
-A {model} trained with hf_hotspa {version} (not affiliated with Hugging Face), exported from step {step}.
-
-- strategies: {strategies}
-- ranks: {world}
-- dtype of the weights: {dtype}
-"""
-_ADAPTER_CARD = """---
-library_name: peft
----
-
-# {name}
-
-A LoRA adapter for {model}, trained with hf_hotspa {version} (not affiliated with Hugging Face), exported from step {step}.
+A {what} trained with hf_hotspa {version} (not affiliated with Hugging Face), exported from step {step}.
 
 - strategies: {strategies}
 - ranks: {world}
@@ -125,10 +113,7 @@ def _write_weights(
             return tensor_bytes(source)
         return tensor_bytes(reader.whole(source).to(getattr(torch, dtype or source.model_dtype)))
 
-    if adapter:  # PEFT reads one file
-        disk.write(folder, ADAPTER_WEIGHTS, tensor_file(entries, data))
-        return [ADAPTER_WEIGHTS]
-    return write_shards(disk, folder, entries, data, max_shard_bytes)
+    return write_shards(disk, folder, entries, data, max_shard_bytes, adapter)
 
 
 def _copy_weights(
@@ -147,10 +132,7 @@ def _copy_weights(
         tensor = files.whole(name)
         return tensor_bytes(tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor)
 
-    if manifest.is_adapter:
-        disk.write(folder, ADAPTER_WEIGHTS, tensor_file(entries, data))
-        return [ADAPTER_WEIGHTS]
-    return write_shards(disk, folder, entries, data, max_shard_bytes)
+    return write_shards(disk, folder, entries, data, max_shard_bytes, manifest.is_adapter)
 
 
 def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:
@@ -171,9 +153,10 @@ def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path
         model = str((config.get("architectures") or [model])[0])
         disk.write(folder, rest, [(json.dumps({**config, "dtype": first}, indent=2) + "\n").encode()])
     if not (folder / "README.md").exists():
-        card = (_ADAPTER_CARD if manifest.is_adapter else _CARD).format(
+        card = _CARD.format(
+            library="peft" if manifest.is_adapter else "transformers",
             name=name,
-            model=model,
+            what=f"LoRA adapter for {model}," if manifest.is_adapter else model,
             version=manifest.versions.get("hf-hotspa", ""),
             step=manifest.step,
             strategies=manifest.strategies,

@@ -7,6 +7,7 @@ written, the one that transformers keeps. No more than one weight has to be in m
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -93,10 +94,7 @@ class ModelWeights:
             for name in names
             for saved, tensor in self._saved(name, empty[name]).items()
         ]
-        if adapted:  # PEFT reads one file
-            self.shards = [WeightShard(ADAPTER_WEIGHTS, entries)]
-        else:
-            self.shards = [WeightShard(name, shard) for name, shard in named_shards(entries, max_shard_bytes)]
+        self.shards = [WeightShard(name, shard) for name, shard in named_shards(entries, max_shard_bytes, adapted)]
 
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
@@ -158,15 +156,10 @@ class ModelWeights:
         return sorted(found) == sorted((name, tensor.shape) for name, tensor in whole.items())
 
 
-def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES) -> list[tuple[str, Entries]]:
-    """The files of a model, in the order of the tensors.
-
-    Args:
-        limit: See `MAX_SHARD_BYTES`.
-
-    Returns:
-        Name and tensors of each.
-    """
+def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> list[tuple[str, Entries]]:
+    """Name and tensors of each file of a model, in the order of the tensors; limit: see `MAX_SHARD_BYTES`."""
+    if adapted:  # PEFT reads one file
+        return [(ADAPTER_WEIGHTS, entries)]
     shards: list[Entries] = [[]]
     size = 0
     for entry in entries:
@@ -191,7 +184,12 @@ def index_file(shards: list[tuple[str, list[TensorRecord]]]) -> tuple[str, list[
 
 
 def write_shards(
-    disk: Disk, folder: Path, entries: Entries, data: Callable[[Any], Buffer], max_shard_bytes: int = MAX_SHARD_BYTES
+    disk: Disk,
+    folder: Path,
+    entries: Entries,
+    data: Callable[[Any], Buffer],
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    adapted: bool = False,
 ) -> list[str]:
     """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
 
@@ -199,11 +197,12 @@ def write_shards(
         entries: The tensors in the order of writing, each with anything that `data` understands.
         data: As of `tensor_file`; called once for each tensor, in order.
         max_shard_bytes: See `MAX_SHARD_BYTES`.
+        adapted: Whether an adapter is written.
 
     Returns:
         The names of the files of tensors.
     """
-    shards = named_shards(entries, max_shard_bytes)
+    shards = named_shards(entries, max_shard_bytes, adapted)
     for name, shard in shards:
         disk.write(folder, name, tensor_file(shard, data))
     if len(shards) > 1:
@@ -212,7 +211,4 @@ def write_shards(
 
 
 def _num_bytes(record: TensorRecord) -> int:
-    size = DTYPES[record.dtype][1]
-    for dim in record.shape:
-        size *= dim
-    return size
+    return DTYPES[record.dtype][1] * math.prod(record.shape)

@@ -87,21 +87,6 @@ class Layout:
     bases: tuple[int, ...]
     placements: tuple[Placement, ...]
 
-    @classmethod
-    def of(cls, name: str, holdings: Sequence[Sequence[Interval]], sizes: Sequence[Sequence[int]]) -> "Layout":
-        """A layout written out: `holdings[rank]`, and `sizes[rank][segment]` elements of each buffer."""
-        world_size = len(holdings)
-        num_segments = 1 + max(
-            (len(sizes[0]) - 1 if world_size else -1, *(i.segment for held in holdings for i in held)), default=-1
-        )
-        rows: list[list[tuple[int, int, int, int]]] = [[] for _ in range(num_segments)]
-        for rank, held in enumerate(holdings):
-            for interval in held:
-                rows[interval.segment].append((rank, interval.start, interval.stop, interval.offset))
-        padded = [[*of_rank, *[0] * (num_segments - len(of_rank))] for of_rank in sizes]
-        placements = tuple(place(rows[s], [of_rank[s] for of_rank in padded]) for s in range(num_segments))
-        return cls(name, world_size, (0,) * num_segments, placements)
-
     @cached_property
     def holdings(self) -> tuple[tuple[Interval, ...], ...]:
         """`holdings[rank]` in vector order, written out: for small layouts and for tests."""

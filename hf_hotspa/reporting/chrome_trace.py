@@ -51,11 +51,6 @@ def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def _span(rank: int, track: int, name: str, start_s: float, seconds: float, **args: Any) -> dict[str, Any]:
-    span = {"ph": "X", "pid": rank, "tid": track, "name": name, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
-    return {**span, "cat": _TRACKS[track], "args": args}
-
-
 def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     report = traced.report
     if report.ranks is not None:
@@ -72,49 +67,41 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
             start += sum(spans)
     end = traced.start_s + report.total_s
     step = traced.step
-    found = [
-        _span(
-            rank,
-            _STEP,
-            f"step {step}",
-            begin,
-            end - begin,
-            loss=report.loss,
-            tokens=report.num_tokens,
-            switch_s=report.switch_s,
-            load_return_s=report.load_return_s,
-        ),
-    ]
+    found: list[dict[str, Any]] = []
+
+    def span(track: int, name: str, start_s: float, seconds: float, **args: Any) -> None:
+        numbers = {"ph": "X", "pid": rank, "tid": track, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
+        found.append({**numbers, "name": name, "cat": _TRACKS[track], "args": args})
+
+    switching = {"switch_s": report.switch_s, "load_return_s": report.load_return_s}
+    span(_STEP, f"step {step}", begin, end - begin, loss=report.loss, tokens=report.num_tokens, **switching)
     if agreed > begin:
-        found.append(_span(rank, _INSIDE, "agreement", begin, agreed - begin, step=step))
+        span(_INSIDE, "agreement", begin, agreed - begin, step=step)
     last = agreed
     for phase, row in zip(report.phases, phases, strict=True):
         measured = dict(zip(MEASURES, row, strict=True))
+        named = {"strategy": phase.strategy, "step": step}
         start = at = agreed + measured["start_s"]
         for name in _SPANS:
-            found.append(
-                _span(rank, _INSIDE, name.removesuffix("_s"), at, measured[name], strategy=phase.strategy, step=step)
-            )
+            span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named)
             at += measured[name]
         counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
-        found.append(_span(rank, _PHASE, phase.strategy, start, at - start, step=step, **counts))
+        span(_PHASE, phase.strategy, start, at - start, step=step, **counts)
         computed = start + measured["load_s"] + measured["compute_s"]
-        if measured["load_busy_s"] > 0:
-            found.append(
-                _span(rank, _BESIDE, "load", start, measured["load_busy_s"], strategy=phase.strategy, step=step)
-            )
-        if measured["return_busy_s"] > 0:
-            first = (
-                max(start, at - measured["return_busy_s"])
-                if measured["return_s"]
-                else computed - measured["return_busy_s"]
-            )
-            found.append(
-                _span(rank, _BESIDE, "return", first, measured["return_busy_s"], strategy=phase.strategy, step=step)
+        load_s, return_s = measured["load_busy_s"], measured["return_busy_s"]
+        if load_s > 0:
+            span(_BESIDE, "load", start, load_s, **named)
+        if return_s > 0:
+            span(
+                _BESIDE,
+                "return",
+                max(start, at - return_s) if measured["return_s"] else computed - return_s,
+                return_s,
+                **named,
             )
         last = at
     if end > last:
-        found.append(_span(rank, _INSIDE, "finish", last, end - last, step=step))
+        span(_INSIDE, "finish", last, end - last, step=step)
     return found
 
 

@@ -188,35 +188,14 @@ def compare_page(a: RunLog, b: RunLog, found: Comparison) -> str:
         for name, style, side in (("A", "s0", in_a), ("B", "s4", in_b))
     ]
     seconds = [Series("A", "s0", found.a_seconds), Series("B", "s4", found.b_seconds)]
+    count, both = len(steps), (("s0", "A"), ("s4", "B"))
+    differences = svg.lines("Loss difference", steps, [Series("B - A", "s2", found.loss_differences)])
+    note = "Speed-up: tokens a second of computation, B by A; a single strategy stands in for those that it replaces."
     panels = [
-        Panel(
-            "loss",
-            "Loss",
-            len(steps),
-            svg.lines("Loss", steps, losses, from_zero=False),
-            legend=(("s0", "A"), ("s4", "B")),
-        ),
-        Panel(
-            "difference",
-            "Loss, B - A",
-            len(steps),
-            svg.lines("Loss difference", steps, [Series("B - A", "s2", found.loss_differences)]),
-        ),
-        Panel(
-            "time",
-            "Step time",
-            len(steps),
-            svg.lines("Step time", steps, seconds, " s"),
-            legend=(("s0", "A"), ("s4", "B")),
-        ),
-        Panel(
-            "strategies",
-            "Strategies",
-            len(found.strategies),
-            table(strategy_rows(found)),
-            "Speed-up: tokens a second of computation, B by A; a single strategy stands in for those that it replaces.",
-            wide=True,
-        ),
+        Panel("loss", "Loss", count, svg.lines("Loss", steps, losses, from_zero=False), legend=both),
+        Panel("difference", "Loss, B - A", count, differences),
+        Panel("time", "Step time", count, svg.lines("Step time", steps, seconds, " s"), legend=both),
+        Panel("strategies", "Strategies", len(found.strategies), table(strategy_rows(found)), note, wide=True),
     ]
     for make in (plan_panel, run_panel):
         for name, run in (("A", a), ("B", b)):

@@ -19,7 +19,7 @@ from hf_hotspa.switch.executor import Buffers, SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.pool import PlanPool
 from hf_hotspa.switch.table import RELAY, SECOND, SOURCE, TARGET
-from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport
+from hf_hotspa.switch.transport import ProcessGroupTransport
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
 
 Switch = tuple[SwitchPlan, Sequence[torch.dtype | None]]
@@ -69,7 +69,7 @@ class Switching:
         # decided when the layouts are known, before a plan is made
         self.pool.second_source = options.uses_second_source(device, len(strategies), largest)
         alone = groups.switch is None
-        transport = LoopbackHub(1).transport(0) if alone else ProcessGroupTransport(groups.switch)
+        transport = ProcessGroupTransport(groups.switch, rank)
         forward = None if alone else ProcessGroupTransport(groups.forward)
         masters = [getattr(torch, s.master_dtype) for s in vector.segments]
         master_device = options.master_device(device)

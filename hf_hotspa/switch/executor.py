@@ -45,21 +45,13 @@ class Progress(Protocol):
 
     def await_source(self, segments: Sequence[int]) -> None:
         """Returns when the source buffers of these segments hold what is to be sent."""
-        ...
 
     def target_complete(self, segments: Sequence[int]) -> None:
         """These segments' target buffers are complete on this rank."""
-        ...
 
 
-class _Uncoupled:
+class _Uncoupled(Progress):
     """The progress of a switch that nothing computes beside."""
-
-    def await_source(self, segments: Sequence[int]) -> None:
-        pass
-
-    def target_complete(self, segments: Sequence[int]) -> None:
-        pass
 
 
 @dataclass
@@ -94,12 +86,8 @@ class SwitchStats:
         return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
 
 
-@dataclass(frozen=True, slots=True)
-class _Flight:
-    """A round whose messages are on their way."""
-
-    index: int
-    handle: TransferHandle
+_Flight = tuple[int, TransferHandle]
+"""A round whose messages are on their way: its index, and what to wait for."""
 
 
 class SwitchExecutor:
@@ -228,14 +216,14 @@ class SwitchExecutor:
                 if current.is_empty:
                     yield
                     continue
-                while flights and (len(flights) == _IN_FLIGHT or flights[0].index <= current.needs):
+                while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
                     self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
                 if current.opens:
                     self._open(plan, schedule, current.group, bound.buffers, progress)
                 flights.append(self._start(plan, schedule, index, bound, epoch, stats))
                 yield
             while flights:
-                index = flights[0].index
+                index = flights[0][0]
                 self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
         except Exception as error:
             raise self._failed(plan, schedule, index, error) from error
@@ -272,7 +260,7 @@ class SwitchExecutor:
         stats.received_bytes += sum(message.num_bytes for message in current.receives)
         stats.local_bytes += tensors.local_bytes
         stats.num_messages += len(current.sends) + len(current.receives)
-        return _Flight(index, handle)
+        return index, handle
 
     def _finish(
         self,
@@ -284,9 +272,10 @@ class SwitchExecutor:
         progress: Progress,
     ) -> None:
         """Waits for a round and unpacks it."""
-        current, tensors, clock = schedule.rounds[flight.index], bound.rounds[flight.index], time.perf_counter()
+        index, handle = flight
+        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
-        flight.handle.wait()
+        handle.wait()
         clock = _lap(stats, "wire_seconds", clock)
         if plan.accumulate:
             tensors.add()

@@ -85,15 +85,12 @@ class PlanPool:
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
         """The plan that adds a strategy's gradients to the master store."""
         if strategy not in self._returns:
-            contributions = gradient_layout(self._vector, self._strategy(strategy))
+            own = next(own for own in self.strategies if own == strategy)  # with the pool's order of shards
+            contributions = gradient_layout(self._vector, own)
             self._returns[strategy] = plan_return(
                 contributions, self.master, self._cluster, self._gradient_sizes, self._planner
             )
         return self._returns[strategy]
-
-    def _strategy(self, strategy: Strategy) -> Strategy:
-        """The strategy with the pool's order of shards."""
-        return next(own for own in self.strategies if own == strategy)
 
     def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
         """The same strategies in the order in which loading them one after another costs least.

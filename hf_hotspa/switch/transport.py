@@ -1,12 +1,12 @@
-"""Transports: how tensors get from rank to rank. Three verbs, two implementations, one contract.
+"""Transports: how tensors get from rank to rank. Three verbs, one contract.
 
 * `send` and `recv` submit an operation; nothing moves yet.
 * `start` posts everything submitted since the last start, and returns a handle whose `wait` blocks until it is done.
 
 Between `start` and the end of `wait` a sent tensor must not change and a received one must not be touched. Tensors are
 contiguous, a rank does not talk to itself, and both ends submit the messages of a pair in the same order with equal
-tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; `LoopbackTransport` joins ranks of one process,
-and checks what real transports do not (a wrong order of equal sizes is silent corruption).
+tags, sizes and dtypes. `ProcessGroupTransport` runs over gloo or NCCL; the tests have another one, which joins ranks of
+one process, and checks what real transports do not (a wrong order of equal sizes is silent corruption).
 
 gloo takes a message that is shorter than its buffer without a word, and ends the process at a longer one. Tags, which
 it does compare, therefore carry size and dtype as well: ends that disagree find no message, which is a timeout and a
@@ -14,9 +14,7 @@ it does compare, therefore carry size and dtype as well: ends that disagree find
 """
 
 import functools
-import threading
 import zlib
-from collections import deque
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,7 +52,9 @@ class Transport(Protocol):
         ...
 
 
-class _Operation(NamedTuple):
+class Operation(NamedTuple):
+    """A send or a receive."""
+
     sends: bool
     tensor: torch.Tensor
     rank: int
@@ -76,7 +76,7 @@ class _Operation(NamedTuple):
         """
         return self.tag ^ _shape_word(self.tensor.numel(), self.tensor.dtype)
 
-    def checked(self) -> "_Operation":
+    def checked(self) -> "Operation":
         if self.peer == self.rank:
             raise self.error("is to itself; nothing was posted")
         if not self.tensor.is_contiguous():
@@ -89,26 +89,26 @@ def _shape_word(numel: int, dtype: torch.dtype) -> int:
     return zlib.crc32(f"{numel} {dtype}".encode()) & 0x7FFFFFFF
 
 
-class _Submissions:
+class Submissions:
     """The first two verbs: operations wait, in order, for the next start."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
-        self._submitted: list[_Operation] = []
+        self._submitted: list[Operation] = []
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int) -> None:
-        self._submitted.append(_Operation(True, tensor, self.rank, dst, tag).checked())
+        self._submitted.append(Operation(True, tensor, self.rank, dst, tag).checked())
 
     def recv(self, tensor: torch.Tensor, src: int, tag: int) -> None:
-        self._submitted.append(_Operation(False, tensor, self.rank, src, tag).checked())
+        self._submitted.append(Operation(False, tensor, self.rank, src, tag).checked())
 
-    def _taken(self) -> list[_Operation]:
+    def _taken(self) -> list[Operation]:
         """What was submitted since the last start."""
         operations, self._submitted = self._submitted, []
         return operations
 
 
-class ProcessGroupTransport(_Submissions):
+class ProcessGroupTransport(Submissions):
     """Point-to-point transfers of a torch process group; one `batch_isend_irecv` per start.
 
     On NCCL, which has no tags, the order of submission pairs the messages. There, the first operation of a group must
@@ -116,10 +116,11 @@ class ProcessGroupTransport(_Submissions):
 
     Args:
         group: The group; None for the default one. Ranks are global ranks.
+        rank: This one; asked of the default group when None. A rank that is alone needs no group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(dist.get_rank())
+    def __init__(self, group: dist.ProcessGroup | None = None, rank: int | None = None) -> None:
+        super().__init__(dist.get_rank() if rank is None else rank)
         self.group = group
 
     def start(self) -> TransferHandle:
@@ -136,7 +137,7 @@ class ProcessGroupTransport(_Submissions):
 
 
 class _ProcessGroupHandle:
-    def __init__(self, operations: list[_Operation], works: list[dist.Work]) -> None:
+    def __init__(self, operations: list[Operation], works: list[dist.Work]) -> None:
         self._operations, self._works = operations, works
 
     def wait(self) -> None:
@@ -150,93 +151,9 @@ class _ProcessGroupHandle:
                 raise _batch_error("failed", self._operations, error) from error
 
 
-def _batch_error(what: str, operations: list[_Operation], error: Exception) -> TransferError:
+def _batch_error(what: str, operations: list[Operation], error: Exception) -> TransferError:
     peers, tags = sorted({op.peer for op in operations}), sorted({op.tag for op in operations})
     batch = ", ".join(op.describe() for op in operations)
     return TransferError(
         f"batch {what}: {batch}: {error}", where=f"rank {operations[0].rank}, peers {peers}, tags {tags}"
     )
-
-
-class LoopbackHub:
-    """The wires between the loopback transports of one process.
-
-    Ranks may run in one thread each, or be stepped in turn by a single thread, which starts a round on every rank
-    before it waits on any.
-
-    Args:
-        world_size: Number of ranks.
-        timeout: Seconds that a wait lets other threads catch up; 0 when a single thread drives all ranks.
-    """
-
-    def __init__(self, world_size: int, timeout: float = 0.0) -> None:
-        self.world_size, self.timeout = world_size, timeout
-        self._mail: dict[tuple[int, int, int], deque[torch.Tensor]] = {}
-        self._changed = threading.Condition()
-
-    def transport(self, rank: int) -> "LoopbackTransport":
-        """The transport of one rank."""
-        return LoopbackTransport(self, rank)
-
-    def post(self, src: int, dst: int, tag: int, tensor: torch.Tensor) -> None:
-        """Puts a message on the wire."""
-        with self._changed:
-            self._mail.setdefault((src, dst, tag), deque()).append(tensor)
-            self._changed.notify_all()
-
-    def take(self, src: int, dst: int, tag: int) -> torch.Tensor | None:
-        """The oldest message with this address; None when there is none within the timeout."""
-        key = (src, dst, tag)
-        with self._changed:
-            if not self._changed.wait_for(lambda: key in self._mail, self.timeout):
-                return None
-            messages = self._mail[key]
-            message = messages.popleft()
-            if not messages:
-                del self._mail[key]
-            return message
-
-    def close(self) -> None:
-        """Checks that every message was received.
-
-        Raises:
-            TransferError: naming the messages that nobody received.
-        """
-        left = [f"{src} -> {dst} (tag {tag})" for src, dst, tag in sorted(self._mail)]
-        if left:
-            raise TransferError(f"messages that nobody received: {', '.join(left)}")
-
-
-class LoopbackTransport(_Submissions):
-    """The transport of one rank of a `LoopbackHub`."""
-
-    def __init__(self, hub: LoopbackHub, rank: int) -> None:
-        super().__init__(rank)
-        self.hub = hub
-
-    def start(self) -> TransferHandle:
-        operations = self._taken()
-        snapshots = [op.tensor.detach().clone() for op in operations if op.sends]
-        sends = [op for op in operations if op.sends]
-        for op, snapshot in zip(sends, snapshots, strict=True):
-            self.hub.post(op.rank, op.peer, op.tag, snapshot)
-        return _LoopbackHandle(self.hub, operations, snapshots)
-
-
-class _LoopbackHandle:
-    def __init__(self, hub: LoopbackHub, operations: list[_Operation], snapshots: list[torch.Tensor]) -> None:
-        self._hub, self._operations, self._snapshots = hub, operations, snapshots
-
-    def wait(self) -> None:
-        snapshots = iter(self._snapshots)
-        for op in self._operations:
-            if op.sends:
-                if not torch.equal(op.tensor.view(torch.uint8), next(snapshots).view(torch.uint8)):
-                    raise op.error("was changed while it was in flight")
-                continue
-            message = self._hub.take(op.peer, op.rank, op.tag)
-            if message is None:
-                raise op.error("found no message")
-            if (message.numel(), message.dtype) != (op.tensor.numel(), op.tensor.dtype):
-                raise op.error(f"found a message of {message.numel()} x {message.dtype}")
-            op.tensor.copy_(message.view_as(op.tensor))

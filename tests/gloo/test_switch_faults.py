@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaError, TransferError
 from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout
 from hf_hotspa.switch.executor import SwitchExecutor
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load
@@ -107,8 +107,8 @@ def evenly_to_all(world_size: int) -> SwitchPlan:
         starts = [segment * NUMEL for segment in range(NUM_SEGMENTS)]
         cut.append([Interval(s + rank * share, s + (rank + 1) * share, i, 0) for i, s in enumerate(starts)])
         whole.append([Interval(s, s + NUMEL, i, 0) for i, s in enumerate(starts)])
-    source = Layout.of("cut", cut, [[share] * NUM_SEGMENTS] * world_size)
-    target = Layout.of("whole", whole, [[NUMEL] * NUM_SEGMENTS] * world_size)
+    source = layout_of("cut", cut, [[share] * NUM_SEGMENTS] * world_size)
+    target = layout_of("whole", whole, [[NUMEL] * NUM_SEGMENTS] * world_size)
     return plan_load(source, target, Cluster(world_size, world_size), [4] * NUM_SEGMENTS)
 
 

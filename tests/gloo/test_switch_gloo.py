@@ -7,18 +7,18 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from written_plans import plan_of, transfers_of  # type: ignore[import-not-found]
+from written_plans import layout_of, plan_of, transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanMismatchError, TransferError
 from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.layout.placement import Layout
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load
-from hf_hotspa.switch.transport import LoopbackHub, ProcessGroupTransport, Transport
+from hf_hotspa.switch.transport import ProcessGroupTransport, Transport
 from tests.harness import run_ranks
+from tests.loopback import LoopbackHub
 from tests.switch_cases import bits, check_rank, direct_messages, make_case, poisoned, random_bits
 
 pytestmark = pytest.mark.gloo
@@ -205,12 +205,12 @@ def test_many_random_switches_are_exact(world_size: int) -> None:
 def gather_in_bfloat16(rank: int, world_size: int, numel: int, staging_bytes: int) -> SwitchStats:
     """An fp32 master store to a whole bf16 copy on every rank."""
     share = numel // world_size
-    master = Layout.of(
+    master = layout_of(
         "master",
         tuple((Interval(r * share, (r + 1) * share, 0, 0),) for r in range(world_size)),
         ((share,),) * world_size,
     )
-    whole = Layout.of("whole", ((Interval(0, numel, 0, 0),),) * world_size, ((numel,),) * world_size)
+    whole = layout_of("whole", ((Interval(0, numel, 0, 0),),) * world_size, ((numel,),) * world_size)
     plan = plan_load(master, whole, Cluster(world_size, world_size), [2])
     full = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     into = poisoned(numel, torch.bfloat16)
@@ -233,8 +233,8 @@ def test_master_weights_travel_in_the_dtype_of_the_model() -> None:
 
 
 def small_plan() -> SwitchPlan:
-    source = Layout.of("a", ((Interval(0, 8, 0, 0),), ()), ((8,), (8,)))
-    target = Layout.of("b", ((), (Interval(0, 8, 0, 0),)), ((8,), (8,)))
+    source = layout_of("a", ((Interval(0, 8, 0, 0),), ()), ((8,), (8,)))
+    target = layout_of("b", ((), (Interval(0, 8, 0, 0),)), ((8,), (8,)))
     return plan_load(source, target, Cluster(2, 2), [4])
 
 

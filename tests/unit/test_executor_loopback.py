@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from written_plans import traffic_of  # type: ignore[import-not-found]
+from written_plans import layout_of, traffic_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
@@ -21,8 +21,8 @@ from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.switch.plan import SwitchPlan
 from hf_hotspa.switch.planner import plan_load, plan_return
 from hf_hotspa.switch.pool import PlanPool
-from hf_hotspa.switch.transport import LoopbackHub
 from tests.families import tiny_model
+from tests.loopback import LoopbackHub
 from tests.switch_cases import (
     Case,
     bits,
@@ -97,7 +97,7 @@ def test_a_gradient_sum_does_not_depend_on_staging_or_arrival(seed: int) -> None
 def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] | None = None) -> Layout:
     """A layout of given `(start, stop, segment, offset)`; all buffers have the given sizes."""
     held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
-    return Layout.of(name, held, tuple(sizes or (8,) for _ in holdings))
+    return layout_of(name, held, tuple(sizes or (8,) for _ in holdings))
 
 
 def run_threads(

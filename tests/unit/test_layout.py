@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 import pytest
+from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.errors import ModelError, StrategyError
 from hf_hotspa.layout.intervals import Interval
@@ -256,7 +257,7 @@ def test_slots_agree_with_the_layout_and_with_the_shapes(seed: int) -> None:
         for rank in range(strategy.world_size):
             slots: tuple[Slot, ...] = rank_slots(model.vector, strategy, rank)
             intervals = [interval for slot in slots for interval in slot.intervals()]
-            assert Layout.of("", [intervals], [layout.sizes[rank]]).holdings[0] == layout.holdings[rank]
+            assert layout_of("", [intervals], [layout.sizes[rank]]).holdings[0] == layout.holdings[rank]
             for slot in slots:
                 size = 1
                 for dim in slot.shape:

@@ -23,6 +23,7 @@ from planner_targets import (  # type: ignore[import-not-found]
     verdict,
 )
 from port_bounds import classes_of, lower_bound, sequential_seconds  # type: ignore[import-not-found]
+from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Interval
@@ -77,7 +78,7 @@ GIGABYTE = 1 << 30
 def small(name: str, *holders: int) -> Layout:
     """One gigabyte, on some of four ranks."""
     held = [[Interval(0, GIGABYTE, 0, 0)] if rank in holders else [] for rank in range(4)]
-    return Layout.of(name, held, [(GIGABYTE if rank in holders else 0,) for rank in range(4)])
+    return layout_of(name, held, [(GIGABYTE if rank in holders else 0,) for rank in range(4)])
 
 
 def seconds(source: Layout, target: Layout, planner: str, nics: int | None = None) -> float:

@@ -23,8 +23,8 @@ from hf_hotspa.runtime.specs import describe_model
 from hf_hotspa.runtime.switching import Switching
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.switch.packing import BoundRound
-from hf_hotspa.switch.transport import LoopbackHub
 from tests.families import tiny_model
+from tests.loopback import LoopbackHub
 from tests.switch_cases import Buffers, drive, load_case, return_case
 
 DEVICE, HOST = "meta", "cpu"

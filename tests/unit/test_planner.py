@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from written_plans import Traffic, plan_of, traffic_of, transfers_of  # type: ignore[import-not-found]
+from written_plans import Traffic, layout_of, plan_of, traffic_of, transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
@@ -27,7 +27,7 @@ from tests.random_models import plain, random_master_layout, random_model
 def layout(name: str, *holdings: list[tuple[int, int, int, int]], sizes: tuple[int, ...] = (8,)) -> Layout:
     """A layout of given `(start, stop, segment, offset)`; every rank's buffers have the given sizes."""
     held = tuple(tuple(Interval(*interval) for interval in rank) for rank in holdings)
-    return Layout.of(name, held, tuple(sizes for _ in holdings))
+    return layout_of(name, held, tuple(sizes for _ in holdings))
 
 
 def cut_vector(rows: int = 8, layers: int = 2) -> ParameterVector:
@@ -198,7 +198,7 @@ def test_plans_are_equal_however_the_layouts_were_made() -> None:
         model, world_size = random_model(rng), rng.randint(1, 8)
         first, second = (rng.choice(model.strategies(world_size)) for _ in range(2))
         source, target = strategy_layout(model.vector, first), strategy_layout(model.vector, second)
-        shuffled = Layout.of(source.name, [rng.sample(held, len(held)) for held in source.holdings], source.sizes)
+        shuffled = layout_of(source.name, [rng.sample(held, len(held)) for held in source.holdings], source.sizes)
         cluster, sizes = Cluster(world_size, 2), [4] * len(model.vector.segments)
         plan, again = (plan_load(layout, target, cluster, sizes) for layout in (source, shuffled))
         assert transfers_of(plan) == transfers_of(again)

@@ -16,6 +16,7 @@ from port_bounds import (  # type: ignore[import-not-found]
     lower_bound,
     sequential_seconds,
 )
+from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
@@ -81,7 +82,7 @@ UNIT = 1 << 20
 
 def held_by(name: str, *holders: int) -> Layout:
     held = [[Interval(0, UNIT, 0, 0)] if rank in holders else [] for rank in range(4)]
-    return Layout.of(name, held, [(UNIT if rank in holders else 0,) for rank in range(4)])
+    return layout_of(name, held, [(UNIT if rank in holders else 0,) for rank in range(4)])
 
 
 def test_classes_of_layouts() -> None:
@@ -89,7 +90,7 @@ def test_classes_of_layouts() -> None:
     assert classes_of(one, three, [2]) == [PieceClass(2.0 * UNIT, (0,), (0, 2, 3))]
     assert classes_of([one, held_by("two", 1)], three, [2]) == [PieceClass(2.0 * UNIT, (0, 1), (0, 2, 3))]
     with pytest.raises(PlanError, match="no rank"):
-        classes_of(Layout.of("none", [[]] * 4, [(0,)] * 4), three, [2])
+        classes_of(layout_of("none", [[]] * 4, [(0,)] * 4), three, [2])
     with pytest.raises(PlanError, match="3 owners"):
         classes_of(three, one, [2], sums=True)
 

@@ -9,7 +9,7 @@ import torch
 from benchmarks.rate_limit import IN, OUT, DevicePorts, NodePorts, RateLimitedTransport  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError, TransferError
-from hf_hotspa.switch.transport import LoopbackHub
+from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case
 
 CLUSTER = Cluster(4, 2)

@@ -10,8 +10,8 @@ import torch
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
 from hf_hotspa.switch import worker as worker_module
 from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.transport import LoopbackHub
 from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
+from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case, return_case
 
 CPU = torch.device("cpu")
