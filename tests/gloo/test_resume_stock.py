@@ -266,8 +266,8 @@ def small_files(rank, world, folder, options):
 
     original = model_files.named_shards
 
-    def smaller(entries, limit):
-        return original(entries, 20_000)
+    def smaller(entries, limit, adapted=False):
+        return original(entries, 20_000, adapted)
 
     model_files.named_shards = smaller
     train(make_trainer(folder, world, **options))
