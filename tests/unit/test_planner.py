@@ -186,7 +186,7 @@ def test_replicas_share_the_sending() -> None:
 
 def test_a_target_may_leave_out_elements() -> None:
     source, target = layout("a", [(0, 8, 0, 0)], []), layout("b", [], [(3, 5, 0, 0)])
-    assert plan_load(source, target, Cluster(2, 2), [4]).transfers == (Transfer(0, 2, 0, 3, 1, 0, 3),)
+    assert transfers_of(plan_load(source, target, Cluster(2, 2), [4])) == (Transfer(0, 2, 0, 3, 1, 0, 3),)
 
 
 # ------------------------------------------------------------------------------------------------- determinism, size
