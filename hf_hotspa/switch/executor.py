@@ -45,11 +45,11 @@ class Progress(Protocol):
 
     def await_source(self, segments: Sequence[int]) -> None:
         """Returns when the source buffers of these segments hold what is to be sent."""
-        return None
+        return
 
     def target_complete(self, segments: Sequence[int]) -> None:
         """These segments' target buffers are complete on this rank."""
-        return None
+        return
 
 
 class _Uncoupled(Progress):
