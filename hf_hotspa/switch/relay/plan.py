@@ -91,7 +91,7 @@ class _Registry:
         return self.index.setdefault(thing, len(self.index))
 
 
-class _Incoming:
+class _Arrivals:
     """The (piece, node) pairs of one kind in which no device of the node holds the piece but some need it."""
 
     def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Registry) -> None:
@@ -174,22 +174,20 @@ def plan_relay(
         if kind >= 0:
             weights[kind] += size
     landings = _Registry()
-    all_incoming = [_Incoming(pieces, cluster, landings) for pieces in kinds]
-    shares = _decide(all_incoming, weights, landings, cluster)
-    plans = [_Materialised(c, shares, cluster, sums) for c in all_incoming]
+    arrivals = [_Arrivals(pieces, cluster, landings) for pieces in kinds]
+    shares = _decide(arrivals, weights, landings, cluster)
+    plans = [_Materialised(c, shares, cluster, sums) for c in arrivals]
     if any(len(plan.feed) for plan in plans):
         return [SegmentPlan((plan.feed, plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
     return [SegmentPlan((plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
 
 
-def _decide(
-    all_incoming: Sequence[_Incoming], weights: Sequence[int], landings: _Registry, cluster: Cluster
-) -> _Shares:
+def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Registry, cluster: Cluster) -> _Shares:
     num_bytes = np.zeros(len(landings.index), np.int64)
     pulls: dict[tuple[tuple[int, ...], int], float] = {}
-    for incoming, weight in zip(all_incoming, weights, strict=True):
-        np.add.at(num_bytes, incoming.landing, incoming.pieces.lengths[incoming.piece] * weight)
-        incoming.count_pulls(pulls, weight)
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        np.add.at(num_bytes, arrival.landing, arrival.pieces.lengths[arrival.piece] * weight)
+        arrival.count_pulls(pulls, weight)
     pulled = [Pull(owners, needer, total) for (owners, needer), total in pulls.items()]
     keys: list[tuple[int, tuple[int, ...]]] = list(landings.index)  # type: ignore[arg-type]
     totals = num_bytes.tolist()
@@ -207,7 +205,7 @@ def _decide(
     pulling = pulling_shares(pulled, dict(enumerate(inside.sent_intra.tolist())))
     pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
     _add(inside, pulls_from)
-    sending = _sending_shares(all_incoming, weights, cluster, inside)
+    sending = _sending_shares(arrivals, weights, cluster, inside)
     return _Shares([needers for _, needers in keys], [found.get(key, ()) for key in keys], sending, pulling)
 
 
@@ -218,36 +216,34 @@ def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
 
 
 def _sending_shares(
-    all_incoming: Sequence[_Incoming], weights: Sequence[int], cluster: Cluster, inside: PortLoads
+    arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads
 ) -> dict[tuple[int, ...], Share]:
-    if _evenly_owned(all_incoming, weights, cluster, inside):
+    if _evenly_owned(arrivals, weights, cluster, inside):
         return {}
     amounts: dict[tuple[int, ...], float] = {}
     entering = np.zeros(cluster.num_nodes)
-    for incoming, weight in zip(all_incoming, weights, strict=True):
-        group_of, sets = incoming.pieces.held.groups
-        num_bytes = incoming.pieces.lengths[incoming.piece] * weight
-        np.add.at(entering, incoming.node, num_bytes)
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        group_of, sets = arrival.pieces.held.groups
+        num_bytes = arrival.pieces.lengths[arrival.piece] * weight
+        np.add.at(entering, arrival.node, num_bytes)
         totals = np.zeros(len(sets), np.int64)
-        np.add.at(totals, group_of[incoming.piece], num_bytes)
+        np.add.at(totals, group_of[arrival.piece], num_bytes)
         for group in np.flatnonzero(totals).tolist():
             amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
     return sender_shares(amounts, entering.tolist(), cluster, inside)
 
 
-def _evenly_owned(
-    all_incoming: Sequence[_Incoming], weights: Sequence[int], cluster: Cluster, inside: PortLoads
-) -> bool:
+def _evenly_owned(arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads) -> bool:
     """Whether every piece has one owner and no owner's NIC is busier than what is unavoidable (a master store)."""
     sent = np.zeros(cluster.world_size)
     entering = np.zeros(cluster.num_nodes)
-    for incoming, weight in zip(all_incoming, weights, strict=True):
-        held = incoming.pieces.held
-        if (held.counts[incoming.piece] > 1).any():
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        held = arrival.pieces.held
+        if (held.counts[arrival.piece] > 1).any():
             return False
-        num_bytes = incoming.pieces.lengths[incoming.piece] * weight
-        np.add.at(sent, held.rank[held.first[incoming.piece]], num_bytes)
-        np.add.at(entering, incoming.node, num_bytes)
+        num_bytes = arrival.pieces.lengths[arrival.piece] * weight
+        np.add.at(sent, held.rank[held.first[arrival.piece]], num_bytes)
+        np.add.at(entering, arrival.node, num_bytes)
     capacity = np.array([len(cluster.ranks(node)) for node in range(cluster.num_nodes)])
     level = max((entering / capacity).max(), inside.seconds(cluster) * nic_bandwidth(cluster))
     return cluster.shares_nics or bool(sent.max() <= 1.01 * level)
@@ -256,13 +252,13 @@ def _evenly_owned(
 class _Materialised:
     """The tables of one kind of segment."""
 
-    def __init__(self, incoming: _Incoming, shares: _Shares, cluster: Cluster, sums: bool) -> None:
-        self._incoming, self._shares, self._cluster = incoming, shares, cluster
-        pieces = incoming.pieces
+    def __init__(self, arrival: _Arrivals, shares: _Shares, cluster: Cluster, sums: bool) -> None:
+        self._arrivals, self._shares, self._cluster = arrival, shares, cluster
+        pieces = arrival.pieces
         held, needed, starts = pieces.held, pieces.needed, pieces.starts
-        row, offset, length, land = split_streams(pieces.lengths[incoming.piece], incoming.landing, shares.landing)
+        row, offset, length, land = split_streams(pieces.lengths[arrival.piece], arrival.landing, shares.landing)
         row, offset, length, land, sender = self._assign_senders(row, offset, length, land)
-        piece, landing_of = incoming.piece[row], incoming.landing[row]
+        piece, landing_of = arrival.piece[row], arrival.landing[row]
         source, wanted = held.find(piece, sender), needed.find(piece, land)
         set_sizes = np.array([len(ranks) for ranks in shares.needers], np.int64)
         in_target = (wanted >= 0) & ((set_sizes[landing_of] == 1) | (not sums))
@@ -300,8 +296,8 @@ class _Materialised:
         What goes to each node, from the same owners, lies along one line, and the senders take consecutive stretches of
         it: they send to different nodes where they can, so that messages are few.
         """
-        held, sending = self._incoming.pieces.held, self._shares.sending
-        piece, node = self._incoming.piece[row], self._incoming.node[row]
+        held, sending = self._arrivals.pieces.held, self._shares.sending
+        piece, node = self._arrivals.piece[row], self._arrivals.node[row]
         if not sending:
             return row, offset, length, land, held.rank[held.first[piece]]
         group_of, sets = held.groups
@@ -322,9 +318,9 @@ class _Materialised:
         Returns:
             Where each part lies in the relay buffer of its sender, the sizes of those buffers, and the table.
         """
-        held, size = self._incoming.pieces.held, self._cluster.devices_per_node
-        span = int(self._incoming.pieces.lengths.max(initial=0)) + 1
-        at = (sender * len(self._incoming.pieces.lengths) + piece) * span + offset
+        held, size = self._arrivals.pieces.held, self._cluster.devices_per_node
+        span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
+        at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset
         order = np.argsort(at, kind="stable")
         reach = np.maximum.accumulate((at + length)[order]) if len(at) else at
         new = np.concatenate(([True], at[order][1:] > reach[:-1])) if len(at) else np.empty(0, bool)
@@ -338,7 +334,7 @@ class _Materialised:
         sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
         row = held.find(which[sub], rank)
         shift = begin[sub] % span + sub_offset
-        start = self._incoming.pieces.starts[which[sub]] + shift
+        start = self._arrivals.pieces.starts[which[sub]] + shift
         relay = np.full(len(row), RELAY)
         into = places[sub] + sub_offset
         table = _table(held.store[row], rank, held.offset[row] + shift, relay, who[sub], into, start, sub_length)
@@ -346,9 +342,9 @@ class _Materialised:
 
     def _inside(self) -> Numbers:
         """What needers already have, or can get from their own node."""
-        pieces, size = self._incoming.pieces, self._cluster.devices_per_node
+        pieces, size = self._arrivals.pieces, self._cluster.devices_per_node
         held, needed = pieces.held, pieces.needed
-        near = self._incoming.has_owner[needed.piece, needed.rank // size]
+        near = self._arrivals.has_owner[needed.piece, needed.rank // size]
         piece, rank, offset = needed.piece[near], needed.rank[near], needed.offset[near]
         own = held.find(piece, rank)
         low, high = held.between(piece, rank // size * size, (rank // size + 1) * size)
@@ -386,7 +382,7 @@ class _Materialised:
 
         Each receiver begins with another holder, so that all holders are busy at every moment.
         """
-        held = self._incoming.pieces.held
+        held = self._arrivals.pieces.held
         streams = _Registry()
         stream = np.array(
             [
