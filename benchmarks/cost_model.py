@@ -32,6 +32,8 @@ from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
 from worlds import run_world
 
+from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.tables import calibration_text
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
@@ -246,7 +248,7 @@ def compare(options: argparse.Namespace, name: str, cases: list[Case]) -> dict[s
     calibration, all_runs, phases, sizes = run_world(options.ranks, measure, options, name, cases)
     time_model = calibration.time_model(sizes)
     strategies = list(dict.fromkeys(strategy for _, strategy in phases))
-    switches = calibration.switch_seconds(strategies, sizes)
+    switches = CostModel.of_calibration(calibration, sizes, MemoryOptions()).switch_seconds(strategies)
     print(f"\n{calibration_text(calibration)}")
 
     rows = []

@@ -54,6 +54,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.cost.choice import Choice
     from hf_hotspa.cost.chooser import PhaseChooser
     from hf_hotspa.cost.memory import MemoryOptions
+    from hf_hotspa.cost.model import CostModel
     from hf_hotspa.cost.rooms import MemoryRooms
     from hf_hotspa.cost.search import search
     from hf_hotspa.cost.sizes import ModelSizes
@@ -76,8 +77,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     engine = HotSPaEngine(model, [Bucket(s, 1, 1) for s in strategies], EngineOptions(compute_dtype=dtype))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-4, foreach=True)
     sizes = ModelSizes(shape, calibration.key.dtype, vector=engine.description.vector)
-    time_model, switch = calibration.time_model(sizes), calibration.switch_seconds(strategies, sizes)
-    memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8))
+    cost = CostModel.of_calibration(calibration, sizes, MemoryOptions())
+    time_model, memory, switch = cost.time, cost.memory, cost.switch_seconds(strategies)
     limit = 1.05 * min(memory.bytes_needed(s, options.long) for s in strategies)
     rooms = MemoryRooms(memory, limit)
     collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=shape.vocab_size)

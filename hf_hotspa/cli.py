@@ -30,6 +30,7 @@ from hf_hotspa.input_commands import add_parsers as add_input_parsers
 from hf_hotspa.input_commands import run as run_input_command
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.reporting import commands as reporting
+from hf_hotspa.strategy import Bucket
 
 USAGE_ERROR = 2
 TRAIN = "train"
@@ -245,7 +246,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(json.dumps(found.to_dict(), indent=1) if args.json else text, flush=True)
         if isinstance(found, Estimate) and not found.fits:
-            found.setup.memory.check_pool({found.strategy: found.memory.pack_tokens}, found.setup.limit_bytes)
+            tokens = found.memory.pack_tokens
+            found.setup.memory.check_pool((Bucket(found.strategy, tokens, tokens),), found.setup.limit_bytes)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HotspaError, OSError) as error:

@@ -167,9 +167,9 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_memory_limit_mb: int | None = field(
         default=None,
         metadata={
-            "help": "MiB that weights, gradients, master store and switch buffers may take on a device; what is free on an "
-            "accelerator when left out. Strategies that need more are refused at the start. With auto, optimizer state "
-            "and activations count, too, and on CPU the default is the free memory of the machine, shared by its processes."
+            "help": "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
+            "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
+            "When left out, auto plans with 90 % of what is free, on CPU shared by the processes of a machine."
         },
     )
     hotspa_offload: str = field(

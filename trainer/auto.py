@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -27,22 +27,24 @@ from transformers.training_args import OptimizerNames
 from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.cost.memory import MemoryOptions, planned_limit
+from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.cost.model import CostModel, check_calibration
 from hf_hotspa.cost.single import SingleStrategy, with_single
 from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.agreement import Agreement
 from hf_hotspa.runtime.calibration import calibrate
 from hf_hotspa.runtime.dropout_settings import without_attention_dropout
 from hf_hotspa.runtime.memory import device_limit
 from hf_hotspa.runtime.model_check import model_facts
+from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
-from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
+from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
 from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs
@@ -174,8 +176,8 @@ def prepare_auto(
             ),
         )
         every = args.hotspa_recompute_every
-        strategies = [s.recomputing(every) for s in legal_strategies(args.world_size, description.shape)]
-        calibration = agreed_calibration(model.config, description, args, strategies, agreement)
+        strategies = searched_strategies(description.shape, args)
+        calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
         limit, source = memory_limit(args, agreement)
         avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
         # nodes may have disks of their own
@@ -191,6 +193,19 @@ def prepare_auto(
     if args.process_index == 0:
         tqdm.write(str(plan))
     return AutoStrategies(plan, args, description.shape.quadratic_cost)
+
+
+def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> list[Strategy]:
+    """Every strategy that a run may have, with every choice of options."""
+    every = args.hotspa_recompute_every
+    options = strategies_with_options(args.world_size, shape)
+    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
+    return list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
+
+
+def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """What is measured of them: what options change follows from the others."""
+    return list(dict.fromkeys(replace(s, sp=False, rc=0) for s in strategies))
 
 
 @contextmanager
@@ -227,7 +242,16 @@ def agreed_calibration(
 
     def read() -> Calibration:
         calibration = Calibration.load(str(args.hotspa_calibration))
-        _check_fit(calibration, args, description, strategies)
+        local = processes_of_a_node(args)
+        check_calibration(
+            calibration,
+            str(args.hotspa_calibration),
+            description.shape,
+            dtype=dtype_name(description.compute_dtype),
+            nodes=-(-args.world_size // local),
+            devices_per_node=local,
+            strategies=strategies,
+        )
         return calibration
 
     return agreement.run("hotspa_calibration", read, lambda calibration: {"calibration": repr(calibration)})
@@ -236,31 +260,6 @@ def agreed_calibration(
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:
     """The config that replicas are built from, as far as it decides what they cost."""
     return config if args.hotspa_attention_dropout is None else without_attention_dropout(config)
-
-
-def _check_fit(
-    calibration: Calibration, args: HotSPaTrainingArguments, description: ModelDescription, strategies: list[Strategy]
-) -> None:
-    """Refuses a file that says nothing about this run. Another machine or version is the user's decision."""
-    key, shape = calibration.key, description.shape
-    facts = calibration.model
-    pairs = [
-        ("processes", key.world_size, args.world_size),
-        ("dtype", key.dtype, dtype_name(description.compute_dtype)),
-        ("family", facts.family, shape.family),
-        ("hidden size", facts.hidden_size, shape.hidden_size),
-        ("parameters of a layer", facts.layer_parameters, shape.layer_parameters),
-        ("vocabulary", facts.vocab_size, shape.vocab_size),
-    ]
-    wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
-    if not wrong and not calibration.covers(strategies):
-        wrong = [f"tp {', '.join(map(str, calibration.degrees))} of {sorted({s.tp for s in strategies})}"]
-    if wrong:
-        raise HotspaConfigError(
-            f"the calibration was measured for another case: {', '.join(wrong)}",
-            where=args.hotspa_calibration,
-            fix="leave hotspa_calibration out, which measures, or run hf-hotspa calibrate for this model and launch",
-        )
 
 
 def _plan(
@@ -274,14 +273,11 @@ def _plan(
     mini_batch_size: int,
     most_tokens: Mapping[Strategy, int],
 ) -> AutoPlan:
-    sizes = model_sizes(description, args)
     return make_auto_plan(
         tables[0],
         description.shape,
         strategies,
-        calibrated_time(calibration, sizes, args),
-        calibration.memory_model(sizes, memory_options(args)),
-        calibration.switch_seconds(strategies, sizes),
+        cost_model(calibration, description, args),
         mini_batch_size=mini_batch_size,
         limit_bytes=limit,
         limit_source=source,
@@ -302,18 +298,54 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
         schedule=args.hotspa_pipeline_schedule,
+        offload_master=args.hotspa_offload == "master" and args.device.type == "cuda",
     )
 
 
-def model_sizes(description: ModelDescription, args: HotSPaTrainingArguments) -> ModelSizes:
-    """The sizes of a model in the dtypes of a run."""
+def cost_model(calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments) -> CostModel:
+    """The cost model of a run: the model in its dtypes, on its processes."""
+    return CostModel.of_calibration(calibration, _sizes(description, args), memory_options(args), args.world_size)
+
+
+def _sizes(description: ModelDescription, args: HotSPaTrainingArguments) -> ModelSizes:
     dtype = dtype_name(description.compute_dtype)
     return ModelSizes(description.shape, dtype, vector=description.vector, gradients=args.hotspa_gradients)
 
 
-def calibrated_time(calibration: Calibration, sizes: ModelSizes, args: HotSPaTrainingArguments) -> TimeModel:
-    """The time model of a run; a calibration is measured with our own schedule."""
-    return replace(calibration.time_model(sizes), schedule=args.hotspa_pipeline_schedule)
+def check_given(
+    buckets: Sequence[Bucket],
+    description: ModelDescription,
+    calibration: Calibration | None,
+    args: HotSPaTrainingArguments,
+    engine: EngineOptions,
+) -> None:
+    """Refuses strategies that were given and need more than `hotspa_memory_limit_mb`, by the forecast that `auto` plans with.
+
+    Activations are those that were measured, where there is a calibration, else by formula. Without a limit that was given
+    the engine refuses what is certain not to fit: weights, gradients, master store and buffers of switches.
+
+    Raises:
+        DeviceMemoryError: on every rank, naming the part that does not fit.
+    """
+    limit = args.hotspa_memory_limit_mb
+    if limit is None:
+        return
+    sizes = _sizes(description, args)
+    largest = max(stage.weight_bytes for bucket in buckets for stage in sizes.stages(bucket.strategy))
+    options = replace(
+        memory_options(args),
+        compute_dtype=sizes.compute_dtype,
+        weight_copies=2 if engine.uses_second_source(args.device, len(buckets), largest) else 1,
+    )
+    memory = MemoryModel(sizes, args.world_size, options)
+    if calibration is not None:
+        memory = calibration.memory_model(sizes, options, args.world_size)
+    memory.check_pool(buckets, limit * _MIB, f"hotspa_memory_limit_mb={limit}")
+
+
+def processes_of_a_node(args: HotSPaTrainingArguments) -> int:
+    """Processes of this run on each node."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
 
 
 def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[int | None, str]:
@@ -324,7 +356,7 @@ def memory_limit(args: HotSPaTrainingArguments, agreement: Agreement) -> tuple[i
     if (on_device := device_limit(args.device)) is not None:
         free, source = float(on_device), "of what is free on the device"
     else:
-        local = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
+        local = processes_of_a_node(args)
         free, source = _free_host_memory() / local, f"of the free memory of the machine, for each of {local} processes"
     return planned_limit(None, float(agreement.gather([free]).min()), source, "hotspa_memory_limit_mb")
 

@@ -8,7 +8,6 @@ on the way, they are the same on all ranks, and a cache that cannot be read cost
 
 import json
 import logging
-import os
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -26,15 +25,15 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.calibration import cached_calibration, calibration_key
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.strategy import Strategy, legal_strategies
+from hf_hotspa.strategy import Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     agreed_calibration,
     agreement_of,
-    calibrated_time,
+    cost_model,
     memory_limit,
-    memory_options,
-    model_sizes,
+    processes_of_a_node,
+    searched_strategies,
     trained_config,
 )
 
@@ -68,13 +67,10 @@ class Predictions:
 
     def __init__(self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments) -> None:
         self._args, self._known, self._engine = args, known, engine
-        self._sizes = model_sizes(engine.description, args)
-        self._time = calibrated_time(known.calibration, self._sizes, args)
-        shape = engine.description.shape
-        self._given = [bucket.strategy for bucket in engine.buckets]
-        legal = [s.recomputing(args.hotspa_recompute_every) for s in legal_strategies(args.world_size, shape)]
-        self._legal = [s for s in legal if known.calibration.covers([s])]
-        self._switch = known.calibration.switch_seconds([*self._given, *self._legal], self._sizes)
+        self._cost = cost_model(known.calibration, engine.description, args)
+        legal = searched_strategies(engine.description.shape, args)
+        self._legal = [s for s in legal if self._cost.time.knows(s)]
+        self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
         self.single: SingleStrategy | None = None
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
@@ -84,26 +80,24 @@ class Predictions:
             table: The scan of the data set.
             mini_batch_size: Rows of a mini-batch.
         """
-        shape, calibration = self._engine.description.shape, self._known.calibration
+        shape = self._engine.description.shape
         with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
             plan = make_auto_plan(
                 table,
                 shape,
                 self._legal,
-                self._time,
-                calibration.memory_model(self._sizes, memory_options(self._args)),
-                self._switch,
+                self._cost,
                 mini_batch_size=mini_batch_size,
                 limit_bytes=self._known.limit_bytes,
                 longest=self._engine.buckets[-1].longest,
                 policy=self._args.hotspa_overlong,
                 max_phases=1,
             )
-            self.single = SingleStrategy(plan.choice.static, self._time, self._switch, shape.quadratic_cost)
+            self.single = SingleStrategy(plan.choice.static, self._cost.time, self._switch, shape.quadratic_cost)
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """The report of a mini-batch with predictions."""
-        foretold = {str(p.strategy): p.seconds for p in predict_phases(self._time, self._switch, plan)}
+        foretold = {str(p.strategy): p.seconds for p in predict_phases(self._cost.time, self._switch, plan)}
         phases = (replace(phase, predicted_s=foretold[phase.strategy]) for phase in report.phases)
         report = replace(report, phases=tuple(phases))
         return with_single(report, self.single, plan) if self.single is not None else report
@@ -135,11 +129,12 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> K
 
 def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:
     """What the cache of this rank holds for the strategies of a run."""
-    on_node = int(os.environ.get("LOCAL_WORLD_SIZE") or args.world_size)
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
         config = trained_config(model.config, args)
-        found = cached_calibration(calibration_key(config, dtype, args.device, args.world_size, on_node))
+        found = cached_calibration(
+            calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args))
+        )
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
         return None

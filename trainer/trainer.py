@@ -32,7 +32,7 @@ from hf_hotspa.runtime.model_check import weights_digest
 from hf_hotspa.runtime.own_loss import TokenSlice
 from hf_hotspa.trainer.accumulation import AccumulationMixin
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import AutoStrategies, prepare_auto
+from hf_hotspa.trainer.auto import AutoStrategies, check_given, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.control_flags import ControlFlagsMixin
@@ -181,8 +181,11 @@ class HotSPaTrainer(
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes
-        elif args.process_index == 0:
-            warn_of_known(args.output_dir, buckets)
+        else:
+            known = calibration.calibration if calibration is not None else None
+            check_given(buckets, self.engine.description, known, args, options)
+            if args.process_index == 0:
+                warn_of_known(args.output_dir, buckets)
         self._model_agrees(self.engine.model_digest)
         self._wrapped = self._num_parameters = None
         self.model_wrapped = self.model

@@ -107,6 +107,7 @@ class _Planner:
         import torch
 
         from hf_hotspa.cost.memory import MemoryOptions
+        from hf_hotspa.cost.model import CostModel
         from hf_hotspa.cost.sizes import ModelSizes
         from hf_hotspa.runtime.calibration import calibrate
         from hf_hotspa.runtime.specs import describe_model
@@ -125,8 +126,8 @@ class _Planner:
         calibration = calibrate(model.config, strategies=self.strategies, compute_dtype=dtype, force=force)
         sizes = ModelSizes(self.shape, calibration.key.dtype, vector=description.vector)
         staging = HotSPaTrainingArguments.hotspa_staging_mb << 20
-        self.memory = calibration.memory_model(sizes, MemoryOptions(optimizer_bytes=8, switch_bytes=2 * staging))
-        self.time, self.switch = calibration.time_model(sizes), calibration.switch_seconds(self.strategies, sizes)
+        cost = CostModel.of_calibration(calibration, sizes, MemoryOptions(switch_bytes=2 * staging))
+        self.memory, self.time, self.switch = cost.memory, cost.time, cost.switch_seconds(self.strategies)
 
     def shortest(self, strategy: Strategy) -> Bucket:
         """Packs as short as the longest sequence."""

@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from hf_hotspa.cost.breakdown import MemoryBreakdown
 from hf_hotspa.cost.choice import Choice
-from hf_hotspa.cost.memory import MemoryBreakdown, MemoryModel
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.rooms import MemoryRooms, Rooms
 from hf_hotspa.cost.search import search
 from hf_hotspa.cost.tables import table as text_table
@@ -133,9 +134,7 @@ def make_auto_plan(
     table: SequenceTable,
     shape: ModelShape,
     strategies: Sequence[Strategy],
-    time: TimeModel,
-    memory: MemoryModel,
-    switch: Mapping[Strategy, float],
+    cost: CostModel,
     *,
     mini_batch_size: int,
     limit_bytes: float | None,
@@ -153,9 +152,7 @@ def make_auto_plan(
         table: The scan of the data set.
         shape: The model.
         strategies: The legal ones.
-        time: The time model.
-        memory: The memory model.
-        switch: Load and return seconds of each strategy.
+        cost: The cost model.
         mini_batch_size: Rows of a mini-batch.
         limit_bytes: Memory of a device for this program; None for no limit.
         limit_source: Where the limit is from, in words.
@@ -173,7 +170,8 @@ def make_auto_plan(
             the longest sequence asked for.
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
-    rooms = CappedRooms(MemoryRooms(memory, limit_bytes), most_tokens or {})
+    rooms = CappedRooms(MemoryRooms(cost.memory, limit_bytes), most_tokens or {})
+    switch = cost.switch_seconds(strategies)
     top = _longest(
         [table, *evaluated], shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies)
     )
@@ -182,7 +180,7 @@ def make_auto_plan(
         choice = search(
             sample,
             strategies,
-            time,
+            cost.time,
             rooms,
             switch,
             mini_batch_size=size,
@@ -198,12 +196,11 @@ def make_auto_plan(
             error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
         ) from None
     pool = pool_of(choice, rooms)
-    arena = max(rooms.arena(bucket.strategy) for bucket in pool)
     return AutoPlan(
         pool,
         choice,
-        tuple(memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in pool),
-        time,
+        cost.rank_bytes(pool),
+        cost.time,
         {bucket.strategy: switch[bucket.strategy] for bucket in (*pool, choice.static)},
         limit_bytes,
         limit_source,
@@ -251,11 +248,15 @@ def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
     """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
     arena = max(rooms.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
+    # strategies that differ in `+sp` alone are one: the bucket has it because it needs the room
+    plain = replace(static.strategy, sp=False)
+    same = next((bucket for bucket in choice.buckets if replace(bucket.strategy, sp=False) == plain), None)
+    if same is not None:
+        static = replace(static, strategy=same.strategy)
     if rooms.arena(static.strategy) > arena or rooms.tokens(static.strategy, arena) < longest:
         return choice.buckets
     room = min(rooms.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
     spare = replace(static, pack_tokens=room)
-    same = next((bucket for bucket in choice.buckets if bucket.strategy == static.strategy), None)
     others = [bucket for bucket in choice.buckets if bucket is not same]
     # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
     if same is not None and room >= longest:

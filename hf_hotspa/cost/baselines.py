@@ -19,9 +19,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hf_hotspa.cost.analytic import LINK_EFFICIENCY
+from hf_hotspa.cost.breakdown import MemoryBreakdown
 from hf_hotspa.cost.estimate import pack_choices
 from hf_hotspa.cost.hardware import Hardware
-from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryModel
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.cost.zero import model_state_bytes, traffic

@@ -32,7 +32,7 @@ from hf_hotspa.cost.measurements import (
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
 from hf_hotspa.cost.phase_factors import phase_factors
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.cost.switch_time import estimate, port_seconds
+from hf_hotspa.cost.switch_time import port_seconds
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
@@ -200,20 +200,6 @@ class Calibration:
         seconds = np.array([sample.load_s + sample.return_s for _, sample in rows])
         slope, fixed = nonnegative_least_squares(matrix / seconds[:, None], np.ones(len(rows)))
         return min(1.0, 1.0 / slope) if slope > 0 else 1.0, float(fixed)
-
-    def switch_seconds(self, strategies: Iterable[Strategy], sizes: ModelSizes) -> dict[Strategy, float]:
-        """Load and return seconds of each strategy, estimated from the size of the model; see `switch_time.estimate`."""
-        chosen = list(strategies)
-        world_size = chosen[0].world_size if chosen else self.key.world_size
-        efficiency, fixed_s = self.switch_fit
-        return estimate(
-            chosen,
-            sizes,
-            self.cluster(world_size),
-            weight_bytes=dtype_bytes(self.key.dtype),
-            efficiency=efficiency,
-            fixed_s=fixed_s,
-        )
 
     # ------------------------------------------------------------------------------------------------- as a JSON file
 

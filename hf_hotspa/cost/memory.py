@@ -12,10 +12,11 @@ Activations are linear in the tokens of a pack (attention keeps no score matrix)
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
+from hf_hotspa.cost.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.cost.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.data.pipeline_order import most_packs
 from hf_hotspa.errors import DeviceMemoryError
@@ -60,8 +61,6 @@ class MemoryOptions:
     Args:
         optimizer_bytes: Optimizer state of one trained element; Adam keeps 8.
         compute_dtype: The dtype of activations.
-        recompute: Every n-th layer keeps its input only under strategies that do not say it themselves; 0 for none.
-        sequence_parallel: Whether norms and residuals are divided over tp.
         activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
         end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
             for the backward pass of one layer, which needs no more than a layer keeps. Where a tp is missing
@@ -71,69 +70,18 @@ class MemoryOptions:
         switch_bytes: The most that staging and relay buffers of switches may take.
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+        offload_master: Whether the master store and the optimizer's state are in the memory of the host.
     """
 
     optimizer_bytes: float = 8
     compute_dtype: str = "bfloat16"
-    recompute: int = 0
-    sequence_parallel: bool = False
     activation_bytes: Mapping[int, float] = field(default_factory=dict)
     end_bytes: Mapping[int, float] = field(default_factory=dict)
     logit_copies: float = 2.0
     switch_bytes: int = 2 * (16 << 20)
     weight_copies: int = 1
     schedule: str = "auto"
-
-
-@dataclass(frozen=True)
-class MemoryBreakdown:
-    """Bytes on one rank of the fullest stage.
-
-    Args:
-        master_weights: Its share of the master store.
-        master_gradients: The gradients of that share.
-        optimizer: The optimizer state of that share.
-        weights: Weights of the strategy.
-        gradients: Their gradients.
-        arena: What the pool's largest strategy needs beyond these two.
-        activations: Of all micro-batches in flight.
-        logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
-        switch: Buffers of switches.
-        stage: The stage.
-        in_flight: Micro-batches in flight on it, at most.
-        held_tokens: Tokens in flight on it, at most.
-        pack_tokens: Tokens of the largest pack.
-    """
-
-    master_weights: float
-    master_gradients: float
-    optimizer: float
-    weights: float
-    gradients: float
-    arena: float
-    activations: float
-    logits: float
-    switch: float
-    stage: int
-    in_flight: int
-    held_tokens: int
-    pack_tokens: int
-
-    def parts(self) -> dict[str, float]:
-        """Bytes by name."""
-        return {name: getattr(self, name) for name in _PARTS}
-
-    @property
-    def total(self) -> float:
-        """Bytes in all."""
-        return sum([getattr(self, name) for name in _PARTS])
-
-    def __str__(self) -> str:
-        parts = ", ".join(f"{name.replace('_', ' ')} {size / _GIB:,.2f}" for name, size in self.parts().items() if size)
-        return f"{self.total / _GIB:,.2f} GiB on stage {self.stage} ({parts})"
-
-
-_PARTS = tuple(f.name for f in fields(MemoryBreakdown)[:-4])
+    offload_master: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,7 +100,7 @@ class MemoryModel:
 
     @cached_property
     def _master(self) -> MasterSizes:
-        return self.sizes.master(self.world_size)
+        return MasterSizes(0, 0, 0) if self.options.offload_master else self.sizes.master(self.world_size)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -251,7 +199,7 @@ class MemoryModel:
 
     def _sharers(self, strategy: Strategy) -> int:
         """Over how many ranks the hidden state between layers is divided."""
-        return strategy.tp if strategy.sp or self.options.sequence_parallel else 1
+        return strategy.tp if strategy.sp else 1
 
     def _layers_bytes(
         self, strategy: Strategy, num_layers: int, held_tokens: int, pack_tokens: int, logit_bytes: float
@@ -265,7 +213,7 @@ class MemoryModel:
         """
         if not held_tokens:
             return 0.0
-        sharers, every = self._sharers(strategy), strategy.rc or self.options.recompute
+        sharers, every = self._sharers(strategy), strategy.rc
         per_token = self._layer_bytes(strategy)
         if not every:
             backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
@@ -287,14 +235,13 @@ class MemoryModel:
         """Bytes of a token in one layer that keeps all its activations, measured where possible."""
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
-        sp = strategy.sp or options.sequence_parallel
-        if not sp and tp in measured:
+        if not strategy.sp and tp in measured:
             return measured[tp]
-        if sp and 1 in measured:
+        if strategy.sp and 1 in measured:
             # all is divided, but for what the two blocks gather
             gathered = 2 * shape.hidden_size * element_bytes
             return (measured[1] - gathered) / tp + gathered
-        return activation_bytes(shape, tp, sequence_parallel=sp, element_bytes=element_bytes)
+        return activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes)
 
     def largest_pack(
         self,
@@ -350,27 +297,37 @@ class MemoryModel:
         """The smallest limit under which so many packs (None: a pipeline full) of so many tokens fit."""
         return self.breakdown(strategy, pack_tokens, num_packs=num_packs, arena_bytes=arena_bytes).total
 
-    def check_pool(self, packs: Mapping[Strategy, int], limit_bytes: float | None) -> None:
+    def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
         """Refuses a pool that does not fit.
 
         Args:
-            packs: The tokens of a pack of each strategy of the pool.
+            buckets: The pool.
             limit_bytes: Memory of a device; None for no limit.
+            where: Where the limit is from.
 
         Raises:
-            DeviceMemoryError: naming the strategy, what its memory is made of, and the largest pack that would fit.
+            DeviceMemoryError: naming the strategy, what its memory is made of, which part of it does not fit, and the
+                largest pack that would.
         """
-        arena = max(map(self.arena_bytes, packs), default=0)
-        for strategy, tokens in packs.items():
-            found = self.breakdown(strategy, tokens, arena_bytes=arena)
-            if limit_bytes is not None and found.total > limit_bytes:
-                fits = self.largest_pack(strategy, limit_bytes, arena_bytes=arena)
-                smaller = f"packs of at most {fits} tokens, or " if fits else ""
-                raise DeviceMemoryError(
-                    f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is "
-                    f"{limit_bytes / _GIB:,.2f} GiB",
-                    fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
-                )
+        if limit_bytes is None:
+            return
+        arena = max((self.arena_bytes(bucket.strategy) for bucket in buckets), default=0)
+        for bucket in buckets:
+            strategy, tokens, longest = bucket.strategy, bucket.pack_tokens, bucket.longest
+            found = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena)
+            if found.total <= limit_bytes:
+                continue
+            states = found.total - found.activations - found.logits
+            fits = self.largest_pack(strategy, limit_bytes, arena_bytes=arena)
+            smaller = f"packs of at most {fits} tokens, or " if fits else ""
+            raise DeviceMemoryError(
+                f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is {size(limit_bytes)}",
+                where=where,
+                why="weights, gradients, optimizer state and the buffers of switches alone do not fit"
+                if states > limit_bytes
+                else f"its activations do not fit: {size(limit_bytes - states)} are left for them",
+                fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
+            )
 
 
 def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
@@ -412,9 +369,3 @@ def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
             high, of_high = low + 1, over
         halve = not halve and high - low > width // 2
     return low
-
-
-def round_up(num_bytes: float) -> str:
-    """A limit that one can type, rounded up to a mebibyte."""
-    mebibytes = -(-int(num_bytes + 1) // (1 << 20))
-    return f"{mebibytes}MiB ({mebibytes / 1024:,.2f} GiB)"

@@ -1,31 +1,30 @@
 """A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
 
-Owns the assembly of the cost model for a machine that is not at hand (`Setup`) and the answers of `hf-hotspa plan`
+Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan`
 (`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
 strategies better than they foretell seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
 their time.
 """
 
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from hf_hotspa.cost.adapter import Adapter
 from hf_hotspa.cost.baselines import Baseline, DataParallel, baselines
+from hf_hotspa.cost.breakdown import MemoryBreakdown
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.cards import load_hardware
 from hf_hotspa.cost.choice import Choice
 from hf_hotspa.cost.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.cost.histogram import Counts
 from hf_hotspa.cost.lengths import read_lengths
-from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryBreakdown, MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.cost.model import CostModel, check_calibration
 from hf_hotspa.cost.model_config import ModelConfig, load_model
 from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import mini_batches, search
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.cost.switch_time import estimate
-from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
@@ -34,8 +33,6 @@ PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
 SCHEMA_VERSION = 1
 DTYPE = "bfloat16"
 """Of weights and activations, where nobody says."""
-_SAME_LAYER = 0.05
-"""How far the counted parameters of a layer may be from the measured model's: biases and extra norms are not counted."""
 _MOST_DEVICES = 1 << 15
 
 
@@ -110,7 +107,9 @@ class Setup:
         measured = Calibration.load(calibration) if calibration is not None else None
         if measured is not None:
             dtype = dtype or measured.key.dtype
-            _check_calibration(measured, str(calibration), shape, count, devices, dtype)
+            check_calibration(
+                measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices
+            )
             machine = measured.hardware()
         memory = machine.device.memory_bytes if machine is not None else None
         given = None if memory_limit is None else parse_bytes(memory_limit, "the memory limit")
@@ -143,23 +142,26 @@ class Setup:
 
     @cached_property
     def memory(self) -> MemoryModel:
-        """The memory model."""
-        options = MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule)
-        if self.calibration is not None:
-            return self.calibration.memory_model(self.sizes, options, self.world_size)
-        return MemoryModel(self.sizes, self.world_size, options)
+        """The memory model; all that is known without a machine."""
+        return (
+            self.cost.memory if self.hardware is not None else MemoryModel(self.sizes, self.world_size, self._options)
+        )
 
-    def time(self, strategies: Sequence[Strategy]) -> TimeModel:
-        """The time model, calibrated or from data sheets.
+    @cached_property
+    def cost(self) -> CostModel:
+        """The cost model, calibrated or from data sheets.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
         assert self.hardware is not None
         if self.calibration is not None:
-            return replace(self.calibration.time_model(self.sizes, self.world_size), schedule=self.schedule)
-        found = TimeModel.analytic(self.sizes, self.hardware, self.dtype, {s.tp for s in strategies})
-        return replace(found, schedule=self.schedule)
+            return CostModel.of_calibration(self.calibration, self.sizes, self._options, self.world_size)
+        return CostModel.of_hardware(self.hardware, self.sizes, self._options, self.world_size)
+
+    @property
+    def _options(self) -> MemoryOptions:
+        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule)
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
@@ -170,14 +172,6 @@ class Setup:
         """A strategy with its own options and those that are asked for of all."""
         sp = strategy.sp or (self.sequence_parallel and strategy.tp > 1)
         return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
-
-    def switch_seconds(self, strategies: Sequence[Strategy]) -> dict[Strategy, float]:
-        """Load and return seconds of each strategy."""
-        assert self.hardware is not None
-        if self.calibration is not None:
-            return self.calibration.switch_seconds(strategies, self.sizes)
-        cluster = self.hardware.cluster(self.world_size)
-        return estimate(strategies, self.sizes, cluster, weight_bytes=dtype_bytes(self.dtype))
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -284,32 +278,6 @@ class Plan:
         }
 
 
-def _check_calibration(
-    found: Calibration, where: str, model: ModelConfig, nodes: int, devices: int, dtype: str
-) -> None:
-    """Refuses a calibration of another model, dtype or kind of node."""
-    key, facts, shape = found.key, found.model, model.shape
-    pairs = (
-        ("family", facts.family, shape.family),
-        ("hidden size", facts.hidden_size, shape.hidden_size),
-        ("vocabulary", facts.vocab_size, shape.vocab_size),
-        ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
-        ("dtype", key.dtype, dtype),
-        ("devices a node", key.devices_per_node, devices),
-    )
-    other = [f"{name} {measured} instead of {asked}" for name, measured, asked in pairs if measured != asked]
-    if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
-        other.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
-    if nodes > 1 and found.inter is None:
-        other.append("no links between nodes")
-    if other:
-        raise HotspaConfigError(
-            f"the calibration holds for another case: {', '.join(other)}",
-            where=where,
-            fix="calibrate this model on this kind of cluster (hf-hotspa calibrate), or use --hardware",
-        )
-
-
 def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
     """A breakdown as plain data, in bytes."""
     place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
@@ -340,28 +308,25 @@ def make_plan(
     assert setup.hardware is not None
     shape = setup.model.shape
     found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
-    time = setup.time(setup.strategies())
+    cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
     choice = search(
         found,
         strategies,
         time,
-        MemoryRooms(setup.memory, setup.limit_bytes),
-        setup.switch_seconds(strategies),
+        MemoryRooms(cost.memory, setup.limit_bytes),
+        cost.switch_seconds(strategies),
         mini_batch_size=mini_batch_size,
         longest=top,
         quadratic_cost=shape.quadratic_cost,
         max_phases=max_phases,
     )
-    arena = max(setup.memory.arena_bytes(bucket.strategy) for bucket in choice.buckets)
-    memory = [
-        setup.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in choice.buckets
-    ]
+    memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
     known = time.knows(Strategy(setup.world_size))
     rivals = baselines(others, *mini_batches(found, mini_batch_size, top), top, setup.limit_bytes) if known else ()
-    return Plan(setup, tuple(found), str(lengths), top, mini_batch_size, choice, tuple(memory), rivals)
+    return Plan(setup, tuple(found), str(lengths), top, mini_batch_size, choice, memory, rivals)
 
 
 @dataclass(frozen=True)

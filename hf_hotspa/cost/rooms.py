@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from hf_hotspa.cost.memory import MemoryModel, most_within, round_up
+from hf_hotspa.cost.breakdown import round_up
+from hf_hotspa.cost.memory import MemoryModel, most_within
 from hf_hotspa.errors import DeviceMemoryError, HotspaError
 from hf_hotspa.strategy import Strategy
 

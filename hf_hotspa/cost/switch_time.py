@@ -1,52 +1,19 @@
 """Seconds of a switch: loading a strategy's weights from the master store, and returning its gradients.
 
-From the plans of a pool where there is one (`from_pool`), or estimated from sizes alone (`estimate`) for the many
-strategies that a search looks at. Both use the fluid port model (`switch/ports.py`), which is a lower bound: real
-transfers reach a part of it, given as `efficiency`, and every switch has a fixed cost.
+Estimated from sizes alone, for the many strategies that a search looks at. The fluid port model (`switch/ports.py`) is a
+lower bound: real transfers reach a part of it, given as `efficiency`, and every switch has a fixed cost.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.pool import PlanPool
-from hf_hotspa.switch.ports import nic_bandwidth, overlapped_seconds
+from hf_hotspa.switch.ports import nic_bandwidth
 
 EFFICIENCY = 0.6
 """Share of the port model's speed where nothing was measured; published systems reach 0.25 to 0.6."""
-
-
-def from_pool(
-    pool: PlanPool,
-    cluster: Cluster,
-    weight_sizes: Sequence[int],
-    gradient_sizes: Sequence[int],
-    *,
-    efficiency: float = EFFICIENCY,
-    fixed_s: float = 0.0,
-) -> dict[Strategy, float]:
-    """Load and return seconds of each strategy of a pool, by their plans.
-
-    Args:
-        pool: The pool.
-        cluster: Its machines.
-        weight_sizes: Bytes of one weight of each segment on the wire.
-        gradient_sizes: Bytes of one gradient of each segment on the wire.
-        efficiency: Measured speed over that of the port model.
-        fixed_s: Seconds of a load and a return beside their bytes.
-
-    Raises:
-        HotspaConfigError: the efficiency is not between 0 and 1.
-    """
-    _check(efficiency)
-    found = {}
-    for strategy in pool.strategies:
-        moved = overlapped_seconds(pool.load(strategy).loads(cluster, weight_sizes), cluster)
-        moved += overlapped_seconds(pool.return_gradients(strategy).loads(cluster, gradient_sizes), cluster)
-        found[strategy] = moved / efficiency + fixed_s
-    return found
 
 
 def estimate(
@@ -54,8 +21,6 @@ def estimate(
     sizes: ModelSizes,
     cluster: Cluster,
     *,
-    weight_bytes: float = 2,
-    gradient_bytes: float | None = None,
     efficiency: float = EFFICIENCY,
     fixed_s: float = 0.0,
 ) -> dict[Strategy, float]:
@@ -70,17 +35,16 @@ def estimate(
         strategies: What to estimate.
         sizes: The model.
         cluster: The machines.
-        weight_bytes: Bytes of one weight on the wire.
-        gradient_bytes: Bytes of one gradient on the wire; when None, those of the dtype in which `sizes` says it travels.
         efficiency: Measured speed over that of the port model.
         fixed_s: Seconds of a load and a return beside their bytes.
 
     Raises:
         HotspaConfigError: the efficiency is not between 0 and 1.
     """
-    _check(efficiency)
-    if gradient_bytes is None:
-        gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
+    if not 0 < efficiency <= 1:
+        raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")
+    weight_bytes = dtype_bytes(sizes.compute_dtype)
+    gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
     moved = sizes.num_parameters * weight_bytes + sizes.num_trained * gradient_bytes
     return {strategy: port_seconds(strategy, moved, cluster) / efficiency + fixed_s for strategy in strategies}
 
@@ -102,8 +66,3 @@ def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> floa
         missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
         seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
     return seconds
-
-
-def _check(efficiency: float) -> None:
-    if not 0 < efficiency <= 1:
-        raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")

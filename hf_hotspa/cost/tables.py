@@ -5,9 +5,9 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 
+from hf_hotspa.cost.breakdown import MemoryBreakdown
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.fitting import fit_costs
-from hf_hotspa.cost.memory import MemoryBreakdown
 from hf_hotspa.cost.planning import Estimate, Plan, Setup
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Bucket

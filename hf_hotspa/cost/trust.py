@@ -11,7 +11,6 @@ alike, and a run that continues from `state_dict` goes on as if it had not stopp
 """
 
 import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from statistics import median
@@ -224,5 +223,5 @@ def _row(name: str, *numbers: float) -> _Row:
 
 def fingerprint(time: TimeModel, switch: Mapping[Strategy, float]) -> str:
     """Tells constants apart: factors are worth nothing with others."""
-    data = [time.to_dict(), {str(s): seconds for s, seconds in sorted(switch.items())}]
-    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()[:16]
+    data = repr((time, [(str(strategy), seconds) for strategy, seconds in sorted(switch.items())]))
+    return hashlib.sha256(data.encode()).hexdigest()[:16]

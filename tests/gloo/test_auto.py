@@ -16,8 +16,9 @@ pytestmark = pytest.mark.gloo
 
 FAMILY = "llama_gqa_bias"
 LONGEST = {1: 200, 2: 100, 4: 240}
-# under 3 MiB a device only tp holds the longest sequences; dp is faster for the others
+# under a limit only tp holds the longest sequences; dp is faster for the others
 LIMITED = {"hotspa_memory_limit_mb": 3, "hotspa_staging_mb": 1}
+LIMIT_OF_WORLD = {2: 3, 4: 2}
 
 
 def data_of(world_size, vocab_size):
@@ -107,12 +108,14 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
 def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
     dtype = torch.float64
     [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)
-    per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), LIMITED, 1.1)
+    limited = {**LIMITED, "hotspa_memory_limit_mb": LIMIT_OF_WORLD[world_size], "hotspa_max_buckets": 2}
+    per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limited, 1.1)
     losses, phases, state, refits, logs = per_rank[0]
     assert len(losses) == len(expected) == STEPS
     for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):
         assert math.isclose(a, b, rel_tol=1e-11), f"step {step}: loss {a} instead of {b}"
     assert {len(p) for p in phases} == {1, 2}  # some mini-batches switch, some need not
+    assert any("+sp" in strategy for p in phases for strategy in p)  # which nobody asked for
     assert not refits
     assert state["auto"]["chooser"]["num_trained"] == STEPS
     assert all("hotspa/prediction_error" in log for log in logs if "loss" in log)
@@ -158,7 +161,7 @@ def refused_run(rank, world_size, folder, extra, rows=None):
     from hf_hotspa.errors import HotspaError
 
     with pytest.raises(HotspaError) as caught:
-        auto_run(rank, world_size, torch.float32, folder, extra, 1.0, rows)
+        auto_run(rank, world_size, torch.float64, folder, extra, 1.0, rows)
     return type(caught.value).__name__, str(caught.value)
 
 
@@ -195,7 +198,7 @@ def broken_file(folder, kind, model):
     [
         ("torn", ["not valid JSON", "calibrate again"]),
         ("missing", ["cannot be read"]),
-        ("world", ["processes 4 instead of 2"]),
+        ("world", ["processes a node 4 instead of 2"]),
     ],
 )
 def test_a_calibration_that_cannot_be_used_is_refused_on_every_rank(kind, words, tmp_path):

@@ -18,6 +18,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.cli import main
 from hf_hotspa.cost.calibration import Calibration
+from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.runtime import calibration as measured
@@ -104,7 +106,8 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     for strategy in legal_strategies(4, model.shape):
         assert 0 < time.phase_seconds(strategy, [[(64,)]] * strategy.dp) < math.inf
         assert kept.memory_model(sizes).breakdown(strategy, 64).total > 0
-    assert all(seconds > 0 for seconds in kept.switch_seconds(legal_strategies(4, model.shape), sizes).values())
+    cost = CostModel.of_calibration(kept, sizes, MemoryOptions())
+    assert all(seconds > 0 for seconds in cost.switch_seconds(legal_strategies(4, model.shape)).values())
 
 
 def fail_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:
@@ -211,7 +214,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(bucket["strategy"].endswith("+rc") for bucket in again["buckets"])
     assert again["seconds"] > data["seconds"]
     for wrong, message in (
-        (["--nodes", "1x4"], "devices a node 2 instead of 4"),
+        (["--nodes", "1x4"], "processes a node 2 instead of 4"),
         (["--nodes", "2x2"], "no links between nodes"),
         (["--dtype", "bfloat16"], "dtype float32 instead of bfloat16"),
         (["--model", "llama2-7b"], "hidden size 32 instead of 4096"),

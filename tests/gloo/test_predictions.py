@@ -128,4 +128,24 @@ def test_a_file_of_another_case_is_refused_on_every_rank(tmp_path):
     calibration_for(4).save(file)
     first, second = run_ranks(2, refused_run, str(tmp_path), str(file))
     assert first == second
-    assert "processes 4 instead of 2" in first
+    assert "processes a node 4 instead of 2" in first
+
+
+def limited_run(rank, world_size, folder):
+    """With packs as long as the limit allows, and with longer ones."""
+    from hf_hotspa.errors import DeviceMemoryError
+
+    options = {"hotspa_memory_limit_mb": 2, "hotspa_staging_mb": 1}
+    losses = train(folder, **options)[0]
+    with pytest.raises(DeviceMemoryError) as caught:
+        train(folder, hotspa_strategies="dp2:16@32,tp2:240@400", **options)
+    return losses, str(caught.value)
+
+
+def test_a_limit_counts_the_activations_of_strategies_that_were_given(tmp_path):
+    (losses, first), (_, second) = run_ranks(2, limited_run, str(tmp_path))
+    assert len(losses) == 2
+    assert first == second
+    assert "dp1tp2pp1 with packs of 400 tokens needs" in first
+    assert "its activations do not fit" in first
+    assert "hotspa_memory_limit_mb=2" in first

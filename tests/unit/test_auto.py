@@ -3,9 +3,11 @@
 import numpy as np
 import pytest
 
+from hf_hotspa.cluster import Cluster
 from hf_hotspa.cost.automatic import make_auto_plan
 from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.select import Selector
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.time import TimeModel
@@ -27,7 +29,7 @@ TIME = TimeModel(
     forward_share=1 / 3,
 )
 LIMIT = 52
-SWITCH = dict.fromkeys(STRATEGIES, 1e-4)
+COST = CostModel(TIME, MEMORY, Cluster(4, 4, 1e30, 1e30), switch_s=1e-4)
 RNG = np.random.default_rng(0)
 LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 8, 3000).astype(int))
 
@@ -35,7 +37,7 @@ LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 
 def plan(table=LONG_TAILED, limit_mb=None, **options):
     limit = None if limit_mb is None else limit_mb * 2**20
     options = {"mini_batch_size": 64, "limit_bytes": limit, "limit_source": "as given"} | options
-    return make_auto_plan(table, SHAPE, STRATEGIES, TIME, MEMORY, SWITCH, **options)
+    return make_auto_plan(table, SHAPE, STRATEGIES, COST, **options)
 
 
 def test_without_a_limit_nothing_is_switched() -> None:

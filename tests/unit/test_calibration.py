@@ -24,10 +24,10 @@ from hf_hotspa.cost.measurements import (
     config_digest,
 )
 from hf_hotspa.cost.memory import MemoryOptions
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import port_seconds
-from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.packing import pack_sequences
 from hf_hotspa.data.pipeline_order import reaches
 from hf_hotspa.errors import HotspaConfigError
@@ -79,7 +79,6 @@ def test_stages_cost_what_was_measured_of_them() -> None:
     halves = Strategy(2, 1, 2)
     for before, after in zip(plain.stage_costs(halves), dearer.stage_costs(halves), strict=True):
         assert after.of((256, 64)) == pytest.approx(1.25 * before.of((256, 64)))
-    assert TimeModel.from_dict(dearer.to_dict()).pipeline_factor == 1.25
 
 
 def test_known_constants_come_back() -> None:
@@ -122,12 +121,10 @@ def test_memory_is_what_was_measured() -> None:
     # a recomputing layer keeps its input; the first has all that was measured once more, a gradient at either end and
     # one inside of the MLP, when the logits are gone
     hidden, again = SHAPE.hidden_size * 4, 20_000 + SHAPE.mlp_parameters / (3 * SHAPE.hidden_size) * 4
-    for recompute in (Strategy(4, rc=1), Strategy(4)):
-        options = MemoryOptions(recompute=1 - recompute.rc)
-        found = calibration().memory_model(SIZES, options).breakdown(recompute, 100)
-        assert found.logits > 0
-        most = (SHAPE.num_layers - 1) * hidden + again + 2 * hidden
-        assert found.activations + found.logits == pytest.approx(100 * most, rel=1e-6)
+    found = calibration().memory_model(SIZES).breakdown(Strategy(4, rc=1), 100)
+    assert found.logits > 0
+    most = (SHAPE.num_layers - 1) * hidden + again + 2 * hidden
+    assert found.activations + found.logits == pytest.approx(100 * most, rel=1e-6)
     # every second one: the last layer is through when the one before it is recomputed
     every = calibration().memory_model(SIZES).breakdown(Strategy(4, rc=2), 100)
     half = SHAPE.num_layers // 2
@@ -154,7 +151,7 @@ def test_switches_are_what_was_measured() -> None:
     efficiency, fixed_s = found.switch_fit
     assert efficiency == pytest.approx(0.5)
     assert fixed_s == pytest.approx(3e-3)
-    switches = found.switch_seconds([Strategy(4), Strategy(1, 4)], SIZES)
+    switches = CostModel.of_calibration(found, SIZES, MemoryOptions()).switch_seconds([Strategy(4), Strategy(1, 4)])
     assert switches[Strategy(4)] == pytest.approx(
         port_seconds(Strategy(4), 8 * SIZES.num_parameters, cluster) * 2 + 3e-3
     )
@@ -274,18 +271,6 @@ def test_estimates_know_of_shared_cores() -> None:
         assert exact == model.phase_seconds(strategy, replicas)
         assert evaluator.bound(strategy, 0, 1024, 1024) <= exact * (1 + 1e-9)
         assert table.phase_seconds(model, strategy, 1024, 0.0)[0, 1] == pytest.approx(exact, rel=0.15)
-
-
-def test_slots_survive_the_json_file(tmp_path: Path) -> None:
-    for slots in (2.0, math.inf):
-        model = replace(calibration().time_model(SIZES), slots=slots)
-        model.save(tmp_path / "model.json")
-        assert TimeModel.load(tmp_path / "model.json") == model
-    data = model.to_dict()
-    del data["slots"]  # written before there were any
-    assert TimeModel.from_dict(data).slots == math.inf
-    with pytest.raises(HotspaConfigError, match="slots is 0"):
-        TimeModel.from_dict({**data, "slots": 0})
 
 
 # ------------------------------------------------------------------------------------------------------------ the file
@@ -408,7 +393,6 @@ def test_whole_phases_correct_what_packs_foretell() -> None:
     for strategy, factor in ((Strategy(1, 1, 4), 1.5), (Strategy(1, 1, 8), 1.5), (Strategy(1, 2, 2), 1.0)):
         before, after = plain.stage_costs(strategy)[0], found.stage_costs(strategy)[0]
         assert after.of((300,)) == pytest.approx(factor * before.of((300,)))
-    assert TimeModel.from_dict(json.loads(json.dumps(found.to_dict()))).phase_factors == pytest.approx(factors)
 
 
 def test_factors_are_means_within_bounds() -> None:

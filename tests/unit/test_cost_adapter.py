@@ -50,15 +50,15 @@ def test_an_adapter_counts_as_in_the_trainer(family: str, lora: str, config: dic
         for mine, real in zip(found.stages(strategy), exact.stages(strategy), strict=True):
             assert mine.gradient_bytes == real.gradient_bytes, strategy  # of the adapter alone
             assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES), strategy
-    mine, real = found.master(1), exact.master(1)
+    kept, counted = found.master(1), exact.master(1)
     # the base once, in bf16; fp32 weights, gradients and optimizer state of the adapter
-    assert (mine.trained_elements, mine.gradient_bytes) == (real.trained_elements, real.gradient_bytes)
-    assert mine.weight_bytes == pytest.approx(real.weight_bytes, rel=BIASES)
-    assert mine.weight_bytes < 3 * found.num_parameters
-    held, counted = (
+    assert (kept.trained_elements, kept.gradient_bytes) == (counted.trained_elements, counted.gradient_bytes)
+    assert kept.weight_bytes == pytest.approx(counted.weight_bytes, rel=BIASES)
+    assert kept.weight_bytes < 3 * found.num_parameters
+    of_config, of_model = (
         MemoryModel(sizes, 1, MemoryOptions()).breakdown(Strategy(1, 1, 1), 64).total for sizes in (found, exact)
     )
-    assert held == pytest.approx(counted, rel=BIASES)
+    assert of_config == pytest.approx(of_model, rel=BIASES)
 
 
 def test_fused_projections_count_as_their_parts(tmp_path: Path) -> None:

@@ -167,24 +167,27 @@ def test_an_estimate_counts_the_schedule_that_will_run(capsys: pytest.CaptureFix
     total = {schedule: each["memory"]["total"] for schedule, each in found.items()}
     assert total["auto"] == total["own"] < total["1f1b"] < total["gpipe"]
     setup = Setup.read("llama2-7b", "1x8", "h100-80g", schedule="gpipe")
-    assert setup.memory.options.schedule == setup.time([Strategy(2, 1, 4)]).schedule == "gpipe"
+    assert setup.memory.options.schedule == setup.cost.time.schedule == "gpipe"
 
 
 def test_recomputation_holds_longer_packs() -> None:
-    plain, again = (MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=r)) for r in (0, 1))
+    model = MemoryModel(SIZES_7B, 8)
     for strategy in (Strategy(1, 8, 1), Strategy(1, 2, 4)):
-        assert again.largest_pack(strategy, 70 * GIB) > 2 * plain.largest_pack(strategy, 70 * GIB)
+        again = model.largest_pack(strategy.recomputing(1), 70 * GIB)
+        assert again > 2 * model.largest_pack(strategy, 70 * GIB)
+
+
+def drawn(data: st.DataObject) -> Strategy:
+    """A strategy with options."""
+    found = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
+    return replace(found, sp=found.tp > 1 and data.draw(st.booleans()), rc=data.draw(st.integers(0, 3)))
 
 
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_capacities_fit_and_grow_with_the_limit(data: st.DataObject) -> None:
-    strategy = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
-    schedule = data.draw(st.sampled_from(SCHEDULES))
-    options = MemoryOptions(
-        recompute=data.draw(st.integers(0, 3)), sequence_parallel=data.draw(st.booleans()), schedule=schedule
-    )
-    model = MemoryModel(SIZES_7B, 8, options)
+    strategy = drawn(data)
+    model = MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=data.draw(st.sampled_from(SCHEDULES))))
     arena = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))]))
     limits = sorted(data.draw(st.lists(st.integers(1 * GIB, 200 * GIB), min_size=2, max_size=4)))
     packs = [model.largest_pack(strategy, limit, arena_bytes=arena) for limit in limits]
@@ -200,9 +203,9 @@ def test_capacities_fit_and_grow_with_the_limit(data: st.DataObject) -> None:
 @given(st.data())
 @settings(max_examples=60, deadline=None)
 def test_a_pipeline_holds_long_sequences_with_smaller_packs_beside_them(data: st.DataObject) -> None:
-    strategy = data.draw(st.sampled_from(legal_strategies(8, LLAMA_7B)))
+    strategy = drawn(data)
     schedule = data.draw(st.sampled_from(SCHEDULES))
-    model = MemoryModel(SIZES_7B, 8, MemoryOptions(recompute=data.draw(st.integers(0, 3)), schedule=schedule))
+    model = MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=schedule))
     arena, limit = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))])), 80 * GIB
     rooms = MemoryRooms(model, limit)
     longest, full = rooms.tokens(strategy, arena), model.largest_pack(strategy, limit, arena_bytes=arena)
@@ -245,12 +248,23 @@ def test_an_impossible_limit_names_what_would_work() -> None:
 
 def test_a_pool_that_does_not_fit() -> None:
     model = MemoryModel(SIZES_7B, 8)
-    fits = {Strategy(1, 8, 1): 4096, Strategy(2, 4, 1): 2048}
+    fits = [Bucket(Strategy(2, 4, 1), 2048, 2048), Bucket(Strategy(1, 8, 1), 4096, 4096, 2048)]
     model.check_pool(fits, 79 * GIB)
     model.check_pool(fits, None)
     with pytest.raises(
-        DeviceMemoryError, match="dp2tp4pp1 with packs of 900000 tokens.*packs of at most [0-9]+ tokens"
+        DeviceMemoryError,
+        match="dp2tp4pp1 with packs of 900000 tokens.*its activations do not fit: [0-9.]+ GiB are left for them.*"
+        "packs of at most [0-9]+ tokens",
     ):
-        model.check_pool({**fits, Strategy(2, 4, 1): 900_000}, 79 * GIB)
-    with pytest.raises(DeviceMemoryError, match="use a limit of [0-9]+MiB .*, or strategies with more tp or pp"):
+        model.check_pool([Bucket(Strategy(2, 4, 1), 900_000, 900_000)], 79 * GIB)
+    with pytest.raises(
+        DeviceMemoryError, match="optimizer state and the buffers of switches alone do not fit.*use a limit of"
+    ):
         model.check_pool(fits, GIB)
+
+
+def test_an_offloaded_master_store_takes_nothing_of_the_device() -> None:
+    here, away = (MemoryModel(SIZES_7B, 8, MemoryOptions(offload_master=o)) for o in (False, True))
+    before, after = (model.breakdown(Strategy(2, 4, 1), 2048) for model in (here, away))
+    assert (after.master_weights, after.master_gradients, after.optimizer) == (0, 0, 0)
+    assert before.total - after.total == before.master_weights + before.master_gradients + before.optimizer > 0

@@ -13,7 +13,7 @@ from hf_hotspa.cost.choice import Choice
 from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.cost.histogram import synthetic_lengths
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.memory import MemoryModel
 from hf_hotspa.cost.partition import best_partitions
 from hf_hotspa.cost.rooms import MemoryRooms
 from hf_hotspa.cost.search import search
@@ -168,9 +168,8 @@ def test_estimates_are_near_what_is_simulated() -> None:
 
 def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
     sizes, hardware = ModelSizes(shape), load_hardware(preset)
-    strategies = legal_strategies(world_size, shape)
-    options = MemoryOptions(sequence_parallel=True)
-    rooms = MemoryRooms(MemoryModel(sizes, world_size, options), hardware.device.memory_bytes)
+    strategies = [replace(s, sp=s.tp > 1) for s in legal_strategies(world_size, shape)]
+    rooms = MemoryRooms(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
     return (
         strategies,
         TimeModel.analytic(sizes, hardware),
@@ -190,7 +189,7 @@ def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
     assert choice.buckets[-1].longest == max(lengths)
     assert parse_buckets(str(choice)) == choice.buckets
     check_buckets(choice.buckets, 8, LLAMA_7B)
-    rooms.model.check_pool({b.strategy: b.pack_tokens for b in choice.buckets}, rooms.limit_bytes)
+    rooms.model.check_pool(choice.buckets, rooms.limit_bytes)
     assert sum(row.num_sequences for row in choice.rows) == 256
     assert sum(row.num_tokens for row in choice.rows) == pytest.approx(sum(lengths) / 2)
     assert sum(row.compute_s + row.switch_s for row in choice.rows) == pytest.approx(choice.seconds)

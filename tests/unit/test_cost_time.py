@@ -1,8 +1,10 @@
-"""The time model: schedules, coefficients, stages, published step times, and its JSON form."""
+"""The time model: schedules, coefficients, stages, and published step times."""
 
 import heapq
 import json
 import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
@@ -19,13 +21,14 @@ from hf_hotspa.cost.fitting import Sample, nonnegative_least_squares
 from hf_hotspa.cost.histogram import synthetic_lengths
 from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import estimate, from_pool
+from hf_hotspa.cost.switch_time import estimate
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.pipeline_order import choose_passes, reaches
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.switch.pool import PlanPool
+from hf_hotspa.switch.ports import overlapped_seconds
 from tests.random_models import plain
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B
 
@@ -121,40 +124,31 @@ def model_of(layers: dict[int, Cost], **extra) -> TimeModel:
 def test_packs_replicas_and_phases() -> None:
     model = model_of({1: Cost(1e-9, 1e-6, 1e-3), 2: Cost(5e-10, 6e-7, 1e-3)}, heads={1: Cost(b=1e-5)})
     assert Cost(1, 10, 100).of([2, 3]) == 13 + 50 + 100
-    alone = model.replica_seconds(Strategy(2, 1, 1), [(100, 200), (50,)])
+    alone = model.phase_seconds(Strategy(2, 1, 1), [[(100, 200), (50,)]])
     layer = Cost(1e-9, 1e-6, 1e-3)
     assert alone == pytest.approx(4 * (layer.of([100, 200]) + layer.of([50])) + 350e-5)
     assert model.phase_seconds(Strategy(2, 1, 1), [[(100, 200), (50,)], []]) == pytest.approx(alone)
     assert model.phase_seconds(Strategy(2, 1, 1), [[], []]) == 0
-    piped = model.replica_seconds(Strategy(1, 1, 2), [(100, 200)])
+    piped = model.phase_seconds(Strategy(1, 1, 2), [[(100, 200)]])
     assert piped == pytest.approx(4 * layer.of([100, 200]) + 300e-5)  # one pack passes both stages
     with pytest.raises(HotspaConfigError, match="no coefficients for tp4pp1.*tp1, tp2"):
-        model.replica_seconds(Strategy(1, 4, 1), [(1,)])
+        model.phase_seconds(Strategy(1, 4, 1), [[(1,)]])
     assert model.knows(Strategy(1, 2, 2))
     assert not model.knows(Strategy(1, 4, 1))
 
 
 def test_a_recomputed_layer_takes_its_forward_pass_twice() -> None:
     layer = Cost(1e-9, 1e-6, 1e-3)
-    plain, every, second = (
-        model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25, recompute=n) for n in (0, 1, 2)
-    )
+    model = model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25)
     whole = 4 * layer.of([100, 200])
-    for model, strategy, share in [
-        (plain, Strategy(1), 1.0),
-        (plain, Strategy(1, rc=1), 1.25),
-        (every, Strategy(1), 1.25),
-        (every, Strategy(1, rc=2), 1.125),  # what a strategy says goes first
-        (every, Strategy(1, rc=1), 1.25),  # and is not counted twice
-        (second, Strategy(1), 1.125),
-    ]:
-        assert model.replica_seconds(strategy, [(100, 200)]) == pytest.approx(whole * share + 300e-5)
+    for strategy, share in [(Strategy(1), 1.0), (Strategy(1, rc=1), 1.25), (Strategy(1, rc=2), 1.125)]:
+        assert model.phase_seconds(strategy, [[(100, 200)]]) == pytest.approx(whole * share + 300e-5)
 
 
 def test_hops_are_paid_inside_and_between_nodes() -> None:
     model = model_of({1: Cost(b=1.0)}, hop_intra=Hop(0.5, 0.0), hop_inter=Hop(2.0, 0.01), devices_per_node=4)
-    assert model.replica_seconds(Strategy(1, 1, 2), [(10,)]) == pytest.approx(40 + 2 * 0.5)
-    assert model.replica_seconds(Strategy(4, 1, 2), [(10,)]) == pytest.approx(40 + 2 * 2.1)
+    assert model.phase_seconds(Strategy(1, 1, 2), [[(10,)]]) == pytest.approx(40 + 2 * 0.5)
+    assert model.phase_seconds(Strategy(4, 1, 2), [[(10,)]]) == pytest.approx(40 + 2 * 2.1)
 
 
 def test_layers_are_weighed_and_stages_cut_like_layouts() -> None:
@@ -215,10 +209,10 @@ def test_fit_refuses_what_is_no_measurement() -> None:
 def test_data_sheets_order_strategies_sensibly() -> None:
     model = TimeModel.analytic(SIZES_7B, load_hardware("a100-80g"))
     short = [(512,) * 8]
-    tokens_per_device = {tp: 1 / (model.replica_seconds(Strategy(1, tp, 1), short) * tp) for tp in (1, 2, 4, 8, 16)}
+    tokens_per_device = {tp: 1 / (model.phase_seconds(Strategy(1, tp, 1), [short]) * tp) for tp in (1, 2, 4, 8, 16)}
     assert sorted(tokens_per_device.values(), reverse=True) == list(tokens_per_device.values())
-    assert model.replica_seconds(Strategy(1, 8, 1), short) < model.replica_seconds(Strategy(1, 1, 1), short)
-    seconds = model.replica_seconds(Strategy(1, 1, 1), [(4096,)])
+    assert model.phase_seconds(Strategy(1, 8, 1), [short]) < model.phase_seconds(Strategy(1, 1, 1), [short])
+    seconds = model.phase_seconds(Strategy(1, 1, 1), [[(4096,)]])
     flops = 6 * SIZES_7B.num_parameters * 4096
     assert 0.3 < flops / seconds / 312e12 < 0.65  # a share of the peak that training runs reach
     with pytest.raises(HotspaConfigError, match="no peak speed for 'float8'"):
@@ -228,11 +222,21 @@ def test_data_sheets_order_strategies_sensibly() -> None:
 # ------------------------------------------------------------------------------------------- published step times
 
 
+@dataclass(frozen=True)
+class OfStages(TimeModel):
+    """Published seconds of whole stages by (tp, pp), each stage alike."""
+
+    stages: Mapping[tuple[int, int], Cost] = field(default_factory=dict)
+
+    def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
+        return (self.stages[strategy.tp, strategy.pp],) * strategy.pp
+
+
 def hetu() -> TimeModel:
     data = json.loads((DATA / "hetu_32b_coefficients.json").read_text())
     rows = [*data["coefficients"], *data["derived"]]
     stages = {(r["tp"], r["pp"]): Cost(r["a"], r["b"], r["c"]) * 1e-3 for r in rows}
-    return TimeModel.of_stages(stages, data["model"]["layers"], data["source"])
+    return OfStages(data["source"], (1,) * data["model"]["layers"], 0, stages=stages)
 
 
 def one_sequence_each(model: TimeModel, strategy: Strategy, lengths: list[int]) -> float:
@@ -298,7 +302,12 @@ def test_estimated_switches_are_near_planned_ones() -> None:
         names = [s for s in ("dp8", "tp8", "dp4tp2", "tp4pp2", "dp2tp4") if Strategy.parse(s).world_size == world_size]
         strategies = [Strategy.parse(s) for s in names] or [Strategy(4, 1, 1), Strategy(1, 4, 1), Strategy(2, 1, 2)]
         wire = [2] * len(vector.segments), [4] * len(vector.segments)
-        planned = from_pool(PlanPool(vector, strategies, cluster, *wire), cluster, *wire, efficiency=1.0)
+        pool = PlanPool(vector, strategies, cluster, *wire)
+        planned = {
+            strategy: overlapped_seconds(pool.load(strategy).loads(cluster, wire[0]), cluster)
+            + overlapped_seconds(pool.return_gradients(strategy).loads(cluster, wire[1]), cluster)
+            for strategy in strategies
+        }
         guessed = estimate(strategies, sizes, cluster, efficiency=1.0)
         for strategy in strategies:
             assert 0.4 < guessed[strategy] / planned[strategy] < 2.5, (strategy, cluster)
@@ -310,61 +319,3 @@ def test_more_tp_or_pp_loads_faster() -> None:
     cluster = load_hardware("a100-80g").cluster(32)
     seconds = estimate(legal_strategies(32, LLAMA_7B), SIZES_7B, cluster, fixed_s=0.01)
     assert seconds[Strategy(32, 1, 1)] >= seconds[Strategy(4, 8, 1)] > seconds[Strategy(1, 8, 4)] > 0.01
-
-
-# ---------------------------------------------------------------------------------------------------------- JSON form
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        hetu(),
-        TimeModel.analytic(SIZES_7B, load_hardware("h100-80g"), degrees=(1, 2, 8)),
-        model_of({1: Cost(1)}, recompute=2),
-    ],
-)
-def test_json_there_and_back(tmp_path: Path, model: TimeModel) -> None:
-    path = tmp_path / "deep" / "model.json"
-    model.save(path)
-    assert TimeModel.load(path) == model
-    text = json.loads(path.read_text())
-    assert text["schema_version"] == 1
-    assert all(key.startswith("tp") for key in (*text["layers"], *text["stages"]))
-    assert [p.name for p in path.parent.iterdir()] == ["model.json"]
-
-
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        (lambda d: d.pop("heads"), "the field 'heads' is missing"),
-        (lambda d: d.update(layers={"tp1": [1, 2]}), "layers of tp1 is .* instead of 3 numbers"),
-        (lambda d: d.update(layers={"tp1": [1, 2, -3]}), "layers of tp1 is -3"),
-        (lambda d: d.update(layers={"one": [1, 2, 3]}), "layers holds 'one'"),
-        (lambda d: d.update(layers=[1]), "instead of numbers by degree"),
-        (lambda d: d.update(phase_factors={"tp1pp2": 0}), "phase_factors of tp1pp2 is 0"),
-        (lambda d: d.update(layers={}), "no coefficients"),
-        (lambda d: d.update(layer_costs=None), "layer_costs is None"),
-        (lambda d: d.update(forward_share=1.5), "forward share"),
-        (lambda d: d.update(hop_intra="x"), "hop_intra"),
-        (lambda d: d.update(kind="diary"), "holds 'diary'"),
-        (lambda d: d.update(schema_version=99), "schema version 99"),
-    ],
-)
-def test_corrupt_files(tmp_path: Path, change, says: str) -> None:
-    path = tmp_path / "model.json"
-    model_of({1: Cost(1, 2, 3)}).save(path)
-    data = json.loads(path.read_text())
-    change(data)
-    path.write_text(json.dumps(data))
-    with pytest.raises(HotspaConfigError, match=f"{says}.*model.json.*calibrate again"):
-        TimeModel.load(path)
-
-
-def test_torn_and_missing_files(tmp_path: Path) -> None:
-    path = tmp_path / "model.json"
-    model_of({1: Cost(1, 2, 3)}).save(path)
-    path.write_text(path.read_text()[:-20])
-    with pytest.raises(HotspaConfigError, match="not valid JSON.*calibrate again"):
-        TimeModel.load(path)
-    with pytest.raises(HotspaConfigError, match="cannot be read"):
-        TimeModel.load(tmp_path / "other.json")

@@ -9,6 +9,7 @@ from hf_hotspa.cli import main
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.cost.coefficients import Cost
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
+from hf_hotspa.cost.model import CostModel
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.switch_time import estimate, port_seconds
 from hf_hotspa.errors import HotspaConfigError
@@ -70,7 +71,8 @@ def test_a_calibration_predicts_the_bytes_of_the_run() -> None:
     narrow = replace(run, gradients=GradientDtypes(wire="bf16"))
     for sizes, each in ((run, 8), (narrow, 6)):
         moved = port_seconds(STRATEGY, sizes.num_parameters * each, found.cluster()) / efficiency
-        assert found.switch_seconds([STRATEGY], sizes)[STRATEGY] == pytest.approx(moved + fixed_s)
+        cost = CostModel.of_calibration(found, sizes, MemoryOptions())
+        assert cost.switch_seconds([STRATEGY])[STRATEGY] == pytest.approx(moved + fixed_s)
 
 
 def test_the_command_line_takes_them(capsys: pytest.CaptureFixture[str]) -> None:
