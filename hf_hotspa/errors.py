@@ -21,10 +21,12 @@ class HotspaError(Exception):
     """Whether it speaks of a fault of the program, which a traceback helps to find."""
     is_echo = False
     """Whether it only says that another rank failed."""
+    usual_fix: str | None = None
+    """The fix of a kind of error that has one for every case; a `fix` given for a case goes before it."""
     _by_code: dict[str, type["HotspaError"]] = {}
 
     def __init__(self, what: str, *, where: str | None = None, why: str | None = None, fix: str | None = None) -> None:
-        self.what, self.where, self.why, self.fix = what, where, why, fix
+        self.what, self.where, self.why, self.fix = what, where, why, fix or self.usual_fix
         super().__init__(str(self))
 
     def __init_subclass__(cls) -> None:
@@ -124,6 +126,10 @@ class DamagedCheckpointError(HotspaError):
     """A checkpoint is incomplete, was changed after it was written, or is none; nothing was loaded from it."""
 
     code = "HSP-211"
+    usual_fix = (
+        "take another checkpoint (resume_from_checkpoint=True takes the newest that is whole, and hf-hotspa verify OUTPUT_DIR "
+        "says which are), or copy this one again from where it was written"
+    )
 
 
 class CheckpointLockError(HotspaError):

@@ -172,7 +172,7 @@ class EvaluationMixin:
         if self.args.eval_strategy != "no" or self.args.eval_on_start:
             longest = max(bucket.longest for bucket in engine.buckets)
             for table in self._evaluated_tables():
-                check_lengths(table, longest, self.args.hotspa_overlong)
+                check_lengths(table, longest, self.args.hotspa_overlong, self.args.hotspa_auto)
 
     def _make_evaluation_loader(self: Any, engine: HotSPaEngine, dataset: Any, keep: bool) -> DataLoader[Any]:
         args = self.args
@@ -184,7 +184,8 @@ class EvaluationMixin:
             rows = self._stream_rows(engine, dataset, buckets, size)
             return StreamLoader(rows, pin_memory=args.dataloader_pin_memory)
         tokens, table = self._evaluation_scan(dataset)
-        check_lengths(table, max(bucket.longest for bucket in buckets), args.hotspa_overlong)
+        longest = max(bucket.longest for bucket in buckets)
+        check_lengths(table, longest, args.hotspa_overlong, args.hotspa_auto)
         return EvaluationLoader(
             dataset,
             EvaluationRows(

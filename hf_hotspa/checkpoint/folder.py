@@ -102,7 +102,7 @@ class RunFolder:
         if not taken:
             raise CheckpointLockError(
                 f"another run writes its checkpoints into {str(self.path)!r}",
-                where=self._lock.owner() or None,
+                where=_in_words(self._lock.owner()),
                 why="two runs would replace and remove each other's checkpoints",
                 fix="give every run an output_dir of its own, or stop the other one",
             )
@@ -268,6 +268,15 @@ def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
         why="earlier checkpoints are untouched",
         fix="free space on the disk, or make output_dir a writable directory that all ranks share",
     )
+
+
+def _in_words(owner: str) -> str | None:
+    """Who holds a lock, as `RunFolder.lock` writes it there."""
+    try:
+        found = json.loads(owner)
+        return f"process {found['pid']} on {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return None
 
 
 def _is_ours(path: Path) -> bool:

@@ -16,6 +16,7 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -327,7 +328,20 @@ def read_manifest(folder: Path) -> Manifest:
     Raises:
         DamagedCheckpointError: there is none, or it was changed.
     """
+    if not os.path.lexists(folder / MANIFEST):
+        raise _no_checkpoint(folder)
     return Manifest.parse(read_text(folder, MANIFEST, _MAX_MANIFEST_BYTES), str(folder))
+
+
+def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
+    """What to raise for a folder without a manifest: a checkpoint was perhaps meant that lies in it."""
+    steps = [int(name) for path in folder.glob("checkpoint-*") if (name := path.name.partition("-")[2]).isdigit()]
+    return DamagedCheckpointError(
+        f"there is no {MANIFEST}",
+        where=str(folder),
+        why=f"a checkpoint of hf_hotspa has one, and one of the stock Trainer has a {TRAINER_STATE} in its place",
+        fix=f"name a checkpoint in it, such as {folder / f'checkpoint-{max(steps)}'}" if steps else None,
+    )
 
 
 def verify_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:

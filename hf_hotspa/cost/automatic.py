@@ -227,7 +227,7 @@ def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | No
             "max_position_embeddings in the model's config",
         )
     for table in tables:
-        check_lengths(table, needed, policy)
+        check_lengths(table, needed, policy, chosen=True)
     return needed
 
 

@@ -60,8 +60,14 @@ def check_policy(policy: str) -> None:
         )
 
 
-def check_lengths(table: SequenceTable, longest: int, policy: str) -> None:
+def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:
     """Under the policy `error`, looks at the whole table before training starts; other policies accept any length.
+
+    Args:
+        table: The scanned lengths.
+        longest: The limit, in tokens.
+        policy: One of `OVERLONG_POLICIES`.
+        chosen: Whether the buckets are those of `hotspa_strategies="auto"`: the message says what to change.
 
     Raises:
         HotspaConfigError: unknown policy.
@@ -72,7 +78,8 @@ def check_lengths(table: SequenceTable, longest: int, policy: str) -> None:
     if policy == "error" and int(lengths.max()) > longest:
         num_over = int((lengths > longest).sum())
         row = int(lengths.argmax())
-        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit")
+        room = _AUTO if chosen else _GIVEN
+        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit", room)
 
 
 def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error") -> CutRows:
@@ -106,7 +113,7 @@ def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: st
                 num_labels = row_labels if whole else table.num_labels(row, first, end)
                 sequences.append(Sequence(row, first, end, num_labels))
             elif policy == "error":
-                raise _overlong(row, length, longest, "no bucket takes it")
+                raise _overlong(row, length, longest, "no bucket takes it", f"{_GIVEN} (under auto: {_AUTO})")
             elif policy == "drop":
                 num_dropped += 1
             elif policy == "truncate":
@@ -189,11 +196,14 @@ def plan_mini_batch(
     )
 
 
-def _overlong(row: int, length: int, longest: int, why: str) -> OverlongError:
+_GIVEN = "let the last bucket of hotspa_strategies take {} tokens"
+_AUTO = "raise hotspa_longest to {} or leave it out"
+
+
+def _overlong(row: int, length: int, longest: int, why: str, room: str) -> OverlongError:
     return OverlongError(
         f"a sequence of {length} tokens is longer than the longest bucket, {longest} tokens",
         where=f"dataset row {row}",
         why=why,
-        fix=f"give the last bucket at least {length} tokens, or choose another over-long policy than 'error': "
-        "truncate, split or drop",
+        fix=f"set hotspa_overlong to truncate, split or drop, or {room.replace('{}', str(length))}",
     )

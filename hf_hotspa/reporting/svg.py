@@ -2,7 +2,8 @@
 
 Every function returns one well-formed `<svg>` element that scales with its column. Colours are classes (`s0` ... `s5`
 for strategies, `switch`, `load`, `wait`, `other`, `hidden`), so that light and dark are a matter of the style sheet. What can be
-pointed at carries its text in `data-tip`, which the page's script shows.
+pointed at carries its text in `data-tip`, which the page's script shows. Texts neither overlap nor leave the chart: their
+widths are reckoned from above (`text_width`), as nobody knows the reader's fonts.
 """
 
 import math
@@ -11,7 +12,11 @@ from dataclasses import dataclass
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 12, 14, 34
+FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}
+"""Pixels, by class of text; as in `page.css`."""
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 14, 34
+_ROW = 13
+"""Pixels from one row of texts of marks to the next."""
 _MOST_POINTS = 160
 
 
@@ -38,13 +43,35 @@ class Mark:
     text: str
 
 
+_UNITS = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
+_NARROW, _USUAL, _WIDE = 0.64, 0.66, 1.0
+"""Widths of characters in ems: DejaVu Sans has the widest of the common fonts."""
+
+
 def short(value: float) -> str:
     """A number of about three digits: 12.3k, 0.0041."""
     size = abs(value)
-    for limit, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for limit, unit in _UNITS:
         if size >= limit:
             return f"{value / limit:.3g}{unit}"
     return f"{value:.3g}"
+
+
+def distinct(values: Sequence[float], unit: str = "") -> list[str]:
+    """Numbers as `short` has them, all with as many more digits as tell them apart."""
+    size = max(map(abs, values), default=0.0)
+    scale, letter = next(((n, c) for n, c in _UNITS if size >= n), (1.0, ""))
+    texts: list[str] = []
+    for digits in range(3, 10):
+        texts = [f"{value / scale:.{digits}g}" + (letter if value else "") + unit for value in values]
+        if len(set(texts)) == len(set(values)):
+            break
+    return texts
+
+
+def text_width(text: str, style: str = "tick") -> float:
+    """Pixels that a text takes at most, in the fonts that browsers come with."""
+    return sum(_NARROW if c in " .,:il1'|" else _WIDE if c in "mwMW%@+" else _USUAL for c in text) * FONT[style]
 
 
 def ticks(low: float, high: float, most: int = 5) -> list[float]:
@@ -79,18 +106,24 @@ class _Frame:
     """The axes of a chart, and what is drawn in them."""
 
     def __init__(self, label: str, x_range: tuple[float, float], y_range: tuple[float, float], unit: str) -> None:
-        self.label, self.unit = label, unit
+        self.label = label
         self.x_low, self.x_high = x_range
         self.y_low, self.y_high = y_range
         self.parts: list[str] = []
+        self.top, self.height = _TOP, HEIGHT
+        at = ticks(*y_range)
+        self.y_ticks = list(zip(at, distinct(at, unit), strict=True))
+        self.left = max(_LEFT, math.ceil(max((text_width(text) for _, text in self.y_ticks), default=0)) + 8)
+        self.width = WIDTH - self.left - _RIGHT
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low
-        return _LEFT + (WIDTH - _LEFT - _RIGHT) * ((value - self.x_low) / span if span else 0.5)
+        return self.left + self.width * ((value - self.x_low) / span if span else 0.5)
 
     def y(self, value: float) -> float:
         span = self.y_high - self.y_low
-        return HEIGHT - _BOTTOM - (HEIGHT - _TOP - _BOTTOM) * ((value - self.y_low) / span if span else 0.5)
+        bottom = self.height - _BOTTOM
+        return bottom - (bottom - self.top) * ((value - self.y_low) / span if span else 0.5)
 
     def rect(self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "") -> None:
         """A bar in data coordinates of y and pixels of x."""
@@ -106,30 +139,52 @@ class _Frame:
 
     def hover(self, x: float, width: float, tip: str) -> None:
         """A column that is not seen and can be pointed at."""
-        left, right = max(x - width / 2, _LEFT), min(x + width / 2, WIDTH - _RIGHT)
+        left, right = max(x - width / 2, self.left), min(x + width / 2, WIDTH - _RIGHT)
         self.parts.append(
-            f'<rect class="hover" x="{left:.1f}" y="{_TOP}" width="{max(right - left, 0.5):.1f}" '
-            f'height="{HEIGHT - _TOP - _BOTTOM}" data-tip={quoteattr(tip)}/>'
+            f'<rect class="hover" x="{left:.1f}" y="{self.top}" width="{max(right - left, 0.5):.1f}" '
+            f'height="{self.height - self.top - _BOTTOM}" data-tip={quoteattr(tip)}/>'
         )
 
+    def marks(self, marks: Sequence[tuple[float, str]]) -> None:
+        """Vertical lines at pixels of x, their texts in rows above what is drawn later, which therefore gets lower."""
+        rows: list[list[tuple[float, float]]] = []
+        placed = []
+        for x, text in sorted(marks):
+            size = text_width(text, "marktext")
+            begin = max(2.0, x - 4 - size) if x + 4 + size > WIDTH - 2 else x + 4
+            row = next(
+                (row for row in rows if all(begin > stop + 4 or begin + size < start - 4 for start, stop in row)), None
+            )
+            if row is None:
+                rows.append(row := [])
+            row.append((begin, begin + size))
+            placed.append((x, begin, rows.index(row), text))
+        self.top += _ROW * len(rows)
+        self.height += _ROW * max(len(rows) - 1, 0)
+        bottom = self.height - _BOTTOM
+        for x, begin, place, text in placed:
+            y = _TOP + _ROW * place
+            self.parts.append(
+                f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{y - 6}" y2="{bottom}" data-tip={quoteattr(text)}/>'
+            )
+            self.text(begin, y, text, "start", "marktext")
+
     def svg(self, x_label: str, x_ticks: Sequence[tuple[float, str]]) -> str:
-        head = [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label={quoteattr(self.label)}>'
-        ]
-        for value in ticks(self.y_low, self.y_high):
+        frame, self.parts = self.parts, []
+        for value, text in self.y_ticks:
             y = self.y(value)
-            head.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-            head.append(
-                f'<text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{escape(short(value) + self.unit)}</text>'
-            )
-        for x, text in x_ticks:
-            head.append(
-                f'<text class="tick" x="{x:.1f}" y="{HEIGHT - _BOTTOM + 15}" text-anchor="middle">{escape(text)}</text>'
-            )
-        head.append(
-            f'<text class="label" x="{(WIDTH + _LEFT) / 2}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x_label)}</text>'
-        )
-        return "".join([*head, *self.parts, "</svg>"])
+            self.parts.append(f'<line class="grid" x1="{self.left}" x2="{WIDTH - _RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+            self.text(self.left - 6, y + 4, text, "end")
+        free = WIDTH - 1.0
+        for x, text in sorted(x_ticks, reverse=True):  # the last one is shown in any case
+            half = text_width(text) / 2
+            middle = min(x, WIDTH - 1 - half)
+            if middle + half <= free and middle - half >= 0:
+                self.text(middle, self.height - _BOTTOM + 16, text)
+                free = middle - half - 4
+        self.text((WIDTH + self.left) / 2, self.height - 4, x_label, style="label")
+        head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {self.height}" role="img" aria-label={quoteattr(self.label)}>'
+        return "".join([head, *self.parts, *frame, "</svg>"])
 
 
 def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
@@ -177,7 +232,7 @@ def lines(
                 f'<circle class="dot {s.style}" cx="{frame.x(x):.1f}" cy="{frame.y(v):.1f}" r="2.5"/>'
                 for x, v in points
             ]
-    column = (WIDTH - _LEFT - _RIGHT) / max(len(xs) - 1, 1)
+    column = frame.width / max(len(xs) - 1, 1)
     for i, x in enumerate(xs):
         shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i]) is not None]
         if shown:
@@ -190,9 +245,9 @@ def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str
     xs, series = thinned(xs, series)
     totals = [sum(s.values[i] or 0.0 for s in series) for i in range(len(xs))]
     frame = _Frame(label, (xs[0] - 0.5, xs[-1] + 0.5), (0.0, _top(totals)), unit)
-    slot = (WIDTH - _LEFT - _RIGHT) / len(xs)
+    slot = frame.width / len(xs)
     for i, x in enumerate(xs):
-        middle = _LEFT + slot * (i + 0.5)
+        middle = frame.left + slot * (i + 0.5)
         base = 0.0
         for s in series:
             value = s.values[i] or 0.0
@@ -203,18 +258,18 @@ def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str
         frame.hover(middle, slot, f"step {int(x)}: {short(base)}{unit}; " + ", ".join(shown))
     count = min(6, len(xs))
     at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
-    return frame.svg("step", [(_LEFT + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
+    return frame.svg("step", [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
 
 
 def bars(label: str, names: Sequence[str], values: Sequence[float], unit: str, x_label: str, style: str = "s0") -> str:
     """One bar for each name; names are thinned out where they do not fit."""
     frame = _Frame(label, (0, len(names)), (0.0, _top(values)), unit)
-    slot = (WIDTH - _LEFT - _RIGHT) / len(names)
+    slot = frame.width / len(names)
     every = -(-len(names) // 12)
     for i, (name, value) in enumerate(zip(names, values, strict=True)):
-        x = _LEFT + slot * (i + 0.5)
+        x = frame.left + slot * (i + 0.5)
         frame.rect(style, x - slot * 0.4, x + slot * 0.4, 0.0, value, f"{x_label} {name}: {short(value)}{unit}")
-    return frame.svg(x_label, [(_LEFT + slot * (i + 0.5), names[i]) for i in range(0, len(names), every)])
+    return frame.svg(x_label, [(frame.left + slot * (i + 0.5), names[i]) for i in range(0, len(names), every)])
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:
@@ -230,25 +285,19 @@ def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks:
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")
-    slot = (WIDTH - _LEFT - _RIGHT) / bins
+    slot = frame.width / bins
+    frame.marks([(frame.left + slot * _between(edges, mark.x), mark.text) for mark in marks])
     bar = slot * 0.84 / len(series)
     for i in range(bins):
         tip = f"{edges[i] + 1} to {edges[i + 1]} {x_label}: " + ", ".join(
             f"{(s.values[i] or 0.0) * 100:.1f}% of {s.name}" for s in series
         )
         for j, s in enumerate(series):
-            x = _LEFT + slot * (i + 0.08) + bar * j
+            x = frame.left + slot * (i + 0.08) + bar * j
             frame.rect(s.style, x, x + bar, 0.0, (s.values[i] or 0.0) * 100)
-        frame.hover(_LEFT + slot * (i + 0.5), slot, tip)
-    for n, mark in enumerate(marks):
-        place = _between(edges, mark.x)
-        x = _LEFT + slot * place
-        frame.parts.append(
-            f'<line class="mark" x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{HEIGHT - _BOTTOM}" data-tip={quoteattr(mark.text)}/>'
-        )
-        frame.text(x - 3, _TOP + 9 + 12 * (n % 4), mark.text, "end" if place > bins * 0.3 else "start", "marktext")
+        frame.hover(frame.left + slot * (i + 0.5), slot, tip)
     every = -(-bins // 7)
-    return frame.svg(x_label, [(_LEFT + slot * (i + 1), short(edges[i + 1])) for i in range(every - 1, bins, every)])
+    return frame.svg(x_label, [(frame.left + slot * (i + 1), short(edges[i + 1])) for i in range(bins - 1, -1, -every)])
 
 
 def _between(edges: Sequence[int], value: float) -> float:

@@ -111,7 +111,11 @@ class WeightFiles:
                 why="reading a pickle can run any program, and gives whole tensors only",
                 fix="convert them once: AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(OTHER)",
             )
-        raise HotspaConfigError(f"there is no {WEIGHTS!r} and no {INDEX!r}", where=str(self.folder))
+        raise HotspaConfigError(
+            f"there is no {WEIGHTS!r} and no {INDEX!r}",
+            where=str(self.folder),
+            fix="give a folder that save_pretrained, save_model() or hf download NAME --local-dir FOLDER has filled",
+        )
 
     def _indexed(self) -> list[str]:
         try:
@@ -132,7 +136,11 @@ class WeightFiles:
             raise self._damaged(file, str(error)) from error
 
     def _damaged(self, file: str, what: str) -> DamagedCheckpointError:
-        return DamagedCheckpointError(f"{file!r} cannot be loaded from: {what}", where=str(self.folder))
+        return DamagedCheckpointError(
+            f"{file!r} cannot be loaded from: {what}",
+            where=str(self.folder),
+            fix="copy or download the folder again, or take another one",
+        )
 
 
 def _header(opened: Any) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -169,7 +169,11 @@ def refused_run(rank, world_size, folder, extra, rows=None):
     ("extra", "name", "words"),
     [
         ({"hotspa_memory_limit_mb": 1}, "DeviceMemoryError", ["a limit of ", "MiB", "hotspa_memory_limit_mb"]),
-        ({"hotspa_longest": 20}, "OverlongError", ["over the limit", "at least 100 tokens"]),
+        (
+            {"hotspa_longest": 20},
+            "OverlongError",
+            ["over the limit", "hotspa_overlong", "raise hotspa_longest to 100 or leave it out"],
+        ),
         ({"hotspa_longest": 1000}, "OverlongError", ["256 positions", "hotspa_longest"]),
     ],
 )

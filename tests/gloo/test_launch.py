@@ -37,8 +37,19 @@ def test_a_hundred_launches_in_a_row(tmp_path):
         assert done.returncode == 0, (number, done.returncode, done.stderr[-3000:])
 
 
+WRONG_ARGUMENTS = """
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+HotSPaTrainingArguments(output_dir="out", use_cpu=True, hotspa_strategies="dp4:64")
+"""
+
+
 def test_a_failed_launch_ends_with_our_error_once(tmp_path):
-    done = launch(f"--use_cpu --hotspa_strategies dp4:64 --output_dir {tmp_path}")
+    """By torch's launcher, as `accelerate launch` starts it, too; the script imports no more than it needs."""
+    (tmp_path / "script.py").write_text(WRONG_ARGUMENTS)
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]
+    done = subprocess.run(
+        line, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
+    )
     assert done.returncode != 0
     said = "HSP-001 Launch: the strategies need 4 processes and 2 are running"
     assert (done.stdout + done.stderr).count(said) == 1

@@ -215,6 +215,7 @@ def test_the_newest_one_that_verifies_is_taken(tmp_path):
         assert isinstance(error, DamagedCheckpointError)
         assert "checkpoint-7" in str(error)
         assert "master-rank-00001-of-00002.safetensors" in str(error)
+        assert "Fix: take another checkpoint" in str(error)
 
 
 def test_nothing_to_resume_from(tmp_path):

@@ -150,6 +150,20 @@ def test_the_whole_table_is_checked_before_training():
         check_lengths(table, 50, "error")
 
 
+def test_what_to_do_about_a_row_that_is_too_long():
+    with pytest.raises(OverlongError) as given:
+        check_lengths(table_of(3, 90), 50, "error")
+    assert given.value.fix == (
+        "set hotspa_overlong to truncate, split or drop, or let the last bucket of hotspa_strategies take 90 tokens"
+    )
+    with pytest.raises(OverlongError) as auto:
+        check_lengths(table_of(3, 90), 50, "error", chosen=True)
+    assert (
+        auto.value.fix
+        == "set hotspa_overlong to truncate, split or drop, or raise hotspa_longest to 90 or leave it out"
+    )
+
+
 def test_unknown_policy_and_missing_buckets_are_refused():
     with pytest.raises(HotspaConfigError, match="truncate, split, drop"):
         cut_rows([0], table_of(1), 10, "wrap")

@@ -145,6 +145,7 @@ def test_no_damage_goes_unnoticed(tmp_path):
             check_step(path, verify(path))
             pytest.fail(f"{kind.__name__} with seed {seed + number} was not noticed")
         assert str(path) in str(caught.value)
+        assert "Fix: " in str(caught.value), kind.__name__
         messages.add(kind.__name__)
         shutil.rmtree(path.parent)
     assert messages == {kind.__name__ for kind in KINDS}

@@ -243,7 +243,13 @@ def test_the_package_reads_and_writes_no_pickles():
 
 
 def test_verify_needs_a_manifest(tmp_path):
-    with pytest.raises(DamagedCheckpointError, match="MANIFEST"):
+    with pytest.raises(DamagedCheckpointError, match="there is no MANIFEST.json") as caught:
         verify(tmp_path)
+    assert "take another checkpoint" in str(caught.value.fix)
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-old"):
+        (tmp_path / name).mkdir()
+    with pytest.raises(DamagedCheckpointError) as caught:  # the folder of the run instead of a checkpoint
+        verify(tmp_path)
+    assert caught.value.fix == f"name a checkpoint in it, such as {tmp_path / 'checkpoint-10'}"
     with pytest.raises(DamagedCheckpointError):
         verify(tmp_path / "nothing")

@@ -28,11 +28,24 @@ PROBE = """<script>addEventListener("load", function () {
     var marks = p.querySelectorAll("svg rect:not(.hover), svg polyline, svg circle, tbody tr, dl.facts div").length;
     if (!(p.dataset.points > 0) || !marks || p.querySelector(".empty")) blank.push(p.id);
   });
+  var off = [];
+  charts.forEach(function (c) {
+    var whole = c.getBoundingClientRect(), before = [];
+    c.querySelectorAll("text").forEach(function (t) {
+      var b = t.getBoundingClientRect(), high = b.height * 0.2;
+      var out = b.left < whole.left || b.right > whole.right || b.top + high < whole.top || b.bottom - high > whole.bottom;
+      var over = before.some(function (a) {
+        return b.left < a.right && a.left < b.right && b.top + high < a.bottom - high && a.top + high < b.bottom - high;
+      });
+      if (out || over) off.push(t.textContent);
+      before.push(b);
+    });
+  });
   var column = document.querySelector("[data-tip]"), box = column.getBoundingClientRect();
   column.dispatchEvent(new PointerEvent("pointermove", {bubbles: true, clientX: box.x + 1, clientY: box.y + 1}));
   var tip = document.getElementById("tip");
   document.title = ["PROBE", dark, wide, charts.length, empty, !tip.hidden && tip.textContent.length > 3,
-    panels.length, blank.join(" "), getComputedStyle(document.body).backgroundColor].join("|");
+    panels.length, blank.join(" "), off.join(" "), getComputedStyle(document.body).backgroundColor].join("|");
 });</script>"""
 
 
@@ -57,7 +70,7 @@ def test_the_page_in_a_browser(tmp_path, width, dark):
     page = report_page(read_run_log(write_run(tmp_path, steps=40)))
     background = "rgb(20, 23, 27)" if dark else "rgb(246, 247, 249)"
     assert seen(tmp_path, page, width, dark) == [
-        "PROBE", str(dark).lower(), "false", "8", "0", "true", "11", "", background,
+        "PROBE", str(dark).lower(), "false", "8", "0", "true", "11", "", "", background,
     ]  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from hf_hotspa.reporting.inline import show_lengths, show_report
 from hf_hotspa.reporting.page import report_page, save_page
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
-from hf_hotspa.reporting.svg import Series
+from hf_hotspa.reporting.svg import Mark, Series
 from tests.run_logs import LONG, SHORT, write_run
 
 PANELS = {
@@ -256,6 +256,68 @@ def _slow_switch(report):
 # -- charts -----------------------------------------------------------------------------------------------------------
 
 
+def boxes(chart):
+    """What the texts of a chart take: left, right, top, bottom."""
+    for element in chart.iter("{http://www.w3.org/2000/svg}text"):
+        style, anchor, text = element.get("class"), element.get("text-anchor"), element.text
+        size, width, x, y = (
+            svg.FONT[style],
+            svg.text_width(text, style),
+            float(element.get("x")),
+            float(element.get("y")),
+        )
+        left = x - width * {"start": 0, "middle": 0.5, "end": 1}[anchor]
+        yield left, left + width, y - size * 0.78, y + size * 0.22, text
+
+
+def check_texts(chart):
+    width, height = map(float, chart.get("viewBox").split()[2:])
+    found = list(boxes(chart))
+    for i, (left, right, top, bottom, text) in enumerate(found):
+        assert left >= 0, f"{text!r} begins at {left}"
+        assert right <= width, f"{text!r} ends at {right}"
+        assert top >= 0, f"{text!r} is above the chart"
+        assert bottom <= height, f"{text!r} is below the chart"
+        for start, stop, high, low, other in found[:i]:
+            assert left >= stop or right <= start or top >= low or bottom <= high, f"{text!r} is over {other!r}"
+    return [text for *_, text in found]
+
+
+LONG_MARKS = [Mark(n, f"dp2tp4pp4+sp+rc to {n}") for n in (17, 60, 120, 128, 16384, 32768, 131072)]
+SHAPES = {
+    "edges close together": lambda: svg.histogram("", [0, 64, 128, 192, 256, 384], [Series("a", "s0", [0.2] * 5)], LONG_MARKS, "tokens"),
+    "one bin": lambda: svg.histogram("", [0, 1], [Series("a", "s0", [1.0])], [Mark(1, "dp4tp1pp1 to 1")], "tokens"),
+    "many bins": lambda: svg.histogram("", list(range(0, 150000, 3000)), [Series("a", "s0", [0.02] * 49)] * 2, LONG_MARKS, "tokens"),
+    "no mark": lambda: svg.histogram("", [0, 10000, 20000, 131072], [Series("a", "s0", [0.0001] * 3)], [], "tokens"),
+    "a million steps": lambda: svg.stacked("", [float(i) for i in range(999_000, 1_000_001)], [Series("a", "s0", [0.00312] * 1001)], " s"),
+    "one step": lambda: svg.stacked("", [1.0], [Series("a", "s0", [12345.6])], " s"),
+    "a flat line": lambda: svg.lines("", [1.0, 2.0], [Series("a", "s0", [2.71, 2.71])], from_zero=False),
+    "a nearly flat line": lambda: svg.lines("", [1.0, 2e6], [Series("a", "s0", [12.34561, 12.34569])], " s", from_zero=False),
+    "nothing": lambda: svg.lines("", [7.0], [Series("a", "s0", [None])]),
+    "below zero": lambda: svg.lines("", [0.0, 3.0], [Series("a", "s0", [-1.5e-7, 1e-9])], "%"),
+    "many ranks": lambda: svg.bars("", [str(i) for i in range(4096)], [81234.5] * 4096, "", "rank"),
+    "long names": lambda: svg.bars("", ["dp2tp4pp4+sp"] * 9, [1.0] * 9, " tokens/s", "strategy"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_texts_do_not_overlap_and_are_inside(shape):
+    [chart] = charts(SHAPES[shape]())
+    texts = check_texts(chart)
+    numbers = [e.text for e in chart.iter() if e.get("text-anchor") == "end"]
+    assert len(set(numbers)) == len(numbers), "ticks that cannot be told apart"
+    if shape in ("edges close together", "many bins"):
+        assert {mark.text for mark in LONG_MARKS} <= set(texts)
+    if shape == "a million steps":
+        assert "1000000" in texts, "the last step"
+
+
+@pytest.mark.parametrize("steps", [1, 7, 1000])
+def test_texts_of_a_whole_page(tmp_path, steps):
+    for chart in charts(report_page(read_run_log(write_run(tmp_path, steps=steps)))):
+        check_texts(chart)
+
+
 def test_ticks_are_round_and_inside():
     assert svg.ticks(0.0, 1.0) == [0.0, 0.2, 0.4, 0.6, 0.8, 1.0]
     assert svg.ticks(3.0, 3.0) == [3.0]
@@ -275,6 +337,8 @@ def test_thinning_keeps_means():
 
 def test_short_numbers():
     assert [svg.short(v) for v in (0, 0.00412, 12.34, 12345, 2.5e9)] == ["0", "0.00412", "12.3", "12.3k", "2.5G"]
+    assert svg.distinct([2.691, 2.6915, 2.692]) == ["2.691", "2.6915", "2.692"]
+    assert svg.distinct([0, 1000, 2000], " s") == ["0 s", "1k s", "2k s"]
 
 
 # -- two runs ---------------------------------------------------------------------------------------------------------
