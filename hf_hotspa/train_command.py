@@ -97,11 +97,11 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 
 
 def _launch(count: int, words: Sequence[str]) -> NoReturn:
-    """Becomes torchrun with this command in each process: one program hears Ctrl-C and SIGTERM."""
+    """Becomes the launcher, with this command in each process: one program hears Ctrl-C and SIGTERM."""
     environment = dict(os.environ)
     # as examples/slurm.sh: a restarted job could meet the dead attempt's addresses
     environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
+    line = [sys.executable, "-m", "hf_hotspa.own_launcher", "--standalone", "--nproc-per-node", str(count)]
     sys.stdout.flush()
     os.execve(sys.executable, [*line, "-m", "hf_hotspa.cli", "train", *words], environment)

@@ -24,7 +24,7 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
+from hf_hotspa.cost.automatic import AutoPlan, longest_wanted, make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, planned_limit
@@ -161,11 +161,19 @@ def prepare_auto(
         HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
             limit under which nothing fits.
     """
-    with agreement_of(args) as agreement:
+
+    def look() -> tuple[ModelDescription, list[SequenceTable]]:
+        """At what can be wrong before anything is measured, which takes a minute."""
         compute_dtype = torch.bfloat16 if args.bf16 else None
+        description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
+        tables = read_tables()
+        longest_wanted(tables, description.shape, args.hotspa_longest, args.hotspa_overlong)
+        return description, tables
+
+    with agreement_of(args) as agreement:
         description, tables = agreement.run(
             "auto strategies",
-            lambda: (describe_model(model, compute_dtype, args.hotspa_attention_dropout is None), read_tables()),
+            look,
             lambda found: {"model": found[0].digest()},
             facts=lambda found: (
                 model_facts(model)

@@ -208,27 +208,50 @@ def make_auto_plan(
     )
 
 
-def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
-    """The longest sequence that must fit."""
+def longest_wanted(
+    tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None = None, policy: str = "error"
+) -> int | None:
+    """The longest sequence that must fit, in tokens; None where the policy takes care of what does not.
+
+    Args:
+        tables: The scans of the data sets.
+        shape: The model's.
+        asked: What the user says it is.
+        policy: One of `OVERLONG_POLICIES`.
+
+    Raises:
+        DataError: there is no token.
+        OverlongError: it is more than the model has positions, or than what was asked for, and no policy says what to do.
+    """
     data = max(int(table.longest_of_rows.max(initial=0)) for table in tables)
     positions = shape.max_position_embeddings
     if not data:
         raise DataError("the data set has no row with a token", fix="look at its input_ids")
     if asked is None and policy != "error":
-        # what fits nowhere is what the policy is for; with no room at all the search says what is missing
-        return max(1, min(data, positions or data, room or data))
+        return None
     needed = data if asked is None else asked
     if positions is not None and needed > positions:
-        asker = f"the longest row has {data} tokens" if asked is None else f"hotspa_longest is {asked}"
+        rows, longest = f"the longest row has {data} tokens", f"hotspa_longest is {asked}"
+        policies = "set hotspa_overlong to truncate, split or drop"
         raise OverlongError(
-            f"{asker}, and the model has {positions} positions",
+            f"{rows if asked is None else longest}, and the model has {positions} positions",
             why="positions beyond would be trained with encodings that the model was not made for",
-            fix=f"set hotspa_longest to {positions} or less and hotspa_overlong to truncate, split or drop, or raise "
-            "max_position_embeddings in the model's config",
+            fix=(policies if asked is None else f"set hotspa_longest to {positions} or less")
+            + ", or raise max_position_embeddings in the model's config",
         )
     for table in tables:
         check_lengths(table, needed, policy, chosen=True)
     return needed
+
+
+def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
+    """The longest sequence that must fit."""
+    wanted = longest_wanted(tables, shape, asked, policy)
+    if wanted is not None:
+        return wanted
+    # what fits nowhere is what the policy is for; with no room at all the search says what is missing
+    data = max(int(table.longest_of_rows.max()) for table in tables)
+    return max(1, min(data, shape.max_position_embeddings or data, room or data))
 
 
 def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:

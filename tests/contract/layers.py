@@ -128,6 +128,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/calibrate_command.py",
         "hf_hotspa/input_commands.py",
         "hf_hotspa/train_command.py",
+        "hf_hotspa/own_launcher.py",
         "hf_hotspa/cli.py",
     ),
 }

@@ -37,28 +37,33 @@ def test_a_hundred_launches_in_a_row(tmp_path):
         assert done.returncode == 0, (number, done.returncode, done.stderr[-3000:])
 
 
-WRONG_ARGUMENTS = """
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-HotSPaTrainingArguments(output_dir="out", use_cpu=True, hotspa_strategies="dp4:64")
+FAILS = """
+from hf_hotspa.errors import LaunchError
+from hf_hotspa.uncaught import show_errors_once
+show_errors_once()
+raise LaunchError("the strategies need 4 processes and 2 are running", fix="start 4")
 """
+SAID = "HSP-001 Launch: the strategies need 4 processes and 2 are running"
 
 
-def test_a_failed_launch_ends_with_our_error_once(tmp_path):
-    """By torch's launcher, as `accelerate launch` starts it, too; the script imports no more than it needs."""
-    (tmp_path / "script.py").write_text(WRONG_ARGUMENTS)
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "script.py"]
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "hf_hotspa.own_launcher"])
+def test_a_failed_launch_ends_with_our_error_once(launcher, tmp_path):
+    """`accelerate launch` starts processes by the first of them, `hf-hotspa train` by the second."""
+    (tmp_path / "script.py").write_text(FAILS)  # imports no torch: what raises is in tests/unit/test_uncaught.py
+    line = [sys.executable, "-m", launcher, "--standalone", "--nproc_per_node", "2", "script.py"]
     done = subprocess.run(
         line, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True
     )
-    assert done.returncode != 0
-    said = "HSP-001 Launch: the strategies need 4 processes and 2 are running"
-    assert (done.stdout + done.stderr).count(said) == 1
+    assert done.returncode == 1
+    assert (done.stdout + done.stderr).count(SAID) == 1
+    assert "hf_hotspa/uncaught" not in done.stderr  # no traceback of ours
+    if launcher == "hf_hotspa.own_launcher":
+        assert done.stderr == f"{SAID}\n  Fix: start 4\n"
+        return
     *_, what, fix, end = done.stderr.strip().splitlines()
-    assert what.strip() == said
-    assert fix.strip().startswith("Fix: accelerate launch --multi_gpu --num_processes 4")
+    assert (what.strip(), fix.strip()) == (SAID, "Fix: start 4")
     assert set(end) == {"="}
     assert "error.json" in done.stderr
-    assert "hf_hotspa/" not in done.stderr  # no traceback of ours
 
 
 SCRIPT = """

@@ -15,6 +15,9 @@ from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, legal_strategies
+from hf_hotspa.trainer import auto
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from tests.families import tiny_model
 
 SHAPE = ModelShape("llama", 8, 8, 4, 64, 64, 500, 40_000, max_position_embeddings=4096)
 SIZES = ModelSizes(SHAPE, "float32")
@@ -100,9 +103,24 @@ def test_what_must_fit_is_what_the_policy_leaves() -> None:
     assert plan(over, policy="drop").longest == 4096  # the positions of the model
 
 
+def test_rows_are_looked_at_before_the_machine_is_measured(monkeypatch, tmp_path) -> None:
+    def measure(*_: object) -> None:
+        raise AssertionError("measured")
+
+    monkeypatch.setattr(auto, "agreed_calibration", measure)
+    model = tiny_model("llama_gqa_bias")
+    most = model.config.max_position_embeddings
+    args = HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    with pytest.raises(OverlongError, match=f"longest row has {most + 1} tokens"):
+        auto.prepare_auto(model, args, lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
+    with pytest.raises(AssertionError, match="measured"):
+        auto.prepare_auto(model, args, lambda: [SequenceTable.from_lengths([10, most])], 2)
+
+
 def test_lengths_that_cannot_be_trained_are_refused() -> None:
-    with pytest.raises(OverlongError, match="longest row has 5000 tokens, and the model has 4096 positions"):
+    with pytest.raises(OverlongError, match="longest row has 5000 tokens, and the model has 4096 positions") as caught:
         plan(SequenceTable.from_lengths([10, 5000]))
+    assert str(caught.value.fix).startswith("set hotspa_overlong to truncate, split or drop, or raise max_position")
     with pytest.raises(OverlongError, match="hotspa_longest is 5000"):
         plan(longest=5000)
     with pytest.raises(OverlongError, match="1 of 2 rows are over the limit"):

@@ -1,15 +1,19 @@
 """`hf-hotspa train`: flags, defaults, processes, names that are wrong. A run: tests/gloo/test_trainer_world.py."""
 
 import importlib
+import json
+import signal
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import HfArgumentParser
 
-from hf_hotspa import train_command
+from hf_hotspa import own_launcher, train_command
 from hf_hotspa.cli import main
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.train_command import number_of_processes
@@ -59,7 +63,7 @@ def test_processes_are_started_by_the_launcher_of_torch(folder, started):
     with pytest.raises(SystemExit):
         main(["train", *words, "--processes", "3"])
     [(line, environment)] = started
-    assert line == [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3",
+    assert line == [sys.executable, "-m", "hf_hotspa.own_launcher", "--standalone", "--nproc-per-node", "3",
                     "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(environment["OMP_NUM_THREADS"]) >= 1
@@ -201,6 +205,41 @@ def test_a_wrong_name_is_one_line_with_a_fix(case, folder, started, monkeypatch,
     assert "Fix:" in line
     assert "Traceback" not in said
     assert not started
+
+
+def _failed(tmp_path, *processes):
+    failures = {}
+    for rank, (exitcode, said, at) in enumerate(processes):
+        path = tmp_path / str(rank)
+        if said is not None:
+            path.write_text(json.dumps({"message": {"message": said, "extraInfo": {"timestamp": str(at)}}}))
+        failures[rank] = ProcessFailure(local_rank=rank, pid=9, exitcode=exitcode, error_file=str(path))
+    return ChildFailedError("script.py", failures)
+
+
+def test_a_failed_start_ends_with_what_the_first_process_said(tmp_path, monkeypatch, capsys):
+    def run(settings):
+        assert settings.nproc_per_node == "2"
+        raise _failed(tmp_path, (-15, "the same error", 5), (1, "HSP-001 Launch: it does not fit\n  Fix: start 4", 2))
+
+    monkeypatch.setattr(own_launcher, "run", run)
+    assert own_launcher.main(["--standalone", "--nproc-per-node", "2", "script.py"]) == 1
+    assert capsys.readouterr().err == "HSP-001 Launch: it does not fit\n  Fix: start 4\n"
+
+
+def test_a_process_that_could_say_nothing(tmp_path):
+    assert own_launcher.told(_failed(tmp_path, (-9, None, 0))).startswith("process 0 was ended by SIGKILL: often")
+    assert own_launcher.told(_failed(tmp_path, (-11, None, 0))) == "process 0 was ended by SIGSEGV"
+    assert "process 0 ended with exit code 3" in own_launcher.told(_failed(tmp_path, (3, None, 0)))
+
+
+def test_a_signal_ends_the_launcher_without_a_traceback(monkeypatch, capsys):
+    def run(settings):
+        raise SignalException("signal", signal.SIGINT)
+
+    monkeypatch.setattr(own_launcher, "run", run)
+    assert own_launcher.main(["script.py"]) == 130
+    assert capsys.readouterr().err == ""
 
 
 def test_help_is_about_what_is_ours(capsys):
