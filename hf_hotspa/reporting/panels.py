@@ -244,7 +244,7 @@ def plan_panel(run: RunLog) -> Panel:
     rows = [["tokens", "strategy", "pack tokens"]]
     foretold = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
     if foretold:
-        rows[0] += ["compute s", "load+return s"]
+        rows[0] += ["compute s", "load + return s"]
     for bucket in facts.buckets:
         row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
         if foretold:
