@@ -169,7 +169,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         metadata={
             "help": "MiB that a run may take on a device: weights, gradients, master store, optimizer state, buffers of "
             "switches and activations, whoever chose the strategies. Strategies that need more are refused at the start. "
-            "When left out, auto plans with 90 % of what is free, on CPU shared by the processes of a machine."
+            "When left out, auto plans with nine tenths of what is free, on CPU shared by the processes of a machine."
         },
     )
     hotspa_offload: str = field(
