@@ -10,6 +10,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_page
 from hf_hotspa.reporting.pictures import check_pictures, save_pictures
 from hf_hotspa.reporting.run_log import RunLog, read_run_log
@@ -49,6 +50,14 @@ class ReportCallback(TraceCallback):
         super().on_train_end(args, state, control, **kwargs)
         if had_record and (run := self._make_page()) is not None:
             tqdm.write(f"{verdict(run)[0]}. The run in one page: {self.page}")
+
+    def on_gain_measured(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
+    ) -> None:
+        """Writes the page anew, with what was measured after training."""
+        super().on_gain_measured(args, state, control, gain, **kwargs)
+        if self._make_page() is not None:
+            tqdm.write(f"The run in one page: {self.page}")
 
     def on_train_interrupted(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

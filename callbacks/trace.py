@@ -16,6 +16,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace
+from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.reporting.run_log import FOLDER_NAME, RunLogWriter
 
 TRACE_NAME = "perfetto_trace.json"
@@ -163,6 +164,21 @@ class TraceCallback(TrainerCallback):
         if not self._trace_is_done:
             self._try(self._save_trace)
         self._try(lambda: writer.end(state.global_step, self._seconds() if self._seconds is not None else {}))
+        self._close()
+
+    def on_gain_measured(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, gain: MeasuredGain, **kwargs: Any
+    ) -> None:
+        """Adds what was measured after training to the record."""
+        if self.folder is None or self._writer is not None:
+            return
+        folder = self.folder
+
+        def add() -> None:
+            self._writer = RunLogWriter(folder, goes_on=True)
+            self._writer.gain(gain)
+
+        self._try(add)
         self._close()
 
     def _close(self) -> None:

@@ -29,7 +29,7 @@ from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import PhaseChooser
 from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.cost.model import CostModel, check_calibration
-from hf_hotspa.cost.single import SingleStrategy, with_single
+from hf_hotspa.cost.single import SingleStrategy, fitting, with_single
 from hf_hotspa.cost.sizes import ModelSizes
 from hf_hotspa.cost.trust import PhaseSeconds, Refit
 from hf_hotspa.data.mini_batch import MiniBatchPlan
@@ -66,13 +66,17 @@ class AutoStrategies:
         plan: The plan.
         args: The training arguments.
         quadratic_cost: See `ModelShape.quadratic_cost`.
+        singles: Gives the single strategies that fit, the fastest as predicted first.
     """
 
-    def __init__(self, plan: AutoPlan, args: HotSPaTrainingArguments, quadratic_cost: float) -> None:
+    def __init__(
+        self, plan: AutoPlan, args: HotSPaTrainingArguments, quadratic_cost: float, singles: Callable[[], list[Bucket]]
+    ) -> None:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
         self.single = SingleStrategy(plan.choice.static, plan.time, plan.switch, quadratic_cost)
+        self.singles = singles
 
     @property
     def predicted_bytes(self) -> dict[Strategy, float]:
@@ -193,14 +197,17 @@ def prepare_auto(
         most = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
         if most and args.process_index == 0:
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
+
+        def planned(among: list[Strategy]) -> AutoPlan:
+            return _plan(description, args, among, tables, calibration, limit, source, mini_batch_size, most)
+
         plan = agreement.run(
-            "auto strategies",
-            lambda: _plan(description, args, strategies, tables, calibration, limit, source, mini_batch_size, most),
-            lambda plan: {"choice of strategies": repr(plan.pool)},
+            "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
         )
     if args.process_index == 0:
         tqdm.write(str(plan))
-    return AutoStrategies(plan, args, description.shape.quadratic_cost)
+    quadratic_cost = description.shape.quadratic_cost
+    return AutoStrategies(plan, args, quadratic_cost, lambda: fitting(strategies, lambda s: planned([s])))
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> list[Strategy]:

@@ -7,6 +7,7 @@ dispatches these, on every rank, to the callbacks that define them:
 * `on_phase_begin(args, state, control, phase=PhaseEvent)`, `on_phase_end(..., phase=PhaseEvent)`: inside a mini-batch;
 * `on_switch(args, state, control, switch=SwitchEvent)`: twice a phase, when it has ended;
 * `on_step_report(args, state, control, report=StepReport)`: before the optimizer step;
+* `on_gain_measured(args, state, control, gain=MeasuredGain)`: after training, by `measure_gain`;
 * `on_train_interrupted(args, state, control)`: Ctrl-C has ended training; on the main process only.
 
 They return nothing. `state.global_step` counts the optimizer steps before. Promises:

@@ -8,16 +8,17 @@ on the way, they are the same on all ranks, and a cache that cannot be read cost
 
 import json
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
 import torch
 from transformers import PreTrainedModel
 
-from hf_hotspa.cost.automatic import make_auto_plan
+from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
 from hf_hotspa.cost.calibration import Calibration
 from hf_hotspa.cost.chooser import predict_phases
-from hf_hotspa.cost.single import SingleStrategy, with_single
+from hf_hotspa.cost.single import SingleStrategy, fitting, with_single
 from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaError
@@ -25,7 +26,7 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.runtime.calibration import cached_calibration, calibration_key
 from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     agreed_calibration,
@@ -63,6 +64,7 @@ class Predictions:
 
     Attributes:
         single: The best single strategy that fits; None before `compare_with_single`, and where none does.
+        singles: Gives all that fit, the fastest as predicted first; none before `compare_with_single`.
     """
 
     def __init__(self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments) -> None:
@@ -72,6 +74,7 @@ class Predictions:
         self._legal = [s for s in legal if self._cost.time.knows(s)]
         self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
         self.single: SingleStrategy | None = None
+        self.singles: Callable[[], list[Bucket]] = list
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
         """Looks for the best single strategy for a data set, whatever strategies were given.
@@ -80,20 +83,25 @@ class Predictions:
             table: The scan of the data set.
             mini_batch_size: Rows of a mini-batch.
         """
-        shape = self._engine.description.shape
-        with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
-            plan = make_auto_plan(
+        shape, longest = self._engine.description.shape, self._engine.buckets[-1].longest
+
+        def planned(among: list[Strategy]) -> AutoPlan:
+            return make_auto_plan(
                 table,
                 shape,
-                self._legal,
+                among,
                 self._cost,
                 mini_batch_size=mini_batch_size,
                 limit_bytes=self._known.limit_bytes,
-                longest=self._engine.buckets[-1].longest,
+                longest=longest,
                 policy=self._args.hotspa_overlong,
                 max_phases=1,
             )
-            self.single = SingleStrategy(plan.choice.static, self._cost.time, self._switch, shape.quadratic_cost)
+
+        self.singles = lambda: fitting(self._legal, lambda s: planned([s]))
+        with suppress(HotspaError):  # nothing fits, by the memory model: there is nothing to compare with
+            best = planned(self._legal).choice.static
+            self.single = SingleStrategy(best, self._cost.time, self._switch, shape.quadratic_cost)
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """The report of a mini-batch with predictions."""

@@ -1,16 +1,19 @@
-"""The best single strategy that fits: which it is, and what it would take for the rows of a mini-batch.
+"""The single strategies that fit: which they are, and what the best of them would take for the rows of a mini-batch.
 
 What switching is compared with, whoever chose the strategies. The time model and the packer are those of the choice
 itself. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
+from hf_hotspa.cost.automatic import AutoPlan
 from hf_hotspa.cost.chooser import predict_phases
 from hf_hotspa.cost.estimate import Evaluator
 from hf_hotspa.cost.time import TimeModel
 from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.errors import HotspaError
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -54,3 +57,18 @@ def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan)
     if found is None or report.predicted_s is None or found[1] <= 0:
         return report
     return replace(report, single_s=found[0] * report.predicted_s / found[1])
+
+
+def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], AutoPlan]) -> list[Bucket]:
+    """The single strategies that hold every row, each with the packs that suit it best; the fastest as predicted first.
+
+    Args:
+        strategies: The legal ones.
+        plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
+    """
+    found = []
+    for strategy in strategies:
+        with suppress(HotspaError):
+            choice = plan(strategy).choice
+            found.append((choice.static_seconds, choice.static))
+    return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]

@@ -8,6 +8,7 @@ Owns the format (version `FORMAT`), its writer and its reader. Each line has a `
   `report` (the `StepReport`).
 * `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
 * `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
+* `gain`, after it where it was asked for: `time` and the fields of `MeasuredGain`.
 
 The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
 steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
@@ -27,6 +28,7 @@ from hf_hotspa.errors import RunLogError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 from hf_hotspa.report import PhaseReport, RunFacts, StepReport
 from hf_hotspa.reporting.histogram import is_histogram
+from hf_hotspa.reporting.measured import MeasuredGain
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +73,8 @@ class RunLog:
         memory: Peak bytes of each rank; empty when never recorded.
         starts: How often the run was started.
         callback_s: Seconds inside callbacks by class, of the last start that ended.
-        ended: Whether the last line says that the run ended.
+        ended: Whether the last line of the training says that the run ended.
+        gain: What switching gained, where that was measured after training; of the last start.
     """
 
     path: str
@@ -84,6 +87,7 @@ class RunLog:
     starts: int = 1
     callback_s: dict[str, float] = field(default_factory=dict)
     ended: bool = False
+    gain: MeasuredGain | None = None
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -181,6 +185,10 @@ class RunLogWriter:
         """The last line."""
         self._write("end", step=step, callback_s=callback_s)
 
+    def gain(self, gain: MeasuredGain) -> None:
+        """What was measured after training."""
+        self._write("gain", **gain.to_dict())
+
     def close(self) -> None:
         """Closes the file; nothing may follow."""
         try:
@@ -245,7 +253,9 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
                 run.saves.append(_count(data["step"]))
             elif kind == "end":
                 run.callback_s = {str(k): _number(v) for k, v in data["callback_s"].items()}
-            if run is not None:
+            elif kind == "gain":
+                run.gain = MeasuredGain.from_dict(data)
+            if run is not None and kind != "gain":
                 run.ended = kind == "end"
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
@@ -292,7 +302,7 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
         raise TypeError("the best single strategy is no text")
     if run is None:
         return RunLog(path, facts, _number(data["time"]))
-    run.facts, run.starts = facts, run.starts + 1
+    run.facts, run.starts, run.gain = facts, run.starts + 1, None
     return run
 
 

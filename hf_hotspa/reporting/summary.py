@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from statistics import median
 
 from hf_hotspa.report import PhaseReport
+from hf_hotspa.reporting.measured import CLEAR
 from hf_hotspa.reporting.run_log import RunLog, StepRecord
 
-_CLEAR = 0.03
-"""Differences below this are not called a gain or a loss."""
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
 
@@ -151,6 +150,8 @@ def verdict(run: RunLog) -> list[str]:
         f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
         + (f" {summary.hidden_s:.2f} s more ran beside computation." if summary.hidden_s else "")
     )
+    if run.gain is not None:
+        return [run.gain.sentence, run.gain.basis, cost]
     return [*(_against_prediction(run) or _against_own_rates(run, summary)), cost]
 
 
@@ -177,9 +178,9 @@ def _against_prediction(run: RunLog) -> list[str] | None:
 
 
 def _answer(gain: float, single: str) -> str:
-    if gain > 1 + _CLEAR:
+    if gain > 1 + CLEAR:
         return f"Switching paid: about {gain:.2f}x as fast as {single} alone"
-    if gain < 1 - _CLEAR:
+    if gain < 1 - CLEAR:
         return f"Switching did not pay: {single} alone would have been about {1 / gain:.2f}x as fast"
     return f"One strategy would have been as fast: {single}"
 
@@ -196,7 +197,7 @@ def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
         if s.strategy not in holds or not s.tokens_per_s:
             continue
         alone = summary.num_tokens / s.tokens_per_s + s.moved_s / s.num_phases * summary.num_steps
-        if alone <= took * (1 + _CLEAR):
+        if alone <= took * (1 + CLEAR):
             basis = (
                 f"The packs of {s.strategy} hold the longest sequence ({longest} tokens), and at the rate that it had on its "
                 f"own bucket it would have taken about {alone:.2f} s for everything, instead of {took:.2f} s. This is rough: "

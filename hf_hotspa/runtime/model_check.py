@@ -112,14 +112,20 @@ def _records_outputs(hook: Any) -> bool:
     return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
 
 
+_OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")
+"""Fields of a config that decide nothing: each rank may have a copy of its own, and saving, which the main process does
+alone, fills in the others. The dtypes of the weights are compared with the parameters."""
+
+
 def model_facts(model: nn.Module) -> dict[str, str]:
     """What decides training beside parameters and layouts, and must be the same on all ranks: config values, buffers."""
     model = bare_model(model)[0]
     config = model.config.to_dict()
     facts = {
-        f"{key} of the model's config": json.dumps(value, sort_keys=True, default=str) for key, value in config.items()
+        f"{key} of the model's config": json.dumps(value, sort_keys=True, default=str)
+        for key, value in config.items()
+        if key not in _OF_A_COPY
     }
-    facts.pop("_name_or_path of the model's config", None)  # each rank may have a copy of its own
     for name, buffer in model.named_buffers():
         facts[f"buffer {name}"] = (
             f"{dtype_name(buffer.dtype)} {list(buffer.shape)} with the sum of bits {bit_sum(buffer)}"

@@ -56,7 +56,7 @@ def made_short(command: str, folder: Path) -> str | None:
     if command in ("make lint", "make docs"):
         site = f' DOCS_ARGS="--site-dir {folder / "site"}"' if command == "make docs" else ""
         return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"
-    if command.startswith(("accelerate launch ", "torchrun ")) and "examples/finetune.py --use_cpu" in command:
+    if command.startswith(("accelerate launch ", "torchrun ")) and "examples/demo.py --use_cpu" in command:
         return f"{command} {_TRAIN}{_STRATEGIES} {out}"
     if command.startswith("accelerate launch ") and "examples/chat_lora.py --use_cpu" in command:
         return f"{command} --max_steps 2 {out}"

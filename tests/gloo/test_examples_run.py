@@ -107,7 +107,7 @@ def test_chats_of_ones_own_need_no_model_and_no_tokenizer(tmp_path):
         f"{EXAMPLES / 'chats.jsonl'} --output_dir {tmp_path / 'out'} --hotspa_strategies dp2:256,tp2:1024"
     )
     env = {"HF_HOME": str(tmp_path / "cache")}
-    run_ranks(2, run_script, "finetune.py", words.split(), str(tmp_path / "log.txt"), env=env)
+    run_ranks(2, run_script, "demo.py", words.split(), str(tmp_path / "log.txt"), env=env)
     assert "equal to what was trained: True" in (tmp_path / "log.txt").read_text()
     run = read_run_log(tmp_path / "out")
     assert all(0 < record.report.num_labels < record.report.num_tokens for record in run.steps)

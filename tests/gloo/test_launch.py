@@ -123,7 +123,7 @@ def running_job(tmp_path):
     )
     line = [sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
             "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0"]  # fmt: skip
-    script = [str(ROOT / "examples" / "finetune.py"), *arguments.split()]
+    script = [str(ROOT / "examples" / "demo.py"), *arguments.split()]
     with (tmp_path / "log").open("w") as log:
         job = subprocess.Popen(
             [*line, *script], cwd=ROOT, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=log, stderr=log,

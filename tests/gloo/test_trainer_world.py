@@ -81,7 +81,7 @@ def launch(arguments, processes=2, **env):
         sys.executable, "-m", "accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes",
         str(processes), "--mixed_precision", "no", "--dynamo_backend", "no", "--main_process_port", "0",
     ]  # fmt: skip
-    script = [str(ROOT / "examples" / "finetune.py"), *arguments.split()]
+    script = [str(ROOT / "examples" / "demo.py"), *arguments.split()]
     return subprocess.run(
         [*(launcher if processes > 1 else [sys.executable]), *script],
         env={**os.environ, "OMP_NUM_THREADS": "1", **env},
@@ -172,12 +172,18 @@ def make_tokenizer(tmp_path):
 def test_the_example_trains_on_the_standard_library(tmp_path):
     done = launch(
         f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400 --output_dir {tmp_path / 'out'} "
-        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate",
+        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate --measure_gain 2",
         HF_HOME=str(tmp_path / "cache"),
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("[  0 s] importing torch")  # before anything that takes time
     assert "equal to what was trained: True" in done.stdout
     assert "longest" in done.stdout  # the histogram of lengths
+    run, last = read_run_log(tmp_path / "out"), done.stdout.splitlines()[-10:]
+    assert len(run.gain.switching) == 2
+    assert run.gain.sentence in last
+    assert f"The run in one page: {tmp_path / 'out' / 'hotspa_report' / 'report.html'}" in last
+    assert last[-1].endswith("hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --use_cpu")
 
 
 def test_the_wrong_launch_line_prints_the_right_one(tmp_path):

@@ -96,6 +96,7 @@ def test_every_panel_of_what_make_train_runs_has_data(tmp_path):
         timeout=500,
     )
     assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("starting 4 processes of examples/demo.py")
     assert "equal to what was trained: True" in done.stdout
     run = read_run_log(tmp_path / "out")
     assert [p.name for p in all_panels(run) if not p.points] == []

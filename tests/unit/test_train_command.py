@@ -126,11 +126,14 @@ def test_defaults_are_for_a_model_that_has_its_weights(monkeypatch):
 
 def test_the_settings_of_the_demonstration_belong_to_it_alone(monkeypatch):
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    finetune = importlib.import_module("finetune")
-    parser = finetune.own.parser_of(finetune.ScriptArguments)
-    assert read(parser, [], finetune.defaults).learning_rate == 8e-3
-    real = read(finetune.own.parser_of(finetune.ScriptArguments), ["--model", "m"], finetune.defaults)
-    assert (real.learning_rate, real.max_steps, real.hotspa_overlong) == (2e-5, -1, "error")
+    demo = importlib.import_module("demo")
+    found = read(demo.own.parser_of(demo.DemoArguments), [], demo.defaults)
+    assert (found.learning_rate, found.max_steps, found.hotspa_overlong, found.measure_gain) == (8e-3, 20, "split", 5)
+    real = read(parser_of(), ["--model", "m", "--dataset", "d"])
+    assert (real.learning_rate, real.max_steps, real.hotspa_overlong, real.measure_gain) == (2e-5, -1, "error", 0)
+    finetune = (EXAMPLES / "finetune.py").read_text()
+    assert "script.parse(script.parser_of(), sys.argv[1:])" in finetune
+    assert "demo" not in finetune.replace("demonstration", "").replace("`demo.py`", "")
 
 
 WRONG = {

@@ -1,0 +1,146 @@
+"""What switching gains, measured on the rows of a run: on all sides the same rows, and nothing of the trainer changes."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_hotspa.cost.coefficients import Cost, Hop
+from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.reporting.summary import verdict
+from tests.calibrations import made_calibration
+from tests.families import tiny_model
+from tests.gloo.test_auto import LIMITED, data_of
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+
+pytestmark = pytest.mark.gloo
+
+FAMILY = "llama_gqa_bias"
+
+
+def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    model = tiny_model(FAMILY, dtype)
+    settings = {
+        "max_steps": 2, "logging_steps": 1, "hotspa_mini_batch_size": 8, "hotspa_strategies": strategies,
+        "save_strategy": "no", "disable_tqdm": True, "use_cpu": True, "report_to": "none", "learning_rate": 1e-2,
+    }  # fmt: skip
+    args = HotSPaTrainingArguments(output_dir=folder, **{**settings, **options})
+    rows = random_rows(24, model.config.vocab_size, longest=60, seed=3) if rows is None else rows
+    return HotSPaTrainer(model=model, args=args, train_dataset=rows)
+
+
+def train_twice(folder, measured, **options):
+    """Weights, optimizer state, random state and state of the strategies after two trainings, with a measurement between."""
+    from hf_hotspa.trainer.single_strategies import measure_gain
+
+    rows = data_of(2, tiny_model(FAMILY).config.vocab_size)
+    trainer = make_trainer(folder, "auto", rows, torch.float64, **options)  # in which LIMITED lets auto switch
+    trainer.train()
+    gain = measure_gain(trainer, steps=2) if measured else None
+    generator = torch.random.get_rng_state()
+    trainer.train()
+    state = [value.clone() for slots in trainer.optimizer.state.values() for value in slots.values()]
+    weights = [p.detach().clone() for p in trainer.model.parameters()]
+    chosen = trainer._auto.state_dict()["chooser"]
+    trainer.close_engine()
+    return gain, weights, state, generator, {name: chosen[name] for name in ("num_trained", "previous", "seen")}
+
+
+def both(rank, world_size, folder):
+    cache = Path(folder) / "calibration.json"
+    if rank == 0:
+        costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
+        made_calibration(tiny_model(FAMILY, torch.float64), world_size, costs, hop=Hop(1e-2, 1e-5)).save(cache)
+    torch.distributed.barrier()
+    options = {"hotspa_calibration": str(cache), **LIMITED}
+    plain = train_twice(f"{folder}/plain", False, **options)
+    return plain[1:], train_twice(f"{folder}/measured", True, **options)
+
+
+def same(mine, other):
+    if isinstance(mine, torch.Tensor):
+        return torch.equal(mine, other)
+    if isinstance(mine, list):
+        return len(mine) == len(other) and all(map(same, mine, other))
+    return mine == other
+
+
+@pytest.mark.timeout(600)
+def test_training_goes_on_bit_by_bit_as_if_nothing_had_been_measured(tmp_path):
+    for plain, (gain, *measured) in run_ranks(2, both, str(tmp_path)):
+        assert [same(a, b) for a, b in zip(plain, measured, strict=True)] == [True] * 4
+        assert len(gain.switching) == 2
+        assert "dp1tp2pp1" in gain.singles
+
+
+def of_given_strategies(rank, world_size, folder):
+    from hf_hotspa.trainer import single_strategies
+
+    trainer = make_trainer(folder, "dp2:16@32,tp2:60")
+    trainer.train()
+    trainer.save_model(folder)  # by the main process alone: its config has fields now that the others' have not
+    before = [p.detach().clone() for p in trainer.model.parameters()]
+    trainer.close_engine()
+    seen, forward_backward = [], single_strategies.HotSPaEngine.forward_backward
+
+    def spied(engine, mini_batch, *rest):
+        plan = mini_batch.plan
+        seen.append(
+            (sorted((s.row, s.start, s.stop) for s in plan.sequences()), [str(p.bucket.strategy) for p in plan.phases])
+        )
+        return forward_backward(engine, mini_batch, *rest)
+
+    single_strategies.HotSPaEngine.forward_backward = spied
+    gain = single_strategies.measure_gain(trainer, steps=3)
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
+    assert trainer.engine is None
+    return gain, seen
+
+
+@pytest.mark.timeout(600)
+def test_sides_take_turns_on_the_same_rows_and_the_report_has_the_answer(tmp_path):
+    (gain, seen), (other, _) = run_ranks(2, of_given_strategies, str(tmp_path))
+    assert gain == other
+    assert list(gain.singles) == ["dp1tp2pp1"]
+    assert len(gain.switching) == len(gain.singles["dp1tp2pp1"]) == 3
+    assert gain.loss_difference < 1e-5
+    rows, ran = [rows for rows, _ in seen], [strategies for _, strategies in seen]
+    assert len(seen) == 8
+    for first in range(0, 8, 2):
+        assert rows[first] == rows[first + 1]
+    assert rows[0] == rows[2] != rows[4] != rows[6]
+    switching = ["dp2tp1pp1" in strategies for strategies in ran]
+    assert switching == [False, True, True, False, False, True, True, False]
+    assert all(strategies == ["dp1tp2pp1"] for strategies, hot in zip(ran, switching, strict=True) if not hot)
+    assert ["dp2tp1pp1", "dp1tp2pp1"] in ran
+    run = read_run_log(tmp_path)
+    assert run.gain == gain
+    assert run.ended
+    assert verdict(run)[0] == gain.sentence
+    assert gain.sentence.split(":")[0] in Path(tmp_path, "hotspa_report", "report.html").read_text()
+
+
+def refused(rank, world_size, folder):
+    from hf_hotspa.errors import HotspaError
+    from hf_hotspa.trainer.single_strategies import measure_gain
+
+    said = []
+    for strategies, steps in (("dp2:16@32,tp2:60", 0), ("auto", 1)):
+        try:
+            measure_gain(make_trainer(folder, strategies), steps=steps)
+        except HotspaError as error:
+            said.append(str(error))
+    return said, measure_gain(make_trainer(folder, "tp2:60"))
+
+
+def test_what_cannot_be_measured(tmp_path):
+    os.environ.pop("HF_HOTSPA_CACHE", None)
+    for (none, untrained), one in run_ranks(2, refused, str(tmp_path)):
+        assert "0 mini-batches" in none
+        assert "nothing was trained" in untrained
+        assert one is None

@@ -1,0 +1,161 @@
+"""Whether switching paid, measured: the same mini-batches with switching and under single strategies, in turn.
+
+`measure_gain` runs after training, on an engine of its own that knows the strategies of all sides. It runs forward and
+backward passes and makes no update, so nothing of the trainer changes: not its weights, its optimizer, its choice of
+strategies or any random generator. Sides take turns in another order for each mini-batch, after one that is not timed.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.reporting.measured import MeasuredGain
+from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.runtime.loading import has_weights
+from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, Planner, RankRows
+from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
+from hf_hotspa.trainer.row_order import order_seed
+from hf_hotspa.trainer.rows import is_stream
+
+if TYPE_CHECKING:
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+SWITCHING = "switching"
+
+
+@dataclass(frozen=True)
+class Side:
+    """One way to run a mini-batch.
+
+    Args:
+        name: Its name.
+        buckets: What it runs under.
+        choose: Chooses among them for the rows of a mini-batch; None where they stay the same.
+    """
+
+    name: str
+    buckets: tuple[Bucket, ...]
+    choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
+
+    def rows(self, rows: Sequence[int]) -> list[int]:
+        """The rows of a mini-batch, with the buckets that were chosen for them."""
+        return list(rows) if self.choose is None else ChosenRows(rows, self.choose(rows))
+
+
+def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> MeasuredGain | None:
+    """Measures how much faster switching is than the best single strategy that fits. Collective.
+
+    The engine of the trainer may be closed, and should be where memory is short: this makes one beside it.
+
+    Args:
+        trainer: One that has trained.
+        steps: Mini-batches that are timed, the first of the run.
+        most: Single strategies that are measured: those that fit and are fastest as predicted. Without a time model the
+            strategies of the list that hold every row.
+
+    Returns:
+        What was measured, which is printed, and told to callbacks (`on_gain_measured`); None where the run has one strategy.
+
+    Raises:
+        HotspaError: on every rank: `auto` has not chosen strategies, the data set is a stream, or no single strategy fits.
+    """
+    if steps < 1 or most < 1:
+        raise HotspaConfigError(f"{steps} mini-batches under {most} single strategies", fix="use at least 1 of each")
+    if is_stream(trainer.train_dataset):
+        raise UnsupportedError(
+            "the gain of switching cannot be measured on a stream",
+            why="every side needs the same rows, and a stream gives them once",
+            fix="use a data set with random access",
+        )
+    hot, size = _switching(trainer), trainer.get_total_train_batch_size(trainer.args)
+    if len(hot.buckets) < 2:
+        return None
+    dataset, table = trainer._scanned()
+    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in _singles(trainer, hot, table)[:most])]
+    if len(sides) < 2:
+        raise HotspaConfigError(
+            "no single strategy is known to hold every row, so there is nothing to compare with",
+            fix="hotspa_calibration=measure finds out which of them fit",
+        )
+    shuffled = trainer.args.train_sampling_strategy != "sequential"
+    order = MiniBatchSampler(len(table), size, seed=order_seed(trainer.args) if shuffled else None)
+    batches = list(islice(order, steps))
+    trainer._update_model()
+    engine = _engine(trainer, sides)
+    readers = [_reader(trainer, engine, side, dataset, table) for side in sides]
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    differences = []
+    for number in range(-1, steps):
+        rows = batches[max(number, 0) % len(batches)]
+        if trainer.is_world_process_zero():
+            shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
+            tqdm.write(f"measuring {shown} under {', '.join(side.name for side in sides)}")
+        losses = []
+        for turn in range(len(sides)):
+            at = (number + turn) % len(sides)
+            mini_batch = readers[at](rows)
+            engine.agreement.barrier()
+            begin = time.perf_counter()
+            losses.append(engine.forward_backward(mini_batch).loss)
+            took = float(engine.agreement.gather([time.perf_counter() - begin]).max())
+            if number >= 0:
+                seconds[sides[at].name].append(took)
+        differences.append((max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0)
+    engine.close()
+    switching, *others = (tuple(seconds[side.name]) for side in sides)
+    singles = dict(zip((side.name for side in sides[1:]), others, strict=True))
+    found = MeasuredGain(switching, singles, max(differences))
+    if trainer.is_world_process_zero():
+        tqdm.write(str(found))
+    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=found)
+    return found
+
+
+def _switching(trainer: "HotSPaTrainer") -> Side:
+    """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
+    auto = trainer._auto
+    if not trainer.args.hotspa_auto:
+        return Side(SWITCHING, recomputing_buckets(trainer.args))
+    if auto is None or auto.chooser is None:
+        raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
+    chooser = auto.chooser
+    return Side(
+        SWITCHING, auto.buckets, lambda rows: chooser.choose(chooser.num_trained, rows, chooser.previous).buckets
+    )
+
+
+def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[Bucket]:
+    """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
+    foretold = trainer._auto or trainer._predictions
+    found = foretold.singles() if foretold is not None else []
+    longest = max(bucket.longest for bucket in hot.buckets)
+    return found or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.room >= longest]
+
+
+def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
+    """An engine that knows the strategies of all sides; they share its weights and its memory."""
+    buckets: dict[Strategy, Bucket] = {b.strategy: Bucket(b.strategy, 1, 1) for side in sides for b in side.buckets}
+    weights = None if has_weights(trainer.model) else trainer._model_folder
+    options = engine_options(trainer.args, trainer._own_loss())
+    return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
+
+
+def _reader(
+    trainer: "HotSPaTrainer", engine: HotSPaEngine, side: Side, dataset: object, table: SequenceTable
+) -> Callable[[Sequence[int]], MiniBatch]:
+    """Rows in, this rank's part of the side's mini-batch out."""
+    args, shape, rules = trainer.args, engine.description.shape, trainer._row_rules()
+    planner = Planner(table, side.buckets, shape.quadratic_cost, args.hotspa_overlong)
+    collator = PackedBucketCollator(
+        side.buckets, rank=args.process_index, vocab_size=shape.vocab_size, rules=rules, table=table
+    )
+    source = RankRows(dataset, planner, collator)
+    return lambda rows: source.__getitems__(side.rows(rows))["mini_batch"]
