@@ -126,7 +126,8 @@ class Evaluation:
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Every sequence's logits on every rank: each shard of each replica is broadcast by the rank that has it."""
         assert self._loaded is not None
-        replica, strategy = self._loaded.replica, phase.bucket.strategy
+        replica = self._loaded.replica
+        strategy = replica.mesh.strategy  # in the engine's shard order, which a strategy of the caller's need not have
         widths = replica.vocabulary_widths
         dtype = torch.promote_types(replica.compute_dtype, torch.float32)
 
