@@ -3,7 +3,8 @@
 Owns the two grammars that users type:
 
 * a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), with options after a plus sign:
-  ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one), and
+  ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
+  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
@@ -22,7 +23,8 @@ from hf_hotspa.model_shape import ModelShape
 AXES = ("dp", "tp", "pp")
 _STRATEGY = re.compile(r"(?:(?:dp|tp|pp)[0-9]+)+")
 _DEGREE = re.compile(r"(dp|tp|pp)([0-9]+)")
-_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?")
+_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})")
+_CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
 _MAX_DEGREE = 1 << 20
 
 
@@ -47,12 +49,15 @@ class Strategy:
             the tokens (Korthikanti et al., 2022, section 4.2.2). Needs tp > 1.
         rc: Recompute: every rc-th layer keeps only its input and computes its activations again in the backward pass; 0
             for none.
+        ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
+            (`runtime.token_chunks`); 0 for whole packs. Not in a pipeline.
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, the order is not one of its shards, or sp has no tp.
+        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, or chunks
+            are in a pipeline.
     """
 
     dp: int = 1
@@ -60,6 +65,7 @@ class Strategy:
     pp: int = 1
     sp: bool = False
     rc: int = 0
+    ck: int = 0
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -78,15 +84,23 @@ class Strategy:
                 why="sp divides the tokens over the ranks of tp",
                 fix="use tp2 or more, or leave +sp out",
             )
+        if self.ck < 0:
+            raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
+        if self.ck and self.pp > 1:
+            raise StrategyError(
+                f"strategy {self} has token chunks in a pipeline",
+                why="chunks are computed by ranks that hold all layers; pipelines take whole packs",
+                fix=f"use dp and tp in the place of pp, or leave +ck{self.ck} out",
+            )
 
     def __str__(self) -> str:
         return f"dp{self.dp}tp{self.tp}pp{self.pp}{self.options}"
 
     @property
     def options(self) -> str:
-        """What follows the degrees: `+sp`, `+rc`, `+rc2`, or nothing."""
+        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, several of them, or nothing."""
         recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
-        return f"{'+sp' if self.sp else ''}{recompute}"
+        return f"{'+sp' if self.sp else ''}{recompute}{f'+ck{self.ck}' if self.ck else ''}"
 
     @property
     def world_size(self) -> int:
@@ -123,7 +137,7 @@ class Strategy:
     @property
     def plain(self) -> "Strategy":
         """The degrees alone: what decides where weights lie."""
-        return replace(self, sp=False, rc=0)
+        return replace(self, sp=False, rc=0, ck=0)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -141,9 +155,12 @@ class Strategy:
             if match is None or option[:2] in found:
                 raise StrategyError(
                     f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
-                    fix="options are +sp (sequence parallel), +rc (recompute every layer) and +rc2 (every second layer)",
+                    fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer) and"
+                    " +ck4096 (compute packs in chunks of 4096 tokens)",
                 )
-            found[option[:2]] = int(match[1] or 1)
+            found[option[:2]] = int(match[1] or match[2] or 1)
+            if option.startswith("ck") and found["ck"] < 1:
+                raise StrategyError(f"strategy {text!r} asks for chunks of {found['ck']} tokens", fix=_CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
         degrees: dict[str, int] = {}
@@ -153,8 +170,8 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        sp, rc = "sp" in found, found.get("rc", 0)
-        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1), sp, rc)
+        sp, rc, ck = "sp" in found, found.get("rc", 0), found.get("ck", 0)
+        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1), sp, rc, ck)
 
     def misfit(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -164,6 +181,8 @@ class Strategy:
             return model.tp_obstacle
         if self.sp and model.sp_obstacle:
             return model.sp_obstacle
+        if self.ck and model.ck_obstacle:
+            return model.ck_obstacle
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads

@@ -84,7 +84,7 @@ def sweep_on_rank(rank: int, world_size: int, family: str, strategies: Sequence[
     return found
 
 
-def _errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+def gradient_errors(got: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
     """The relative error of each gradient.
 
     Some gradients are zero but for rounding (a bias of keys that no rotation follows shifts all scores of a query
@@ -128,7 +128,7 @@ def _run(rank: int, model: Any, legal: Sequence[str]) -> dict[str, dict[str, Any
             named = model.named_parameters(remove_duplicate=False)
             trained = {key for key, parameter in named if parameter.requires_grad}
             assert got.keys() == trained
-            errors = _errors(got, gradients)
+            errors = gradient_errors(got, gradients)
             worst = max(errors, key=lambda key: errors[key])
             found[name] = {
                 "loss": abs(report.loss - loss) / abs(loss),

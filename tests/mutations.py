@@ -240,9 +240,23 @@ MUTATIONS = [
     Mutation(
         "sequences of a pack attend to each other",
         "hf_hotspa/runtime/attention.py",
-        "x.split(hotspa_pack.lengths, dim=2)",
+        "x.split(lengths, dim=2)",
         "x.split((x.shape[2],), dim=2)",
         ALONE,
+    ),
+    Mutation(
+        "the mask of a slice begins at its first key",
+        "hf_hotspa/runtime/attention.py",
+        "position[key_length - length :, None]",
+        "position[:length, None]",
+        UNIT + "test_prefix_attention.py",
+    ),
+    Mutation(
+        "keys and values of a chunk have no gradients of later chunks",
+        "hf_hotspa/runtime/token_chunks.py",
+        "[loss, *(root for root, _ in roots)], [None, *(grad for _, grad in roots)]",
+        "[loss], [None]",
+        "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
     ),
     Mutation(
         "the loss misses what the other shards sum",

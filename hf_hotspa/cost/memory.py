@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from hf_hotspa.cost.breakdown import MemoryBreakdown, round_up, size
+from hf_hotspa.cost.chunks import carried_bytes, tokens_at_a_time
 from hf_hotspa.cost.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.data.pipeline_order import most_packs
 from hf_hotspa.errors import DeviceMemoryError
@@ -144,10 +145,11 @@ class MemoryModel:
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
-        strategy, pack_tokens = bucket.strategy, bucket.room
+        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.room)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self._master
-        held_tokens, in_flight = bucket.most_tokens, most_packs(options.schedule, strategy.pp, stage, num_packs)
+        held_tokens = tokens_at_a_time(strategy, bucket.most_tokens)
+        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs)
         if in_flight is None:
             in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
         else:
@@ -165,6 +167,7 @@ class MemoryModel:
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
+        layers += sizes.num_layers * carried_bytes(strategy, shape, bucket.room, dtype_bytes(options.compute_dtype))
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2

@@ -188,6 +188,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         has_pp_plan=family["pp"],
         pp_obstacle=known.get("pp_obstacle"),
         sp_obstacle=known.get("sp_obstacle"),
+        ck_obstacle=known.get("ck_obstacle"),
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))

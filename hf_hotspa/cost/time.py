@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hf_hotspa.cost import analytic
+from hf_hotspa.cost.chunks import chunked_seconds
 from hf_hotspa.cost.coefficients import Cost, Hop
 from hf_hotspa.cost.fitting import Sample, fit_costs
 from hf_hotspa.cost.hardware import Hardware
@@ -225,6 +226,8 @@ class TimeModel:
         if strategy.pp > 1:
             return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)
+        if strategy.ck:
+            return chunked_seconds(cost, packs, strategy.ck, self.forward_share)
         squares = sum(length * length for pack in packs for length in pack)
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 

@@ -12,6 +12,7 @@ Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ class MicroBatch:
         keys: For each sequence the dataset row and the first token it was taken from; (-1, 0) for padding.
         columns: What a loss of the user's own reads beside, by name: [1, T] with a number for each token of
             `input_ids` (not shifted), or [S] with one for each sequence; int64 or float64.
+        cuts: Of a part of a pack, for each sequence its tokens before the part and those of the whole sequence; empty
+            where all are whole. The [1, T] columns of a part are shifted as `labels` are.
         content: A digest of tokens and labels, of 64 bits: the ranks of a replica must have the same (`same_rows.py`).
     """
 
@@ -53,6 +56,7 @@ class MicroBatch:
     keys: tuple[tuple[int, int], ...] = ()
     columns: Mapping[str, torch.Tensor] = field(default_factory=dict)
     content: int = 0
+    cuts: tuple[tuple[int, int], ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -96,6 +100,35 @@ class MicroBatch:
                 name: torch.cat([column, column.new_zeros((1, pad) if column.dim() == 2 else 1)], -1)
                 for name, column in self.columns.items()
             },
+            cuts=(*self.cuts, (0, pad)) if self.cuts else (),
+        )
+
+    def part(self, first: int, stop: int) -> "MicroBatch":
+        """The tokens `[first, stop)`: a pack of whole sequences and of parts of them, see `cuts`.
+
+        Positions and targets are those of the whole sequences.
+        """
+        if (first, stop) == (0, self.num_tokens):
+            return self
+        begins = [0, *accumulate(self.lengths)]
+        inside = [i for i, begin in enumerate(begins[:-1]) if begin < stop and begins[i + 1] > first]
+        lengths = tuple(min(begins[i + 1], stop) - max(begins[i], first) for i in inside)
+        labels = self.labels[:, first:stop]
+        sums = torch.tensor([0, *accumulate(lengths)], dtype=self.cu_seqlens.dtype)
+        of_sequences = slice(inside[0], inside[-1] + 1)
+        return MicroBatch(
+            self.input_ids[:, first:stop],
+            self.position_ids[:, first:stop],
+            labels,
+            sums.to(self.cu_seqlens.device, non_blocking=True),
+            lengths,
+            int((labels != IGNORED_LABEL).sum()),
+            self.keys[of_sequences],
+            {
+                name: column.roll(-1, 1)[:, first:stop] if column.dim() == 2 else column[of_sequences]
+                for name, column in self.columns.items()
+            },
+            cuts=tuple((max(first - begins[i], 0), self.lengths[i]) for i in inside),
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":

@@ -2,7 +2,9 @@
 
 Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
 of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
-built. Three kernels, one meaning:
+built. A sequence of the row may be the continuation of one that began elsewhere: its queries then see the keys of its
+`Prefix`, too, which come from there, and the mask is aligned at the last query and the last key. Three kernels, one
+meaning:
 
 * a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
   takes,
@@ -10,11 +12,13 @@ built. Three kernels, one meaning:
 * `explicit_attention` where the family caps its attention scores (Gemma 2), adds sinks to them, or drops attention
   probabilities in training, whose masks must not depend on the layout: no fused kernel computes these.
 
-Shapes: T packed tokens, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
+Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 """
 
 import inspect
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, zip_longest
 from typing import Any, Protocol
 
 import torch
@@ -40,6 +44,21 @@ class DropsAttention(Protocol):
         ...
 
 
+class Prefix(Protocol):
+    """The tokens before those of a row: where their keys and values come from, and where the gradients of these go.
+
+    Attributes:
+        lengths: Tokens before each sequence of the row, 0 where it begins there; those left out at the end have 0.
+    """
+
+    lengths: tuple[int, ...]
+
+    def join(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of an attention module, [1, K, T, D] of the row's own tokens: [1, K, S, D], where those of each
+        sequence come after those of its prefix."""
+        ...
+
+
 @dataclass
 class PackedSequences:
     """The sequences of one pack, as the attention kernels need them.
@@ -47,6 +66,7 @@ class PackedSequences:
     Args:
         lengths: Tokens of each sequence, in the order in which they stand in the row.
         cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
+        prefix: What came before, where a sequence began elsewhere; else None.
         num_calls: How often a layer attended to this pack: the check that a family really comes through here.
         token_keys: What dropout draws from, see `runtime.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
@@ -57,12 +77,40 @@ class PackedSequences:
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
+    prefix: Prefix | None = field(default=None, compare=False)
     num_calls: int = field(default=0, compare=False)
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
     visible: tuple[int, int] | None = field(default=None, compare=False)
     attention_dropout: DropsAttention | None = field(default=None, compare=False)
     first_tokens: tuple[int, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence: its prefix and its own tokens."""
+        before = self.prefix.lengths if self.prefix is not None else ()
+        return tuple(own + more for own, more in zip_longest(self.lengths, before, fillvalue=0))
+
+    @cached_property
+    def cu_keys(self) -> Tensor:
+        """The running sum of `key_lengths`, as `cu_seqlens`."""
+        if self.key_lengths == self.lengths:
+            return self.cu_seqlens
+        sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
+        return sums.to(self.cu_seqlens.device, non_blocking=True)
+
+    def check_calls(self, num_attentions: int, model: str) -> None:
+        """Checks, after a forward of a model, that all of its attentions came through here.
+
+        Raises:
+            ModelError: one did not.
+        """
+        # layers that run in cycles attend several times
+        if self.num_calls < num_attentions or self.num_calls % max(num_attentions, 1):
+            raise ModelError(
+                f"{model} attended {self.num_calls} times instead of {num_attentions}",
+                why="layers that do not use the packed attention would mix the sequences of a pack",
+            )
 
 
 def calls_attention(module: nn.Module) -> bool:
@@ -129,18 +177,22 @@ def packed_attention(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
+    if hotspa_pack.prefix is not None:
+        key, value = hotspa_pack.prefix.join(module, key, value)
     drops = dropout > 0 and module.training
     if drops or softcap is not None or s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
         scores = Scores(scaling, sliding_window, softcap, dropped)
-        out = explicit_attention(query[0], key[0], value[0], s_aux, hotspa_pack.lengths, scores)
+        lengths, key_lengths = hotspa_pack.lengths, hotspa_pack.key_lengths
+        out = explicit_attention(query[0], key[0], value[0], s_aux, lengths, scores, key_lengths)
         return out.transpose(0, 1)[None], None
     if _kernel_takes(query, value):
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
+    rows = (query, hotspa_pack.lengths), (key, hotspa_pack.key_lengths), (value, hotspa_pack.key_lengths)
     per_sequence = [
         _one_sequence(q, k, v, scaling, sliding_window)
-        for q, k, v in zip(*(x.split(hotspa_pack.lengths, dim=2) for x in (query, key, value)), strict=True)
+        for q, k, v in zip(*(x.split(lengths, dim=2) for x, lengths in rows), strict=True)
     ]
     return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
 
@@ -173,15 +225,14 @@ def _varlen(
 ) -> Tensor:
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
-    longest = max(pack.lengths)
     out = varlen_attn(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         pack.cu_seqlens,
-        pack.cu_seqlens,
-        longest,
-        longest,
+        pack.cu_keys,
+        max(pack.lengths),
+        max(pack.key_lengths),
         scale=scaling,
-        # a window of n tokens reaches n - 1 to the left
+        # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
         window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -191,13 +242,13 @@ def _varlen(
 def _one_sequence(
     query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
-    """[1, H, T, D] of one sequence."""
-    length = query.shape[2]
+    """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
+    length, key_length = query.shape[2], key.shape[2]
     mask = None
-    if sliding_window is not None and sliding_window < length:
-        position = torch.arange(length, device=query.device)
-        distance = position[:, None] - position[None, :]
-        mask = (distance >= 0) & (distance < sliding_window)
+    if length != key_length or (sliding_window is not None and sliding_window < length):
+        position = torch.arange(key_length, device=query.device)
+        distance = position[key_length - length :, None] - position[None, :]
+        mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
     return functional.scaled_dot_product_attention(
         query,
         key,

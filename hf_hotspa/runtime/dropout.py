@@ -150,10 +150,10 @@ class _PairMasks:
         return found
 
     def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
-        """Two int32 [H, length] for the heads and key tokens of a sequence."""
+        """Two int32 [H, keys] for the heads and key tokens of a sequence, those of its prefix first."""
         if self._keys is None or self._keys[0] != index:
             first = self._pack.first_tokens[index]
-            position = torch.arange(first, first + self._pack.lengths[index], device=device)
+            position = torch.arange(first, first + self._pack.key_lengths[index], device=device)
             heads = torch.tensor(list(self._heads), dtype=torch.int64, device=device)
             self._keys = index, feature_keys(self._module, (heads[:, None] << 32) + position)
         return self._keys[1]

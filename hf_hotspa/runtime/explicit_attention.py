@@ -2,11 +2,12 @@
 
 That is a cap on the scores (Gemma 2), sinks (learned scores that take part in the softmax and then are dropped), and
 dropout of the probabilities with given masks. Works on one sequence after the other, and inside of it on blocks of
-queries, of which only the keys that they may see are looked at. The backward computes scores and masks again, so that
+queries, of which only the keys that they may see are looked at. A sequence may have more keys than queries: these are its
+last tokens then. The backward computes scores and masks again, so that
 memory grows with the length of a pack, as with fused kernels, and not with its square: beside queries, keys and values
 only what one block needs exists at a time, about `BLOCK_ELEMENTS` numbers a few times over.
 
-Shapes: T packed tokens, H query heads, K key/value heads, D and E head dims of keys and of values.
+Shapes: T packed tokens, S of keys and values (T, where no sequence has a prefix), H query heads, K key/value heads, D and E head dims of keys and of values.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -27,8 +28,9 @@ class AttentionDropout:
 
     Args:
         p: The probability to be dropped.
-        keep: For the index of a sequence in the pack, and its queries `[first, last)` and keys `[low, high)`: which
-            probabilities stay, bool, broadcast to [H, queries, keys].
+        keep: For the index of a sequence in the pack, its queries `[first, last)`, counted from its first one in the row,
+            and keys `[low, high)`, counted from its first key: which probabilities stay, bool, broadcast to
+            [H, queries, keys].
     """
 
     p: float
@@ -53,59 +55,80 @@ class Scores:
 
 
 def explicit_attention(
-    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: Sequence[int], scores: Scores
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    lengths: Sequence[int],
+    scores: Scores,
+    key_lengths: Sequence[int] | None = None,
 ) -> Tensor:
     """Causal attention inside each sequence of a packed row.
 
     Args:
         query: [H, T, D].
-        key: [K, T, D]; H is a multiple of K.
-        value: [K, T, E].
+        key: [K, S, D]; H is a multiple of K.
+        value: [K, S, E].
         sinks: [H] further scores of each head, which take part in the softmax and add no value; None for none.
-        lengths: Tokens of each sequence.
+        lengths: Queries of each sequence.
         scores: What becomes of the scores.
+        key_lengths: Keys of each sequence, whose queries are its last tokens; as many as queries when None.
 
     Returns:
         [H, T, E].
     """
-    out: Tensor = _ExplicitAttention.apply(query, key, value, sinks, tuple(lengths), scores)
+    out: Tensor = _ExplicitAttention.apply(
+        query, key, value, sinks, tuple(zip(lengths, key_lengths or lengths, strict=True)), scores
+    )
     return out
 
 
 @dataclass(frozen=True)
 class _Block:
-    """Queries `[first, last)` and keys `[low, last)` of sequence `index`, counted inside of it; it begins at `start`."""
+    """Queries `[first, last)` of sequence `index`, counted from its first one in the row, and its keys `[low, high)`.
+
+    Its queries in the row begin at `query_start`, and its keys at `key_start`; the last query sees the last key.
+    """
 
     index: int
-    start: int
+    query_start: int
+    key_start: int
     first: int
     last: int
     low: int
+    high: int
 
     @property
     def queries(self) -> slice:
-        return slice(self.start + self.first, self.start + self.last)
+        return slice(self.query_start + self.first, self.query_start + self.last)
 
     @property
     def keys(self) -> slice:
-        return slice(self.start + self.low, self.start + self.last)
+        return slice(self.key_start + self.low, self.key_start + self.high)
 
     def hidden(self, window: int | None, device: torch.device) -> Tensor:
         """bool [queries, keys]: which keys a query may not see."""
-        distance = torch.arange(self.first, self.last, device=device)[:, None] - torch.arange(
-            self.low, self.last, device=device
-        )
+        own = torch.arange(self.high - (self.last - self.first), self.high, device=device)
+        distance = own[:, None] - torch.arange(self.low, self.high, device=device)
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
-def _blocks(lengths: Sequence[int], heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
-    most, start = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"]), 0
-    for index, length in enumerate(lengths):
-        rows = max(1, most // (max(heads, 1) * length)) if length else 1
+_Lengths = tuple[tuple[int, int], ...]
+"""Queries and keys of each sequence."""
+
+
+def _blocks(lengths: _Lengths, heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
+    most = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
+    query_start = key_start = 0
+    for index, (length, key_length) in enumerate(lengths):
+        rows = max(1, most // (max(heads, 1) * key_length)) if length else 1
+        before = key_length - length
         for first in range(0, length, rows):
-            low = 0 if window is None else max(0, first - window + 1)
-            yield _Block(index, start, first, min(first + rows, length), low)
-        start += length
+            last = min(first + rows, length)
+            low = 0 if window is None else max(0, before + first - window + 1)
+            yield _Block(index, query_start, key_start, first, last, low, before + last)
+        query_start += length
+        key_start += key_length
 
 
 def _grouped(x: Tensor, groups: int) -> Tensor:
@@ -119,7 +142,7 @@ def _probabilities(
     """Of a block: probabilities [H, queries, keys] in at least fp32, those of the sinks [H, queries, 1], and the scores."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     products = _grouped(query[:, block.queries], groups) @ key[:, block.keys].transpose(1, 2) * scores.scaling
-    found = products.view(heads, block.last - block.first, block.last - block.low)
+    found = products.view(heads, block.last - block.first, block.high - block.low)
     if scores.softcap is not None:
         found = scores.softcap * torch.tanh(found / scores.softcap)
     found = found.masked_fill(block.hidden(scores.sliding_window, query.device), torch.finfo(found.dtype).min)
@@ -142,7 +165,7 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
         return None
     if dropout.p >= 1.0:
         return torch.zeros((), dtype=dtype)
-    keep = dropout.keep(block.index, (block.first, block.last), (block.low, block.last))
+    keep = dropout.keep(block.index, (block.first, block.last), (block.low, block.high))
     return keep.to(dtype).mul_(1.0 / (1.0 - dropout.p))
 
 
@@ -154,7 +177,7 @@ class _ExplicitAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        lengths: tuple[int, ...],
+        lengths: _Lengths,
         scores: Scores,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)

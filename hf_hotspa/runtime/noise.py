@@ -44,11 +44,18 @@ class EmbeddingNoise:
         """The noise of a pack, [1, T, H] in the dtype and on the device of `like`; drawn in fp32."""
         noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         generator = torch.Generator(device=like.device)
+        cuts = micro_batch.cuts or [(0, length) for length in micro_batch.lengths]
         begin = 0
-        for length, key in zip(micro_batch.lengths, micro_batch.keys, strict=True):
+        for length, key, (before, whole) in zip(micro_batch.lengths, micro_batch.keys, cuts, strict=True):
             generator.manual_seed(self._seed_of(key))
-            magnitude = self._alpha / math.sqrt(length * like.shape[-1])
-            noise[:, begin : begin + length].uniform_(-magnitude, magnitude, generator=generator)
+            magnitude = self._alpha / math.sqrt(whole * like.shape[-1])
+            place = noise[:, begin : begin + length]
+            if length == whole:
+                place.uniform_(-magnitude, magnitude, generator=generator)
+            else:  # the numbers of a part are those that the whole sequence has there
+                drawn = noise.new_empty((1, whole, like.shape[-1]))
+                drawn.uniform_(-magnitude, magnitude, generator=generator)
+                place.copy_(drawn[:, before : before + length])
             begin += length
         return noise.to(like.dtype)
 

@@ -130,19 +130,19 @@ class GradientWatch:
         """Those of which this rank computes a gradient."""
         return frozenset(slot.segment for slot in self._watched)
 
-    def arm(self, gate: SegmentGate, num_micro_batches: int) -> None:
+    def arm(self, gate: SegmentGate, num_backwards: int) -> None:
         """Starts to count.
 
         Args:
             gate: Closed for `segments`.
-            num_micro_batches: How many backwards this rank will run; with none, all gradients are final now.
+            num_backwards: How many this rank will run; with none, all gradients are final now.
         """
-        self._gate, self._expected = gate, num_micro_batches
+        self._gate, self._expected = gate, num_backwards
         self._counts = [0] * len(self._watched)
         self._left = dict.fromkeys(self.segments, 0)
         for slot in self._watched:
             self._left[slot.segment] += 1
-        if num_micro_batches == 0:
+        if num_backwards == 0:
             self.disarm()
 
     def disarm(self) -> None:
@@ -164,7 +164,7 @@ class GradientWatch:
         if self._counts[index] > self._expected:
             raise ModelError(
                 f"the gradient of {slot.spec.name!r} was added to {self._counts[index]} times in "
-                f"{self._expected} micro-batches",
+                f"{self._expected} backward passes",
                 why="a part of it would be missing in what was sent already",
                 fix="turn the overlap of gradient returns off: overlap_return=False, --hotspa_overlap_return off",
             )

@@ -135,7 +135,7 @@ def tokens_of(micro_batch: MicroBatch) -> TokenSlice:
         if column.dim() == 1:
             column = column.repeat_interleave(lengths.to(column.device))
         else:  # of the label: the next token; the last one of a sequence has none
-            column = column[0].roll(-1)
+            column = column[0] if micro_batch.cuts else column[0].roll(-1)
         columns[name] = column
     return TokenSlice(labels.new_empty(len(labels), 0), labels, rows, micro_batch.position_ids[0] + starts + 1, columns)
 

@@ -205,7 +205,7 @@ class PhaseRunner:
         """
         if self._watch is not None:  # gradients leave as soon as they are final, and after the load
             gate = SegmentGate(self._watch.segments, self.replica.device)
-            self._watch.arm(gate, len(micro_batches))
+            self._watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
         loss = self._runner.run(micro_batches, scale, most_tokens)

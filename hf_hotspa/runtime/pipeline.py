@@ -10,6 +10,8 @@ Which schedule runs, in which order and with which padding, is said by `data.pip
   is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every micro-batch,
   so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
 
+Where there are no stages, packs run one after the other, whole or in chunks of tokens (`runtime.token_chunks`).
+
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
 """
 
@@ -25,7 +27,9 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.data.pipeline_order import SCHEDULES, Passes, choose_passes
+from hf_hotspa.runtime.attention import Prefix
 from hf_hotspa.runtime.mesh import StrategyMesh
+from hf_hotspa.runtime.token_chunks import ChunkRunner
 
 logger = logging.getLogger(__name__)
 
@@ -37,8 +41,16 @@ class Stage(Protocol):
     is_last: bool
     device: torch.device
     compute_dtype: torch.dtype
+    losses: list[Tensor]
 
-    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
+        prefix: Prefix | None = None,
+        with_loss: bool = True,
+    ) -> Tensor:
         """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar)."""
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
@@ -60,7 +72,12 @@ class PipelineRunner:
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
+        self._chunks = ChunkRunner(stage, mesh.strategy.ck) if mesh.strategy.ck else None
         self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
+
+    def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
+        """How often `run` goes backward through this stage."""
+        return len(micro_batches) if self._chunks is None else self._chunks.num_chunks(micro_batches)
 
     def run(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
@@ -92,8 +109,9 @@ class PipelineRunner:
         """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
         if self._group is None:
             total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+            forward = self._chunks.run_forward if self._chunks is not None else self._forward_alone
             for micro_batch in micro_batches:
-                total += self._stage.forward(micro_batch, None, scale)
+                total += forward(micro_batch, scale)
             return total
         own = _OneForwardOneBackward(self._stage, self._group, self._index)
         return own.run_forward(micro_batches, scale)
@@ -112,10 +130,16 @@ class PipelineRunner:
     def _run_alone(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         for micro_batch in micro_batches:
+            if self._chunks is not None:
+                total += self._chunks.run(micro_batch, scale)
+                continue
             loss = self._stage.forward(micro_batch, None, scale)
             loss.backward()
             total += loss.detach()
         return total
+
+    def _forward_alone(self, micro_batch: MicroBatch, scale: float) -> Tensor:
+        return self._stage.forward(micro_batch, None, scale)
 
 
 _Message = tuple[Tensor, int, int]

@@ -20,8 +20,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.stages import cut_stages
-from hf_hotspa.layout.vector import Part
-from hf_hotspa.runtime.attention import PackedSequences
+from hf_hotspa.runtime.attention import PackedSequences, Prefix
 from hf_hotspa.runtime.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
 from hf_hotspa.runtime.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.runtime.isolation import run_alone
@@ -36,7 +35,7 @@ from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_
 from hf_hotspa.runtime.skeleton import build_skeleton
 from hf_hotspa.runtime.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.runtime.stage_input import PassThrough, take_hidden_state
-from hf_hotspa.runtime.storage import from_storage
+from hf_hotspa.runtime.storage import slot_view
 from hf_hotspa.runtime.tensor_parallel import apply_tensor_parallel, gather_shards, set_local_heads
 
 
@@ -91,7 +90,7 @@ class Replica:
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
         masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
-        heads = self._local_heads(description)
+        heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
         dropped = use_keyed_dropout(self.model, masks, specs, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
@@ -101,6 +100,12 @@ class Replica:
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
         rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
         self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
+        if strategy.ck and whole:
+            raise UnsupportedError(
+                f"the loss {options.loss} under {strategy}",
+                why="it is called with the logits of whole sequences, and +ck computes these in parts",
+                fix="leave +ck out, or give a TokenLoss",
+            )
         if strategy.rc:
             if not self.model.supports_gradient_checkpointing:
                 raise ModelError(
@@ -182,18 +187,6 @@ class Replica:
             )
         return owned
 
-    def _local_heads(self, description: ModelDescription) -> dict[str, tuple[int, int, int]]:
-        """For attention modules whose heads are cut: this rank's first query head, and its query and key/value heads."""
-        tensor, tp = self.mesh.tensor, self.mesh.strategy.tp
-        if tensor is None:
-            return {}
-        found = {}
-        for name, (heads, kv_heads) in description.attention_heads.items():
-            low, high = Part(heads, kv_heads, heads).cut(tp, tensor.shard)
-            first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, tensor.shard)
-            found[name] = low, high - low, last - first
-        return found
-
     def _shard(self, description: ModelDescription) -> Any:
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
@@ -210,7 +203,7 @@ class Replica:
         modules = dict(self.model.named_modules())
         self.vocabulary_widths = widths[description.head]
         self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
-        for name, (_, heads, kv_heads) in self._local_heads(description).items():
+        for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
                 set_local_heads(modules[name], heads, kv_heads)
         if self._vocab_size < sum(self.vocabulary_widths):
@@ -238,11 +231,11 @@ class Replica:
         if self._router_loss is not None:
             self._router_loss.reset()
         for parameter, slot in self._parameters:
-            parameter.data = _view(weights[slot.segment], slot)
+            parameter.data = slot_view(weights[slot.segment], slot)
             if gradients is None or not slot.spec.trainable:
                 parameter.grad = None
             else:
-                parameter.grad = _view(gradients[slot.segment], slot)
+                parameter.grad = slot_view(gradients[slot.segment], slot)
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
@@ -261,21 +254,29 @@ class Replica:
 
     # -- one pipeline stage -------------------------------------------------------------------------------------------
 
-    def forward(self, micro_batch: MicroBatch, hidden: Tensor | None, scale: float) -> Tensor:
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
+        prefix: Prefix | None = None,
+        with_loss: bool = True,
+    ) -> Tensor:
         """Runs this rank's stage on one micro-batch.
 
         Args:
             micro_batch: One pack, T tokens.
             hidden: [1, T, hidden size] from the stage before; None on the first stage.
             scale: 1 / (label tokens of the mini-batch).
+            prefix: What comes before the first sequence, where that is a part of one.
+            with_loss: Whether a last stage goes on to the loss.
 
         Returns:
-            [1, T, hidden size] for the next stage, or on the last stage the scaled sum of cross entropies (fp64
-            scalar).
+            [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
         num_tokens = micro_batch.num_tokens
         micro_batch = self._divisible(micro_batch)
-        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens)
+        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self._router_loss is not None:
@@ -292,7 +293,7 @@ class Replica:
                 self.noise.micro_batch = micro_batch
         else:
             inputs["inputs_embeds"] = hidden
-        if self.is_last:
+        if self.is_last and with_loss:
             out = self._loss(inputs, micro_batch, scale, num_tokens)
             beside = self._balance(micro_batch, scale)
             if beside is not None:
@@ -304,14 +305,9 @@ class Replica:
             if beside is not None:
                 out = AttachLoss.apply(out, beside)
         self._after_forward()
-        if self._guard is not None:
+        if self._guard is not None and with_loss:
             self._guard.check()
-        # layers that run in cycles attend several times
-        if pack.num_calls < self._num_attentions or pack.num_calls % max(self._num_attentions, 1):
-            raise ModelError(
-                f"{type(self.model).__name__} attended {pack.num_calls} times instead of {self._num_attentions}",
-                why="layers that do not use the packed attention would mix the sequences of a pack",
-            )
+        pack.check_calls(self._num_attentions, type(self.model).__name__)
         return out
 
     def begin_step(self, step: int) -> None:
@@ -411,9 +407,3 @@ class Replica:
         """The shape of what travels between stages."""
         sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
         return (1, -(-micro_batch.num_tokens // sharers), self.hidden_size)
-
-
-def _view(buffer: Tensor | None, slot: Slot) -> Tensor:
-    """The slot's part of a flat buffer, in the Hugging Face order of dims."""
-    assert buffer is not None
-    return from_storage(buffer[slot.offset : slot.offset + slot.numel], slot.shape, slot.spec.shard_dim)

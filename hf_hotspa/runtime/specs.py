@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, build_vector
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.runtime import sequence_parallel
 from hf_hotspa.runtime.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
@@ -87,6 +87,15 @@ class ModelDescription:
         """The name in the parameter vector of the weight of a module of `styles`; of a LoRA layer, that of its base."""
         inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
         return f"{self.prefix}{module}{inside}.weight"
+
+    def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
+        """For attention modules whose heads are cut: a shard's first query head, and its query and key/value heads."""
+        found = {}
+        for name, (heads, kv_heads) in self.attention_heads.items():
+            low, high = Part(heads, kv_heads, heads).cut(tp, shard)
+            first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, shard)
+            found[name] = low, high - low, last - first
+        return found
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -251,6 +260,7 @@ def describe_model(
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_obstacle=stage_obstacle(base_model, layers, before, after),
         sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
+        ck_obstacle=_chunk_obstacle(text.model_type, base_model, kinds, layers, routers),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
@@ -303,6 +313,27 @@ def _sequence_obstacle(
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
     return sequence_parallel.obstacle(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes)
+
+
+def _chunk_obstacle(
+    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], routers: int
+) -> str | None:
+    """Why sequences of the model cannot be cut into chunks of tokens, or None."""
+    alone = [index for index, kind in enumerate(kinds) if kind.alone]
+    if alone:
+        layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
+        return (
+            f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
+            "attention or a mask of its own), so they cannot be computed in chunks (+ck)"
+        )
+    if len(layers) > 1:
+        return f"the layers of {family} run in cycles, so sequences cannot be computed in chunks (+ck)"
+    if routers:
+        return (
+            f"the balance loss of the routers of {family} is of whole sequences, so these cannot be computed in chunks "
+            "(+ck); set config.output_router_logits = False for it"
+        )
+    return None
 
 
 def _unit(name: str, layer_units: Mapping[str, int], before: list[str]) -> int:

@@ -1,8 +1,10 @@
-"""How a parameter lies in the parameter vector: 1-D, its sharded dim outermost. The only two functions that know it."""
+"""How a parameter lies in the parameter vector: 1-D, its sharded dim outermost. The only functions that know it."""
 
 from collections.abc import Sequence
 
 from torch import Tensor
+
+from hf_hotspa.layout.placement import Slot
 
 
 def to_storage(tensor: Tensor, shard_dim: int | None) -> Tensor:
@@ -22,3 +24,9 @@ def from_storage(flat: Tensor, shape: Sequence[int], shard_dim: int | None) -> T
         return flat.view(shape)
     stored = [shape[shard_dim], *(size for i, size in enumerate(shape) if i != shard_dim)]
     return flat.view(stored).movedim(0, shard_dim)
+
+
+def slot_view(buffer: Tensor | None, slot: Slot) -> Tensor:
+    """A slot's part of a flat buffer, in the Hugging Face order of dims."""
+    assert buffer is not None
+    return from_storage(buffer[slot.offset : slot.offset + slot.numel], slot.shape, slot.spec.shard_dim)

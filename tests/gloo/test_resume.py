@@ -43,6 +43,7 @@ CASES = {
     "momentum": (2, {"optim": "sgd", "optim_args": "momentum=0.9", "family": "llama_uneven"}, [5]),
     "rmsprop": (1, {"optim": "rmsprop", "lr_scheduler_type": "cosine", "dataloader_drop_last": True}, [2, 3, 4]),
     "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),
+    "token chunks": (2, {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60"}, [3]),
     "in the background": (2, {"hotspa_async_save": True}, [2, 4]),
 }
 

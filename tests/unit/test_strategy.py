@@ -86,6 +86,11 @@ BAD_STRATEGIES = [
     ("tp2+rc+rc2", "'rc2' twice"),
     ("tp2+rc0", "the option 'rc0', which there is not"),
     ("tp2+cp", "the option 'cp', which there is not"),
+    ("dp2+ck", "the option 'ck', which there is not"),
+    ("dp2+ck-5", "the option 'ck-5', which there is not"),
+    ("dp2+ck0", "chunks of 0 tokens"),
+    ("dp2+ck8+ck8", "'ck8' twice"),
+    ("dp2pp2+ck8", "token chunks in a pipeline"),
 ]
 
 

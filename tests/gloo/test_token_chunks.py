@@ -1,0 +1,280 @@
+"""Chunks of tokens (`+ck`): loss and gradients equal the plain model's on whole sequences, wherever these are cut."""
+
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.runtime.replica import Replica
+from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.strategy import Strategy, strategies_of
+from tests.families import FAMILIES, tiny_model
+from tests.family_sweep import gradient_errors
+from tests.gloo import test_dropout as dropout
+from tests.gloo import test_lora as lora
+from tests.gloo import test_objective as objective
+from tests.gloo import test_own_loss as own_loss
+from tests.gloo.test_exact import check, rank_errors
+from tests.harness import run_ranks
+from tests.lora import tiny_lora
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.tiny_families import planned_families, tiny_model_of
+from tests.worlds import make_engine, make_mini_batch, worst_error
+
+pytestmark = pytest.mark.gloo
+
+LOSS = {"loss_chunk_tokens": 7}
+OVERLAP = {"overlap_load": True, "overlap_return": True}
+HOT = "dp4+ck3:4@24,dp2tp2+sp+ck7:14@32,tp2pp2+rc:45@50,tp4+ck13:60@64"
+
+
+def chunked_buckets(world_size: int, family: str) -> list[str]:
+    """Every strategy without stages, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
+    legal = [
+        s for s in strategies_of(world_size) if s.pp == 1 and s.misfit(describe_model(tiny_model(family)).shape) is None
+    ]
+    found, sizes = [], iter((3, 7, 13, 39, 40, 6, 11, 64, 5, 19))
+    for strategy in legal:
+        for options in ("", "+rc", *(("+sp", "+sp+rc2") if strategy.tp > 1 else ())):
+            found.append(f"{strategy}{options}+ck{next(sizes)}:40@67")
+    return found
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=() if f == "qwen3_qk_norm_tied" else pytest.mark.slow) for f in FAMILIES],
+)
+def test_every_strategy_without_stages(family):
+    buckets = chunked_buckets(4, family)
+    assert len(buckets) == 10
+    check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_size_of_a_chunk(family):
+    buckets = [f"dp1+ck{most}:40@64" for most in range(1, 42)]
+    check(run_ranks(1, rank_errors, family, torch.float64, buckets, [{}], timeout=300), torch.float64)
+
+
+def errors_of_family(rank, world_size, family):
+    """The worst error of a family in chunks; None where it is refused."""
+    model = tiny_model_of(family)
+    if describe_model(model).shape.ck_obstacle:
+        with pytest.raises(StrategyError, match=r"computed in chunks \(\+ck\)"):
+            make_engine(model, "dp1+ck4:30@40")
+        return None
+    rows = random_rows(6, 163, longest=30, seed=2)
+    loss, gradients = reference_step(model, rows)
+    engine = make_engine(model, "dp1+ck4:8@16,dp1+ck7:30@40")
+    with exact_in_double(torch.float64):
+        report = engine.forward_backward(make_mini_batch(engine, rows))
+    errors = gradient_errors(engine.full_gradients(), gradients)
+    engine.close()
+    return max(abs(report.loss - loss) / loss, *errors.values())
+
+
+def families_in_chunks(rank, world_size, families):
+    return {family: errors_of_family(rank, world_size, family) for family in families}
+
+
+@pytest.mark.slow
+def test_every_planned_family_is_exact_or_refused_by_name():
+    families = [family for family in planned_families() if family != "phimoe"]  # its router draws random numbers
+    (found,) = run_ranks(1, families_in_chunks, families, timeout=600)
+    exact = [family for family, error in found.items() if error is not None]
+    assert len(exact) >= 70
+    assert {family: found[family] for family in exact if found[family] > 1e-11} == {}
+
+
+def family_errors(rank, world_size, family):
+    model = tiny_model_of(family)
+    rows = random_rows(6, 163, longest=30, seed=2)
+    engine = make_engine(
+        model, "dp2+ck4:8@16,tp2+ck7:30@40" if describe_model(model).shape.has_tp_plan else "dp2+ck7:30@40"
+    )
+    found = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", "gpt_neox", "deepseek_v3", "gemma3_text"])
+def test_other_attentions(family):
+    """Sinks with windows; partial rotary embeddings and biases; latent attention with experts; two kinds of rotary tables."""
+    assert max(run_ranks(2, family_errors, family)) <= 1e-11
+
+
+def one_mini_batch(rank, world_size, family, options):
+    model = tiny_model(family, torch.float64)
+    engine, errors = make_engine(model, HOT, **options), []
+    for seed in range(2):  # the second mini-batch reuses all buffers
+        rows = random_rows(30, model.config.vocab_size, longest=60, seed=seed)
+        reference = reference_step(model, rows)
+        mini_batch = make_mini_batch(engine, rows)
+        assert len(mini_batch.phases) == 4
+        errors.append(worst_error(engine, mini_batch, *reference)[0])
+        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
+            found = evaluation.run(mini_batch, with_logits=True)
+        errors.append(abs(found.loss_sum / found.num_labels - reference[0]) / reference[0])
+        with torch.no_grad(), exact_in_double(torch.float64):
+            for (row, _), logits in found.logits.items():
+                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
+                errors.append(relative_error(logits, expected))
+    engine.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["one after the other", "overlap"])
+def test_chunks_beside_other_strategies_in_one_mini_batch(overlap):
+    """Trained, and evaluated with logits."""
+    assert max(run_ranks(4, one_mini_batch, "llama_gqa_bias", {**LOSS, **overlap})) <= 1e-11
+
+
+# ---- what is per sequence, and what is per token
+
+
+def objectives(rank, world_size):
+    """Label smoothing; noise on embeddings; a loss of one's own that reads columns. The largest error of each."""
+    buckets = "dp2+ck5:16@32,tp2+sp+ck7:60@64", "dp2+ck5:16@32,tp2+ck7:60@64"
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    rows = own_loss.rows_with_columns()
+    token_loss = TokenLoss(own_loss.weighted_focal, ("weights", "domain"), example=rows[4])
+    cases = {
+        "smoothing": (
+            buckets[0],
+            {"label_smoothing": objective.SMOOTHING},
+            lambda: objective.reference(model, rows, objective.smoothed),
+        ),
+        "noise": (buckets[1], {"neftune_alpha": objective.ALPHA, "seed": objective.SEED}, lambda: noisy(model, rows)),
+        "own loss": (
+            buckets[0],
+            {"loss": token_loss, **LOSS},
+            lambda: own_loss.reference(model, rows, own_loss.weighted_focal_of_row),
+        ),
+    }
+    found = {}
+    for name, (own, options, make_reference) in cases.items():
+        with exact_in_double(torch.float64):
+            loss, gradients = make_reference()
+            engine = make_engine(model, own, **options)
+            batch = make_mini_batch(engine, rows, columns=token_loss.columns if "loss" in options else ())
+            report = engine.forward_backward(batch, step=objective.STEP)
+            got = engine.full_gradients()
+        found[name] = max(abs(report.loss - loss) / loss, *(relative_error(got[n], gradients[n]) for n in got))
+        engine.close()
+    return found
+
+
+def noisy(model, rows):
+    from hf_hotspa.data.collator import MicroBatch
+    from hf_hotspa.runtime.noise import EmbeddingNoise
+
+    drawn, empty = EmbeddingNoise(objective.ALPHA, objective.SEED), torch.empty(0)
+    drawn.step = objective.STEP
+
+    def of_row(index, embeddings):
+        pack = MicroBatch(empty, empty, empty, empty, (embeddings.shape[1],), 0, ((index, 0),))
+        return drawn.draw(pack, embeddings)
+
+    return objective.reference(model, rows, objective.cross_entropy, of_row)
+
+
+def test_objectives_do_not_see_the_cuts():
+    for found in run_ranks(2, objectives):
+        assert max(found.values()) <= 1e-11, found
+
+
+DROPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "lora": ("lora", "dp2+ck5:16@24,tp2+sp+ck11:60", {}),
+    "attention": ("attention", "dp2+ck5:16@24,tp2+rc+ck11:60", {}),
+    "soft caps": ("soft caps", "tp2+ck9:60", {}),
+}
+
+
+def dropped(rank, world_size):
+    dropout.CASES = DROPPED
+    return dropout.errors(rank, world_size, list(DROPPED))
+
+
+def test_dropout_drops_the_same_elements_in_both_forwards():
+    for found in run_ranks(2, dropped, timeout=300):
+        for name, (worst, other, evaluated, same) in found.items():
+            assert worst <= 1e-11, name
+            assert other > 1e-6
+            assert evaluated > 1e-6
+            assert same, name
+
+
+def adapted(rank, world_size):
+    """LoRA on all layers, and on the last one alone: of the keys and values before it nothing is trained."""
+    found = []
+    for config in ({}, {"layers_to_transform": [3], "target_modules": ["o_proj", "v_proj"]}):
+        model = tiny_lora("qwen3_qk_norm_tied", torch.float64, **config)
+        rows = random_rows(15, model.config.vocab_size, longest=60)
+        engine = make_engine(model, "dp2+ck5:16@24,tp2+rc+ck13:60", **OVERLAP)
+        found.append(lora.step_error(engine, model, rows)[0])
+        engine.close()
+    return found
+
+
+def test_adapters_and_frozen_weights():
+    errors = run_ranks(2, adapted)[0]
+    assert max(errors) <= 1e-11
+    assert min(errors) > 0
+
+
+# ---- what it is for
+
+
+class _Counted:
+    def __init__(self, tensor, most):
+        self.tensor, self.bytes, self.most = tensor, tensor.nbytes, most
+        most[0] += self.bytes
+        most[1] = max(most)
+
+    def __del__(self):
+        self.most[0] -= self.bytes
+
+
+def test_no_more_than_a_chunk_is_in_a_graph(monkeypatch):
+    """The tokens of every forward, and the bytes that autograd keeps at a time, beside those of whole sequences."""
+    model, tokens, forward = tiny_model("llama_gqa_bias"), [], Replica.forward
+    monkeypatch.setattr(
+        Replica,
+        "forward",
+        lambda self, micro_batch, *rest: (tokens.append(micro_batch.num_tokens), forward(self, micro_batch, *rest))[1],
+    )
+    ids = torch.arange(200).remainder(160).tolist()
+    rows = [{"input_ids": ids, "labels": ids}, *({"input_ids": ids[:n], "labels": ids[:n]} for n in (30, 9))]
+    kept, losses = {}, []
+    for buckets in ("dp1:200@240", "dp1+ck20:200@240"):
+        engine, most = make_engine(model, buckets), [0, 0]
+        tokens.clear()
+        with saved_tensors_hooks(lambda t, most=most: _Counted(t, most), lambda held: held.tensor):
+            losses.append(engine.forward_backward(make_mini_batch(engine, rows)).loss)
+        kept[buckets] = most[1]
+        assert len(engine.phases.popitem()[1].replica.losses) == 1  # one pack
+        engine.close()
+    # the long one: nine chunks twice and the last one once; 30 tokens: twice 20 and then the rest with the shortest one
+    assert tokens == [20] * 19 + [20, 19, 20]
+    assert math.isclose(losses[0], losses[1], rel_tol=1e-5)
+    assert kept["dp1+ck20:200@240"] < kept["dp1:200@240"] / 4
+
+
+def test_what_cannot_run_in_chunks_says_why():
+    hybrid = describe_model(tiny_model_of("qwen3_5_text")).shape
+    assert re.search("Qwen3_5DecoderLayer 0 of qwen3_5_text is given whole sequences", Strategy(ck=8).misfit(hybrid))
+    with pytest.raises(StrategyError, match="legal with 1 processes"):
+        make_engine(tiny_model_of("qwen3_5_text"), "dp1+ck8:30")
+    with pytest.raises(StrategyError, match="token chunks in a pipeline.*in the place of pp"):
+        replace(Strategy(pp=2), ck=4)
+    rows = own_loss.rows_with_columns()
+    whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
+    with pytest.raises(UnsupportedError, match="whole sequences, and .ck computes these in parts.*TokenLoss"):
+        make_engine(tiny_model("llama_gqa_bias"), "dp1+ck8:60", loss=whole)

@@ -1,0 +1,85 @@
+"""Where packs are cut into chunks of tokens, and what a part of a pack holds."""
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hotspa.data.chunk_cuts import cut_into_chains
+from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
+from hf_hotspa.data.rows import RowRules
+from hf_hotspa.runtime.own_loss import tokens_of
+from hf_hotspa.strategy import parse_buckets
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+
+
+@given(LENGTHS, st.integers(1, 45))
+def test_chains_cover_the_row_in_chunks_that_are_small_enough(lengths: list[int], most: int) -> None:
+    chains = cut_into_chains(lengths, most)
+    chunks = [chunk for chain in chains for chunk in chain]
+    assert [first for first, _ in chunks] == [0, *(stop for _, stop in chunks[:-1])]
+    assert chunks[-1][1] == sum(lengths)
+    assert all(0 < stop - first <= most for first, stop in chunks)
+    starts = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
+    inside = {(a, b): [s for s in starts if a < s < b] for a, b in chunks}
+    for chain in chains:
+        assert chain[0][0] in starts
+        assert chain[-1][1] in starts
+        assert not any(inside[chunk] for chunk in chain[:-1]), "only the last chunk of a chain holds several sequences"
+        if len(chain) > 1:  # one sequence is cut, because it is longer than a chunk
+            length = next(length for start, length in zip(starts, lengths, strict=False) if start == chain[0][0])
+            assert length > most
+            assert len(chain) == -(-length // most)
+
+
+def test_short_sequences_share_a_chunk_and_fill_the_last_one_of_a_long_one() -> None:
+    assert cut_into_chains([25, 3, 4, 5, 1], 10) == [((0, 10), (10, 20), (20, 28)), ((28, 38),)]
+    assert cut_into_chains([25, 3, 2, 9, 1], 10) == [((0, 10), (10, 20), (20, 30)), ((30, 40),)]
+    assert cut_into_chains([10, 11], 10) == [((0, 10),), ((10, 20), (20, 21))]
+    assert cut_into_chains([3], 1) == [((0, 1), (1, 2), (2, 3))]
+
+
+def _pack() -> MicroBatch:
+    collator = PackedBucketCollator(
+        parse_buckets("dp1:9@20"), rank=0, vocab_size=50, rules=RowRules(columns=("weights", "domain"))
+    )
+    rows = [
+        {
+            "input_ids": list(range(10 * i, 10 * i + n)),
+            "labels": [-100] * (n // 3) + list(range(10 * i + n // 3, 10 * i + n)),
+            "weights": [i + 0.01 * t for t in range(n)],
+            "domain": i,
+        }
+        for i, n in ((1, 9), (2, 5), (3, 4))
+    ]
+    (pack,) = collator(rows).phases[0].micro_batches
+    return pack
+
+
+@given(st.integers(0, 17), st.integers(1, 18))
+def test_a_part_of_a_pack_has_the_targets_positions_and_columns_of_the_whole(first: int, size: int) -> None:
+    pack = _pack()
+    stop = min(first + size, pack.num_tokens)
+    part = pack.part(first, stop)
+    for name in ("input_ids", "position_ids", "labels"):
+        assert torch.equal(getattr(part, name), getattr(pack, name)[:, first:stop])
+    assert part.num_tokens == sum(part.lengths) == stop - first
+    assert part.cu_seqlens.tolist() == [sum(part.lengths[:i]) for i in range(len(part.lengths) + 1)]
+    assert part.cu_seqlens.dtype == pack.cu_seqlens.dtype
+    assert part.num_labels == int((part.labels != -100).sum())
+    whole, found = tokens_of(pack)[slice(first, stop)], tokens_of(part)
+    for name in ("labels", "rows", "positions"):
+        assert torch.equal(getattr(whole, name), getattr(found, name))
+    valid = found.labels != -100
+    for name in ("weights", "domain"):
+        assert torch.equal(whole.columns[name][valid], found.columns[name][valid])
+    if part is not pack:
+        assert [whole for _, whole in part.cuts] == [
+            dict(zip(pack.keys, pack.lengths, strict=True))[k] for k in part.keys
+        ]
+        assert all(
+            before == int(part.position_ids[0, at]) for (before, _), at in zip(part.cuts, part.cu_seqlens, strict=False)
+        )
+        padded = part.padded_to(part.num_tokens + 3, 0)
+        assert padded.cuts == (*part.cuts, (0, 3))
+        assert torch.equal(tokens_of(padded).columns["weights"][: part.num_tokens], found.columns["weights"])
