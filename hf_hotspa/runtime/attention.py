@@ -28,6 +28,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.runtime.explicit_attention import AttentionDropout, Scores, explicit_attention
+from hf_hotspa.runtime.prefix_attention import attend_with_prefix, kernel_takes
 
 ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
@@ -53,9 +54,14 @@ class Prefix(Protocol):
 
     lengths: tuple[int, ...]
 
-    def join(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values of an attention module, [1, K, T, D] of the row's own tokens: [1, K, S, D], where those of each
-        sequence come after those of its prefix."""
+    def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
+
+        Args:
+            module: The attention module.
+            key: [1, K, T, D], of the row's own tokens.
+            value: [1, K, T, D].
+        """
         ...
 
 
@@ -98,6 +104,26 @@ class PackedSequences:
             return self.cu_seqlens
         sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
         return sums.to(self.cu_seqlens.device, non_blocking=True)
+
+    def prefixes(self, before: tuple[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor] | None]:
+        """For each sequence its part of what a `Prefix` gives; None where it has none."""
+        none: list[tuple[Tensor, Tensor] | None] = [None] * len(self.lengths)
+        if self.prefix is None or before is None:
+            return none
+        parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
+        found = [(k, v) if k.shape[2] else None for k, v in parts]
+        return [*found, *none[len(found) :]]
+
+    def joined(self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, S, D]: of each sequence those of its prefix, then its own."""
+        if before is None:
+            return key, value
+        prefixes, rows = self.prefixes(before), []
+        for index, x in enumerate((key, value)):
+            own = x.split(self.lengths, dim=2)
+            parts = [part for p, o in zip(prefixes, own, strict=True) for part in ((p[index], o) if p else (o,))]
+            rows.append(torch.cat(parts, 2))
+        return rows[0], rows[1]
 
     def check_calls(self, num_attentions: int, model: str) -> None:
         """Checks, after a forward of a model, that all of its attentions came through here.
@@ -177,22 +203,23 @@ def packed_attention(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
-    if hotspa_pack.prefix is not None:
-        key, value = hotspa_pack.prefix.join(module, key, value)
+    before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
     drops = dropout > 0 and module.training
     if drops or softcap is not None or s_aux is not None:
         scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
         dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
         scores = Scores(scaling, sliding_window, softcap, dropped)
+        key, value = hotspa_pack.joined(before, key, value)
         lengths, key_lengths = hotspa_pack.lengths, hotspa_pack.key_lengths
         out = explicit_attention(query[0], key[0], value[0], s_aux, lengths, scores, key_lengths)
         return out.transpose(0, 1)[None], None
     if _kernel_takes(query, value):
+        key, value = hotspa_pack.joined(before, key, value)
         return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
-    rows = (query, hotspa_pack.lengths), (key, hotspa_pack.key_lengths), (value, hotspa_pack.key_lengths)
+    lengths, prefixes = hotspa_pack.lengths, hotspa_pack.prefixes(before)
     per_sequence = [
-        _one_sequence(q, k, v, scaling, sliding_window)
-        for q, k, v in zip(*(x.split(lengths, dim=2) for x, lengths in rows), strict=True)
+        _one_sequence(q, k, v, prefix, scaling, sliding_window)
+        for q, k, v, prefix in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), prefixes, strict=True)
     ]
     return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
 
@@ -240,9 +267,24 @@ def _varlen(
 
 
 def _one_sequence(
-    query: Tensor, key: Tensor, value: Tensor, scaling: float | None, sliding_window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: tuple[Tensor, Tensor] | None,
+    scaling: float | None,
+    sliding_window: int | None,
 ) -> Tensor:
     """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
+    if prefix is not None:
+        num_before, length = prefix[0].shape[2], query.shape[2]
+        unlimited = sliding_window is None or sliding_window >= num_before + length
+        if unlimited and kernel_takes(query, value):
+            return attend_with_prefix(query, key, value, prefix, scaling)
+        # the first query sees a window less itself of what is before it
+        seen = num_before if sliding_window is None else min(num_before, sliding_window - 1)
+        key, value = (
+            torch.cat([p[:, :, num_before - seen :], x], 2) for p, x in zip(prefix, (key, value), strict=True)
+        )
     length, key_length = query.shape[2], key.shape[2]
     mask = None
     if length != key_length or (sliding_window is not None and sliding_window < length):

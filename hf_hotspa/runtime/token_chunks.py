@@ -110,7 +110,7 @@ class _Carry:
         self._seen: set[nn.Module] = set()
         self._is_over = False
 
-    def join(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """See `Prefix`."""
         if not self._is_over:  # what runs later is a layer that is computed again
             if module in self._seen:
@@ -123,16 +123,14 @@ class _Carry:
             self._leave(module, key, value)
         before = self.lengths[0]
         if not before:
-            return key, value
-        joined = []
-        for is_value, own in enumerate((key, value)):
-            leaf = self._sequence.kept[module].both()[is_value][:, :, :before].detach()
+            return key[:, :, :0], value[:, :, :0]
+        leaves = [x[:, :, :before].detach() for x in self._sequence.kept[module].both()]
+        for is_value, (leaf, own) in enumerate(zip(leaves, (key, value), strict=True)):
             if own.requires_grad:
                 leaf.requires_grad_()
                 if not self._is_over:
                     leaf.register_post_accumulate_grad_hook(partial(self._sequence.add, module, bool(is_value)))
-            joined.append(torch.cat([leaf, own], 2))
-        return joined[0], joined[1]
+        return leaves[0], leaves[1]
 
     def end(self) -> None:
         """The forward is over."""

@@ -60,6 +60,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/token_chunks.py",
         "hf_hotspa/runtime/attention.py",
         "hf_hotspa/runtime/explicit_attention.py",
+        "hf_hotspa/runtime/prefix_attention.py",
         "hf_hotspa/runtime/isolation.py",
         "hf_hotspa/runtime/stage_input.py",
         "hf_hotspa/runtime/loss.py",
