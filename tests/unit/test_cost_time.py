@@ -149,12 +149,12 @@ def test_chunks_run_twice_but_for_the_last_of_a_sequence() -> None:
     layer = Cost(1e-9, 1e-6, 1e-3)
     model = model_of({1: layer}, heads={1: Cost(b=1e-5)}, forward_share=0.25)
     of_token, of_pack = 4e-6 + 1e-5, 4e-3
-    seconds = model.replica_seconds(Strategy(1, ck=100), [(250, 30, 60), (80,)])
+    seconds = model.phase_seconds(Strategy(1, ck=100), [[(250, 30, 60), (80,)]])
     # (0, 100), (100, 200), (200, 280); (280, 340); (0, 80): the first two forward once more
     squares = 250**2 + 30**2 + 60**2 + 80**2 + 0.25 * 200**2
     assert seconds == pytest.approx(4e-9 * squares + of_token * (420 + 0.25 * 200) + of_pack * (5 + 0.25 * 2))
     whole = Strategy(1), Strategy(1, ck=400)  # in one chunk, and without
-    assert len({model.replica_seconds(strategy, [(250, 30, 60), (80,)]) for strategy in whole}) == 1
+    assert len({model.phase_seconds(strategy, [[(250, 30, 60), (80,)]]) for strategy in whole}) == 1
 
 
 def test_hops_are_paid_inside_and_between_nodes() -> None:
