@@ -21,6 +21,7 @@ from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.misspelt import warn_of_misspelt
+from hf_hotspa.trainer.older_transformers import recompute_argument
 from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
 from hf_hotspa.uncaught import show_errors_once
@@ -405,15 +406,14 @@ class HotSPaTrainingArguments(TrainingArguments):
         Raises:
             UnsupportedError: an option of `activation_checkpointing_kwargs` cannot be honoured.
         """
-        if not self.activation_checkpointing:
+        if not getattr(self, name := recompute_argument(self)):
             return 0
-        options = dict(self.activation_checkpointing_kwargs or {})
+        given = getattr(self, f"{name}_kwargs") or {}
+        options = {key: value for key, value in given.items() if not (key == "use_reentrant" and value is False)}
         every = options.pop("every_n_layers", 1)
-        if options.get("use_reentrant") is False:
-            del options["use_reentrant"]
         if options or not isinstance(every, int) or every < 1:
             raise UnsupportedError(
-                f"activation_checkpointing_kwargs={self.activation_checkpointing_kwargs!r} cannot be honoured",
+                f"{name}_kwargs={given!r} cannot be honoured",
                 why="layers are recomputed by torch's checkpoint without re-entrance",
                 fix="use every_n_layers alone, or nothing",
             )

@@ -30,6 +30,7 @@ from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.dataloader import Planner
 from hf_hotspa.trainer.evaluation_loader import EvaluationLoader, EvaluationRows, EvaluationSampler, evaluation_buckets
 from hf_hotspa.trainer.failures import told_to_all
+from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
@@ -204,9 +205,7 @@ class EvaluationMixin:
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=keep and args.dataloader_num_workers > 0,
             pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
-            multiprocessing_context=worker_context(
-                args.dataloader_num_workers, args.dataloader_multiprocessing_context
-            ),
+            multiprocessing_context=worker_context(args.dataloader_num_workers, workers_context(args)),
         )
 
     def evaluation_loop(

@@ -50,9 +50,9 @@ class HubMixin(Trainer):
 
         def _agreement(self) -> Agreement: ...
 
-    def init_hf_repo(self, token: str | None = None, private: bool | None = None) -> None:
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As in the stock Trainer. Collective."""
-        self._on_all_ranks(lambda: super(HubMixin, self).init_hf_repo(token, private))
+        self._on_all_ranks(lambda: super(HubMixin, self).init_hf_repo(*args, **kwargs))
         if self.hub_model_id is None:  # only the main process knows it, and `push_to_hub` asks on every rank
             self.hub_model_id = ""
 

@@ -44,6 +44,7 @@ from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import told_to_all
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSourceMixin
+from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
@@ -193,7 +194,7 @@ class HotSPaTrainer(
 
     def get_train_dataloader(self) -> MiniBatchLoader | StreamLoader:
         """Every rank walks through the same mini-batches. Called first in training, so the engine starts here."""
-        if self.args.activation_checkpointing:
+        if self.args.hotspa_recompute_every:
             self.model.disable_input_require_grads()  # a hook of the Trainer's on a model that does not run
         engine = self._start_engine()
 
@@ -247,7 +248,7 @@ class HotSPaTrainer(
             prefetch_factor=args.dataloader_prefetch_factor,
             persistent_workers=args.dataloader_persistent_workers,
             pin_memory=args.dataloader_pin_memory,
-            multiprocessing_context=args.dataloader_multiprocessing_context,
+            multiprocessing_context=workers_context(args),
             chooser=chooser,
         )
 

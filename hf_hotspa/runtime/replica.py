@@ -30,6 +30,7 @@ from hf_hotspa.runtime.noise import EmbeddingNoise
 from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.runtime.overlap import GradientWatch, WeightGuard
 from hf_hotspa.runtime.own_loss import SequenceLoss, tokens_of
+from hf_hotspa.runtime.recompute import recompute_layers
 from hf_hotspa.runtime.router_loss import AttachLoss, RouterLoss
 from hf_hotspa.runtime.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.runtime.skeleton import build_skeleton
@@ -107,14 +108,8 @@ class Replica:
                 fix="leave +ck out, or give a TokenLoss",
             )
         if strategy.rc:
-            if not self.model.supports_gradient_checkpointing:
-                raise ModelError(
-                    f"{type(self.model).__name__} cannot recompute its layers",
-                    fix="leave activation_checkpointing and +rc off, or lower the tokens per pack",
-                )
-            # the models' own enabling also puts hooks on embeddings, which later stages do not have
-            recompute = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
-            self.model._set_gradient_checkpointing(True, recompute, every_n_layers=strategy.rc)
+            again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
+            recompute_layers(self.model, again, every=strategy.rc)
         self.noise: EmbeddingNoise | None = None
         self._router_loss: RouterLoss | None = None
         if description.router_layers:

@@ -31,12 +31,16 @@ from hf_hotspa.runtime.tensor_parallel import (
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
 
+# torch before 2.13 has these collectives under their older names only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T/t, h] on every rank to [1, T, h], in the order of the group's ranks."""
     x = x.contiguous()
     whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[2])
-    dist.all_gather_single(whole, x[0], group=group)
+    _all_gather(whole, x[0], group=group)
     return whole[None]
 
 
@@ -44,7 +48,7 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T, h] on every rank to this rank's [1, T/t, h] of their sum."""
     x = x.contiguous()
     mine = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[2])
-    dist.reduce_scatter_single(mine, x[0], group=group)
+    _reduce_scatter(mine, x[0], group=group)
     return mine[None]
 
 

@@ -66,6 +66,7 @@ LAYERS: dict[int, tuple[str, ...]] = {
         "hf_hotspa/runtime/loss.py",
         "hf_hotspa/runtime/own_loss.py",
         "hf_hotspa/runtime/head_loss.py",
+        "hf_hotspa/runtime/recompute.py",
         "hf_hotspa/runtime/router_loss.py",
         "hf_hotspa/runtime/noise.py",
         "hf_hotspa/runtime/dropout.py",

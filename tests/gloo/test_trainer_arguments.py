@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import SchedulerType, Trainer, TrainingArguments
 
+from hf_hotspa.trainer.older_transformers import recompute_argument
 from tests.families import tiny_model
 from tests.gloo.test_trainer import _pad
 from tests.harness import run_ranks
@@ -43,6 +44,8 @@ def scheduler_case(name):
     return case
 
 
+RECOMPUTE = recompute_argument(TrainingArguments)
+NEWER = RECOMPUTE == "activation_checkpointing"  # an older transformers recomputes all layers or none
 FEW = ("cosine_with_min_lr", "warmup_stable_decay", "inverse_sqrt", *BY_METRIC)
 CASES = {
     "schedulers": {name: scheduler_case(name) for name in FEW},
@@ -63,10 +66,8 @@ CASES = {
         "label smoothing and evaluation": {
             "label_smoothing_factor": 0.1, "eval_strategy": "steps", "eval_steps": 2, "per_device_eval_batch_size": ROWS,
         },
-        "recomputation": {"activation_checkpointing": True},
-        "every second layer": {
-            "activation_checkpointing": True, "activation_checkpointing_kwargs": {"every_n_layers": 2},
-        },
+        "recomputation": {RECOMPUTE: True},
+        **({"every second layer": {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"every_n_layers": 2}}} if NEWER else {}),
         "frozen": {"freeze": "model.layers.0."},
     },
     "data and logging": {

@@ -18,6 +18,7 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.older_transformers import recompute_argument
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
 from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -36,6 +37,8 @@ def make_trainer(tmp_path, trainer_class=HotSPaTrainer, model=None, rows=None, *
     rows = random_rows(8, 160, longest=60) if rows is None else rows
     return trainer_class(model=model or tiny_model("llama_gqa_bias"), args=args, train_dataset=rows, **kwargs)
 
+
+RECOMPUTE = recompute_argument(TrainingArguments)
 
 _TRAINER_OPTIONS = {
     "data_collator",
@@ -127,12 +130,12 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_attention_dropout": 0.1}, HotspaConfigError, "hotspa_attention_dropout is 0.1"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
         (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"use_reentrant": True}},
             UnsupportedError,
             "without re-entrance",
         ),
         (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"offload": True}},
+            {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"offload": True}},
             UnsupportedError,
             "every_n_layers alone",
         ),

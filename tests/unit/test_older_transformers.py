@@ -1,0 +1,59 @@
+"""Training arguments that older releases of transformers name otherwise, and recomputation without their help."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.runtime.recompute import recompute_layers
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.older_transformers import recompute_argument, workers_context
+from tests.families import tiny_model
+
+
+@dataclass
+class Older:
+    """What a transformers without `activation_checkpointing` has."""
+
+    gradient_checkpointing: bool = False
+    gradient_checkpointing_kwargs: dict[str, Any] | None = None
+
+
+@pytest.mark.parametrize(
+    ("asked", "options", "every"), [(False, None, 0), (True, None, 1), (True, {"every_n_layers": 2}, 2)]
+)
+def test_the_older_name_asks_for_recomputation(asked, options, every):
+    args = Older(asked, options)
+    assert recompute_argument(args) == "gradient_checkpointing"
+    assert HotSPaTrainingArguments.hotspa_recompute_every.fget(args) == every
+
+
+def test_a_refusal_has_the_name_that_was_written():
+    with pytest.raises(UnsupportedError, match=r"gradient_checkpointing_kwargs=\{'use_reentrant': True\}"):
+        HotSPaTrainingArguments.hotspa_recompute_every.fget(Older(True, {"use_reentrant": True}))
+
+
+def test_how_workers_start_where_there_is_no_such_argument():
+    assert workers_context(Older()) is None
+    assert workers_context(SimpleNamespace(dataloader_multiprocessing_context="fork")) == "fork"
+
+
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_every_nth_layer_is_recomputed(every):
+    model = tiny_model("llama_gqa_bias")
+    recompute_layers(model, checkpoint, every)
+    layers = [m for m in model.modules() if isinstance(m, GradientCheckpointingLayer)]
+    assert [m.gradient_checkpointing for m in layers] == [i % every == 0 for i in range(len(layers))]
+    assert len(layers) == model.config.num_hidden_layers
+    assert all(m._gradient_checkpointing_func is checkpoint for m in layers)
+
+
+def test_a_family_that_cannot_says_so():
+    model = tiny_model("llama_gqa_bias")
+    model.supports_gradient_checkpointing = False
+    with pytest.raises(ModelError, match="cannot recompute its layers"):
+        recompute_layers(model, checkpoint, 1)
