@@ -49,6 +49,19 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["ratios"]["raw / ours"] <= row["ratios"]["raw plus copies / ours"]
 
 
+def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("long_sequences", tmp_path / "out" / "long.json")
+    assert set(found["sides"]) == {"stock, checkpointing", "dp1tp1pp1+rc", "dp1tp1pp1+ck128"}
+    for side in found["sides"].values():
+        assert set(side) == {"512", "1024"}
+        assert all(each["peak_bytes"] > 0 for each in side.values())
+    # bytes a further token: activations of a chunk do not grow with the sequence, its keys and values do
+    stock, recomputed, chunked = found["growth"].values()
+    assert chunked < recomputed / 4
+    assert recomputed < stock
+    assert "bytes a further token" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("nics", [(), ("--nics-per-node", "1")])
 def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("slow_link", tmp_path / "slow_link.json", *nics)
