@@ -171,7 +171,7 @@ class Bench:
                 "num_rounds": stats[-1].num_rounds,
                 "inter_bytes": sum(float(hop.sent_inter.sum()) for hop in loads),
                 "intra_bytes": sum(float(hop.sent_intra.sum()) for hop in loads),
-                "busiest_port": str(sum(loads[1:], loads[0]).busiest(self.cluster).nic),
+                "busiest_port_seconds": sum(loads[1:], loads[0]).seconds(self.cluster),
                 "rank0_parts": {
                     part: statistics.median(getattr(s, part) for s in stats[1:])
                     for part in ("pack_seconds", "wire_seconds", "local_seconds", "unpack_seconds")

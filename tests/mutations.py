@@ -484,7 +484,7 @@ FAST = (
 
 
 class Copy:
-    """A copy of package and tests, laid out as installed, so that nothing of the tree itself is imported.
+    """A copy of package, tests and benchmarks, laid out as installed, so that nothing of the tree itself is imported.
 
     Args:
         folder: An empty directory.
@@ -496,7 +496,8 @@ class Copy:
         shutil.copytree(ROOT / "hf_hotspa", folder / "hf_hotspa", ignore=skip)
         for name in ("trainer", "callbacks"):
             shutil.copytree(ROOT / name, folder / "hf_hotspa" / name, ignore=skip)
-        shutil.copytree(ROOT / "tests", folder / "tests", ignore=skip)
+        for name in ("tests", "benchmarks"):  # tests use what benchmarks share
+            shutil.copytree(ROOT / name, folder / name, ignore=skip)
         shutil.copy(ROOT / "pyproject.toml", folder)
         self._passed: dict[str, bool] = {}
 
