@@ -104,7 +104,7 @@ def describe(options: argparse.Namespace) -> Any:
     import torch
     from transformers import LlamaForCausalLM
 
-    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.model.specs import describe_model
 
     with torch.device("meta"):
         found = describe_model(LlamaForCausalLM(model_config(options.model)))

@@ -32,10 +32,10 @@ from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
 from worlds import run_world
 
-from hf_hotspa.cost.memory import MemoryOptions
-from hf_hotspa.cost.model import CostModel
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.tables import calibration_text
+from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.search.tables import calibration_text
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 
 MEMORY_TOKENS = (512, 2048)
@@ -108,8 +108,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.runtime.calibration import calibrate
-    from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.engine.engine import HotSPaEngine
 
     model = make_model(name)
     strategies = legal_strategies(world_size, _shape_of(model))
@@ -147,8 +147,8 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, name: str, 
 
 def calibrated(rank: int, world_size: int, options: argparse.Namespace, name: str) -> Any:
     """`(calibration, sizes of the model)`; the work of one rank."""
-    from hf_hotspa.runtime.calibration import calibrate
-    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.model.specs import describe_model
 
     model = make_model(name)
     description = describe_model(model)
@@ -162,7 +162,7 @@ def measure_memory(rank: int, world_size: int, options: argparse.Namespace, name
     Above what the process holds between mini-batches: libraries and connections take megabytes that models as small as
     these would drown in. What is alive counts, not what the C library keeps for later.
     """
-    from hf_hotspa.runtime.probe import freeing_at_once
+    from hf_hotspa.calibrate.probe import freeing_at_once
 
     with freeing_at_once():
         return _measure_memory(world_size, options, name)
@@ -172,8 +172,8 @@ def _measure_memory(world_size: int, options: argparse.Namespace, name: str) -> 
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.runtime.engine import HotSPaEngine
-    from hf_hotspa.runtime.probe import PeakMemory
+    from hf_hotspa.calibrate.probe import PeakMemory
+    from hf_hotspa.engine.engine import HotSPaEngine
 
     memory, model = PeakMemory(torch.device("cpu")), make_model(name)
     if not memory.works:
@@ -221,7 +221,7 @@ def _count_seconds(runner: Any) -> list[float]:
 
 
 def _shape_of(model: Any) -> Any:
-    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.model.specs import describe_model
 
     shape = describe_model(model).shape
     check_runs_everywhere(shape)

@@ -6,10 +6,10 @@ from typing import Any
 
 from contest import short_name
 
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.memory import MemoryOptions
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.strategy import Strategy
 
 TARGETS = {"tau": 0.85, "regret": 0.05, "error": 0.15, "memory": 0.08}

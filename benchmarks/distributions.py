@@ -21,7 +21,7 @@ import numpy as np
 from contest import Side, describe, make_model, make_rows, short_name
 from worlds import run_world
 
-from hf_hotspa.cost.histogram import synthetic_lengths
+from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Bucket, legal_strategies
 
 NAMES = ("uniform short", "all equal", "stdlib", "commoncrawl", "github")
@@ -50,21 +50,21 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN, pool_of
-    from hf_hotspa.cost.choice import Choice
-    from hf_hotspa.cost.chooser import PhaseChooser
-    from hf_hotspa.cost.memory import MemoryOptions
-    from hf_hotspa.cost.model import CostModel
-    from hf_hotspa.cost.rooms import MemoryRooms
-    from hf_hotspa.cost.search import search
-    from hf_hotspa.cost.sizes import ModelSizes
-    from hf_hotspa.cost.trust import PhaseSeconds
-    from hf_hotspa.data.bucketing import plan_mini_batch
+    from hf_hotspa.calibrate.calibration import calibrate
+    from hf_hotspa.costs.memory import MemoryOptions
+    from hf_hotspa.costs.model import CostModel
+    from hf_hotspa.costs.online_calibration import PhaseSeconds
+    from hf_hotspa.costs.sizes import ModelSizes
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.table import SequenceTable
-    from hf_hotspa.runtime.calibration import calibrate
-    from hf_hotspa.runtime.engine import HotSPaEngine
-    from hf_hotspa.runtime.options import EngineOptions
+    from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.packing.bucketing import plan_mini_batch
+    from hf_hotspa.rows.table import SequenceTable
+    from hf_hotspa.search.automatic import MARGIN, PACK_MARGIN, pool_of
+    from hf_hotspa.search.capacities import MemoryRooms
+    from hf_hotspa.search.choice import Choice
+    from hf_hotspa.search.chooser import PhaseChooser
+    from hf_hotspa.search.search import search
     from hf_hotspa.strategy import Strategy
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]

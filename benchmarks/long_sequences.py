@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
-from hf_hotspa.cost.chunks import carried_bytes
+from hf_hotspa.calibrate.probe import PeakMemory, freeing_at_once
+from hf_hotspa.costs.chunks import carried_bytes
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.probe import PeakMemory, freeing_at_once
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.strategy import Bucket, Strategy
 
 STOCK = "stock, checkpointing"
@@ -130,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
 
 def make_shape(options: argparse.Namespace) -> Any:
     """What the memory model knows of the model."""
-    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.model.specs import describe_model
 
     with torch.device("meta"):
         return describe_model(make_model(options.hidden, options.layers, max(options.tokens))).shape

@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 def main() -> int:
     """Prints a line for each command, the slowest last."""
-    from hf_hotspa.cost.tables import table
+    from hf_hotspa.search.tables import table
     from tests.contract.commands import all_commands
     from tests.contract.outputs import is_plan, make_files, prepared
 

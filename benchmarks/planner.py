@@ -5,7 +5,7 @@
     python benchmarks/planner.py --parts pairs irregular
     python benchmarks/planner.py --quick --json out/planner.json
 
-Seconds of switches are those of the fluid port model (`hf_hotspa.switch.ports`), never measured ones; only planning is
+Seconds of switches are those of the fluid port model (`hf_hotspa.plan.ports`), never measured ones; only planning is
 timed. Nothing is moved, no process is started, no GPU is needed.
 """
 
@@ -37,9 +37,9 @@ from port_bounds import classes_of, lower_bound
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
+from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
-from hf_hotspa.switch.ports import overlapped_seconds
 
 PARTS = ("pairs", "irregular", "modelled", "chains", "times")
 KINDS = ("weights", "sharded gradients", "master store to strategy", "gradient return")

@@ -24,11 +24,11 @@ from port_bounds import sequential_seconds
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.phase_order import order_phases
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.phase_order import order_phases
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.ports import overlapped_seconds
 
 MODEL = "32B"
 WORLD_SIZE, PER_NODE = 32, 8

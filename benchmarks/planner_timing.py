@@ -11,11 +11,11 @@ from typing import Any
 
 from planner_cases import cluster_of, gradients, llama_vector, master, weights
 
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.rounds import cut_rounds
+from hf_hotspa.plan.schedule import Wire
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.rounds import cut_rounds
-from hf_hotspa.switch.schedule import Wire
 
 CASES = {
     "7B": (8, Strategy(1, 4, 2), Strategy(8, 1, 1)),

@@ -20,8 +20,8 @@ from typing import Protocol
 import torch
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.transport import TransferHandle, Transport
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.switch.transport import TransferHandle, Transport
 
 OUT, IN = 0, 1
 """The two directions of a port."""

@@ -120,8 +120,8 @@ def send(launcher: int, victims: str) -> None:
 
 def judge(folder: Path) -> tuple[int | None, str | None]:
     """The step of the checkpoint that a run has left, and why it does not count."""
-    from hf_hotspa.checkpoint.folder import checkpoints
-    from hf_hotspa.checkpoint.manifest import rank_state, rank_tensors, verify
+    from hf_hotspa.checkpoint.format.folder import checkpoints
+    from hf_hotspa.checkpoint.format.manifest import rank_state, rank_tensors, verify
     from hf_hotspa.errors import HotspaError
 
     found = checkpoints(folder / "out")

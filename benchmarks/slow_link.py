@@ -42,11 +42,11 @@ from switches import (
 from worlds import run_world
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.ports import PortLoads
-from hf_hotspa.switch.schedule import Schedule
-from hf_hotspa.switch.transport import ProcessGroupTransport, Transport
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.ports import PortLoads
+from hf_hotspa.plan.schedule import Schedule
 
 PLANNERS = ("algorithm1", "relay")
 PAIRS = "master->dp8,master->dp4tp2,tp8->dp8,tp4pp2->dp8,dp8->master"

@@ -67,11 +67,11 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.table import SequenceTable
-    from hf_hotspa.runtime.engine import HotSPaEngine
-    from hf_hotspa.runtime.options import EngineOptions
+    from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.model.options import EngineOptions
+    from hf_hotspa.packing.bucketing import plan_mini_batch
+    from hf_hotspa.rows.table import SequenceTable
 
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     # one engine knows the strategies of all sides: they share weights, optimizer and memory

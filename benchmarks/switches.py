@@ -21,9 +21,9 @@ import torch.distributed as dist
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load, plan_return
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load, plan_return
 
 PRELOAD = ("torch", "torch.distributed.checkpoint")
 """Imported once for all ranks."""

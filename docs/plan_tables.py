@@ -3,8 +3,8 @@
 import sys
 from pathlib import Path
 
-from hf_hotspa.cost.planning import Plan, Setup, make_plan
 from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.search.planning import Plan, Setup, make_plan
 
 PAGE = Path(__file__).parent / "strategies.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"

@@ -207,7 +207,7 @@ def main() -> None:
     options = parser.parse_args()
 
     from hf_hotspa.data.prepare import prepare_dataset
-    from hf_hotspa.data.scan import scan_dataset
+    from hf_hotspa.rows.scan import scan_dataset
 
     tokenizer = build_tokenizer(options.vocab_size, cache_dir=options.cache_dir)
     corpus = build_corpus(tests=options.tests, by_function=options.by_function, cache_dir=options.cache_dir)

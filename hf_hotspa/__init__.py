@@ -38,9 +38,9 @@ from hf_hotspa import _source_tree
 if TYPE_CHECKING:
     from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
     from hf_hotspa.data.collator import PackedBucketCollator
+    from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.errors import HotspaError
-    from hf_hotspa.runtime.engine import HotSPaEngine
-    from hf_hotspa.runtime.options import EngineOptions
+    from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -61,8 +61,8 @@ __all__ = [
 ]
 
 _HOMES = {
-    "EngineOptions": "hf_hotspa.runtime.options",
-    "HotSPaEngine": "hf_hotspa.runtime.engine",
+    "EngineOptions": "hf_hotspa.model.options",
+    "HotSPaEngine": "hf_hotspa.engine.engine",
     "HotSPaTrainer": "hf_hotspa.trainer.trainer",
     "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments",
     "HotspaError": "hf_hotspa.errors",

@@ -13,23 +13,23 @@ from collections.abc import Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from hf_hotspa.checkpoint.commands import COMMANDS as CHECKPOINT_COMMANDS
-from hf_hotspa.checkpoint.commands import add_parsers as add_checkpoint_parsers
-from hf_hotspa.checkpoint.commands import run as run_checkpoint_command
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.histogram import DISTRIBUTIONS
-from hf_hotspa.cost.lengths import LONGEST
-from hf_hotspa.cost.model_config import preset_names
-from hf_hotspa.cost.planning import Estimate, Plan, Setup, make_estimate, make_plan
-from hf_hotspa.cost.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
-from hf_hotspa.data.bucketing import OVERLONG_POLICIES
-from hf_hotspa.data.pipeline_order import SCHEDULES
+from hf_hotspa.commands import reports as reporting
+from hf_hotspa.commands.checkpoints import COMMANDS as CHECKPOINT_COMMANDS
+from hf_hotspa.commands.checkpoints import add_parsers as add_checkpoint_parsers
+from hf_hotspa.commands.checkpoints import run as run_checkpoint_command
+from hf_hotspa.commands.inputs import add_data_arguments, data_counts
+from hf_hotspa.commands.inputs import add_parsers as add_input_parsers
+from hf_hotspa.commands.inputs import run as run_input_command
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.input_commands import add_data_arguments, data_counts
-from hf_hotspa.input_commands import add_parsers as add_input_parsers
-from hf_hotspa.input_commands import run as run_input_command
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
-from hf_hotspa.reporting import commands as reporting
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
+from hf_hotspa.packing.pipeline_order import SCHEDULES
+from hf_hotspa.search.histogram import DISTRIBUTIONS
+from hf_hotspa.search.lengths import LONGEST
+from hf_hotspa.search.planning import Estimate, Plan, Setup, make_estimate, make_plan
+from hf_hotspa.search.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 
 USAGE_ERROR = 2
@@ -196,7 +196,7 @@ def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Calibration | None, str]:
-    from hf_hotspa.calibrate_command import run  # imports torch
+    from hf_hotspa.commands.calibrate import run  # imports torch
 
     found = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
     if found is not None and args.output:
@@ -234,9 +234,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = sys.argv[1:] if argv is None else list(argv)
     if words[:1] == [TRAIN]:
-        from hf_hotspa import train_command  # imports torch
+        from hf_hotspa.commands import train  # imports torch
 
-        return train_command.main(words[1:])
+        return train.main(words[1:])
     args = _parser().parse_args(words)
     try:
         if args.command in CHECKPOINT_COMMANDS:

@@ -50,7 +50,7 @@ class Strategy:
         rc: Recompute: every rc-th layer keeps only its input and computes its activations again in the backward pass; 0
             for none.
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
-            (`runtime.token_chunks`); 0 for whole packs. Not in a pipeline.
+            (`parallel.token_chunks`); 0 for whole packs. Not in a pipeline.
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
@@ -241,7 +241,7 @@ class Bucket:
         longest: The longest sequence of the bucket, in tokens.
         pack_tokens: The most tokens in one pack (one row of concatenated sequences). At least `longest`, but for a
             pipeline: there a longer sequence has a pack of its own, and the pipeline holds no more tokens at a time than
-            one that is full of packs of this size, or than that sequence (`data.pipeline_order`).
+            one that is full of packs of this size, or than that sequence (`packing.pipeline_order`).
         low: The `longest` of the bucket before it; 0 for the first.
     """
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.coefficients import Cost, Hop
-from hf_hotspa.cost.fitting import Sample
-from hf_hotspa.cost.measurements import CalibrationKey, Link, ModelFacts
-from hf_hotspa.runtime.specs import describe_model, dtype_name
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.measurements import CalibrationKey, Link, ModelFacts
+from hf_hotspa.model.specs import describe_model, dtype_name
 
 _PACKS = ((8,), (64,), (256,), (32, 32, 32), (512,))
 

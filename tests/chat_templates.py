@@ -12,10 +12,10 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_hotspa.data.chat import ChatTemplate
-from hf_hotspa.data.chat_text import Layout
-from hf_hotspa.data.formats import Chat, read_messages
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.rows.chat import ChatTemplate
+from hf_hotspa.rows.chat_text import Layout
+from hf_hotspa.rows.formats import Chat, read_messages
 
 _SPECIAL = re.compile(
     r"<\|[^|<>\s]+\|?>|<\uff5c[^\uff5c<>]+\uff5c>|<(?:start|end)_of_\w+>|\[/?[A-Z_]+\]|</s>|<s>|<[|]?\w+[|]>|<\w+_of_\w+>"

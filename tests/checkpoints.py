@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from hf_hotspa.checkpoint.disk import DTYPES, Disk, FileRecord, TensorRecord, tensor_file
-from hf_hotspa.checkpoint.folder import RunFolder
-from hf_hotspa.checkpoint.manifest import STATE, Manifest, SavedParameter, SavedSegment, rank_tensors
+from hf_hotspa.checkpoint.format.disk import DTYPES, Disk, FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.format.folder import RunFolder
+from hf_hotspa.checkpoint.format.manifest import STATE, Manifest, SavedParameter, SavedSegment, rank_tensors
 
 WORLD = 2
 

@@ -20,7 +20,7 @@ import transformers
 from torch import Tensor
 
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.family_page import PAGE, outcome, render_page
 from tests.harness import WorldError, run_ranks

@@ -1,6 +1,6 @@
 """The generated table of model families, for code that must not import transformers.
 
-`python -m tests.family_table` writes `hf_hotspa/cost/families.json` from the installed transformers: which causal language
+`python -m tests.family_table` writes `hf_hotspa/costs/families.json` from the installed transformers: which causal language
 models have a tensor-parallel and a pipeline plan, and how their configs name things, from the config classes; and what
 the engine makes of a model of each planned family's default config, built without weights: why it is refused, or
 cannot run `+sp`, `+ck` or pp, and which shares of its layers tp does not divide. Some minutes.
@@ -16,10 +16,10 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hotspa.cost.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS, model_from
+from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS, model_from
 from hf_hotspa.errors import HotspaError, ModelError
+from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.runtime.specs import ModelDescription, describe_model
 from tests.tiny_families import planned_families, tiny_config_of, without_dropout
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")

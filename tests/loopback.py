@@ -5,8 +5,8 @@ from collections import deque
 
 import torch
 
+from hf_hotspa.engine.transport import Operation, Submissions, TransferHandle
 from hf_hotspa.errors import TransferError
-from hf_hotspa.switch.transport import Operation, Submissions, TransferHandle
 
 
 class LoopbackHub:

@@ -8,7 +8,7 @@ from importlib import import_module
 
 MODULES = (
     "hf_hotspa.trainer.trainer",
-    "hf_hotspa.runtime.calibration",
+    "hf_hotspa.calibrate.calibration",
     "tests.families",
     "tests.oracle",
 )

@@ -9,8 +9,8 @@ from unittest.mock import patch
 import torch
 from transformers import TrainerCallback
 
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import STATE_FOLDER, WEIGHT, read_manifest, verify
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import STATE_FOLDER, WEIGHT, read_manifest, verify
 from tests.families import tiny_model
 from tests.oracle import random_rows
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.data.rows import RowRules
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.report import StepReport
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.options import EngineOptions
+from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import parse_buckets
 from tests.oracle import exact_in_double, relative_error
 

@@ -10,14 +10,14 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.data.bucketing import OVERLONG_POLICIES, check_policy
-from hf_hotspa.data.pipeline_order import SCHEDULES, check_schedule
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
-from hf_hotspa.runtime.options import LONGEST_TIMEOUT_S
+from hf_hotspa.model.options import LONGEST_TIMEOUT_S
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, check_policy
+from hf_hotspa.packing.pipeline_order import SCHEDULES, check_schedule
+from hf_hotspa.plan.planner import PLANNERS, check_planner
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
-from hf_hotspa.switch.planner import PLANNERS, check_planner
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.misspelt import warn_of_misspelt

@@ -24,26 +24,26 @@ from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.cost.automatic import AutoPlan, longest_wanted, make_auto_plan
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions, planned_limit
-from hf_hotspa.cost.model import CostModel, check_calibration
-from hf_hotspa.cost.single import SingleStrategy, fitting, with_single
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.trust import PhaseSeconds, Refit
-from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.costs.model import CostModel, check_calibration
+from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.model.model_check import model_facts
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.dropout_settings import without_attention_dropout
 from hf_hotspa.report import StepReport
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.runtime.calibration import calibrate
-from hf_hotspa.runtime.dropout_settings import without_attention_dropout
-from hf_hotspa.runtime.memory import device_limit
-from hf_hotspa.runtime.model_check import model_facts
-from hf_hotspa.runtime.options import EngineOptions
-from hf_hotspa.runtime.specs import ModelDescription, describe_model, dtype_name
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.automatic import AutoPlan, longest_wanted, make_auto_plan
+from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead

@@ -17,9 +17,9 @@ from torch import Tensor
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
 
-from hf_hotspa.checkpoint.disk import FileRecord, TensorRecord, tensor_file
-from hf_hotspa.checkpoint.folder import RunFolder, checkpoint_name, write_error
-from hf_hotspa.checkpoint.manifest import (
+from hf_hotspa.checkpoint.format.disk import FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name, write_error
+from hf_hotspa.checkpoint.format.manifest import (
     BUFFERS,
     STATE,
     STATE_FOLDER,
@@ -53,9 +53,9 @@ from hf_hotspa.checkpoint.tensors import (
     versions,
 )
 from hf_hotspa.errors import CheckpointError, HotspaError
-from hf_hotspa.runtime.adapters import is_adapted, save_config
-from hf_hotspa.runtime.specs import dtype_name
-from hf_hotspa.runtime.verdict import settled
+from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.parallel.adapters import is_adapted, save_config
+from hf_hotspa.parallel.verdict import settled
 from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.resuming import ResumeMixin
 from hf_hotspa.trainer.same_settings import argument_facts, text_of

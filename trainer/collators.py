@@ -20,9 +20,9 @@ from transformers.data.data_collator import (
 )
 
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.rows import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.rows.features import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.per_row import PerRow
 

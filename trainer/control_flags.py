@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.views import is_users
 

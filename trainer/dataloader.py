@@ -29,14 +29,14 @@ import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 
-from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.data.arrow import arrow_view, is_plain_arrow, rows_of_columns
-from hf_hotspa.data.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.rows import DEFAULT_RULES, RowRules
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.rows.arrow import arrow_view, is_plain_arrow, rows_of_columns
+from hf_hotspa.rows.features import DEFAULT_RULES, RowRules
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.rows import as_it_is
 from hf_hotspa.trainer.worker_processes import worker_context

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from hf_hotspa.runtime.options import EngineOptions
-from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 

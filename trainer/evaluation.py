@@ -19,13 +19,13 @@ from torch.utils.data import DataLoader
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
-from hf_hotspa.data.bucketing import check_lengths
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.rows import Row
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.evaluation import EvaluationResult
 from hf_hotspa.errors import DataError
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.evaluation import EvaluationResult
+from hf_hotspa.packing.bucketing import check_lengths
+from hf_hotspa.rows.features import Row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.dataloader import Planner
 from hf_hotspa.trainer.evaluation_loader import EvaluationLoader, EvaluationRows, EvaluationSampler, evaluation_buckets

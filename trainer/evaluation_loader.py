@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
-from hf_hotspa.data.rows import read_row
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.rows.features import read_row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import RankRows
 from hf_hotspa.trainer.rows import as_it_is

@@ -32,9 +32,9 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler, PrinterCallback, ProgressCallback
 
 from hf_hotspa.callbacks.switch_overhead import SHORT_KEYS
-from hf_hotspa.data.mini_batch import MiniBatchPlan
+from hf_hotspa.engine.measures import Observer, PhaseMeasure, phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
-from hf_hotspa.runtime.measures import Observer, PhaseMeasure, phase_event, switch_events
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
 
 logger = logging.getLogger(__name__)
 

@@ -17,10 +17,10 @@ from transformers import trainer as stock
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
 
-from hf_hotspa.checkpoint.disk import Disk
 from hf_hotspa.checkpoint.export import export
+from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)

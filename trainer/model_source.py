@@ -18,15 +18,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer
 
-from hf_hotspa.checkpoint.disk import Disk
-from hf_hotspa.checkpoint.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
+from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import HotspaConfigError, ModelError
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.loading import has_weights, open_model
-from hf_hotspa.runtime.model_check import weights_digest
-from hf_hotspa.runtime.model_kind import refuse_other_models
+from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.model.model_kind import refuse_other_models
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.stale_weights import guard, release, structure_only

@@ -12,9 +12,9 @@ from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hotspa.checkpoint.tensors import bare_optimizer
+from hf_hotspa.engine.cpu_adam import cpu_adam_class, load_cpu_adam
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.runtime.cpu_adam import cpu_adam_class, load_cpu_adam
-from hf_hotspa.runtime.engine import HotSPaEngine
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
 from hf_hotspa.trainer.same_settings import group_facts, optimizer_facts, text_of

@@ -14,8 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 from transformers.training_args import OptimizerNames
 
+from hf_hotspa.engine.cpu_adam import CPU_ADAM
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.runtime.cpu_adam import CPU_ADAM
 
 ELEMENTWISE_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,

@@ -9,9 +9,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.cost.json_file import read_json, write_json
+from hf_hotspa.costs.json_file import read_json, write_json
+from hf_hotspa.engine.faults import OutOfMemory, PhaseFailures
 from hf_hotspa.errors import HotspaConfigError, HotspaError
-from hf_hotspa.runtime.faults import OutOfMemory, PhaseFailures
 from hf_hotspa.strategy import Bucket, Strategy
 
 logger = logging.getLogger(__name__)

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.model_check import check_hooks
+from hf_hotspa.model.model_check import check_hooks
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation_loader import is_own_loader

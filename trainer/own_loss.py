@@ -17,12 +17,12 @@ from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hotspa.data.rows import RowRules, read_row
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.runtime.adapters import bare_model
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.own_loss import SequenceLoss, TokenLoss, WholeSequence
+from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, WholeSequence
+from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.rows import is_stream
 

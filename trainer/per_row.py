@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from hf_hotspa.data.rows import IGNORED_LABEL, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
+from hf_hotspa.rows.features import IGNORED_LABEL, TOKEN_COLUMNS, Row, RowRules, read_row
 
 _PAIRS = 1000
 _READ = frozenset(TOKEN_COLUMNS)

@@ -15,17 +15,17 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import PreTrainedModel
 
-from hf_hotspa.cost.automatic import AutoPlan, make_auto_plan
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.chooser import predict_phases
-from hf_hotspa.cost.single import SingleStrategy, fitting, with_single
-from hf_hotspa.data.mini_batch import MiniBatchPlan
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.calibrate.calibration import cached_calibration, calibration_key
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
-from hf_hotspa.runtime.calibration import cached_calibration, calibration_key
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.automatic import AutoPlan, make_auto_plan
+from hf_hotspa.search.chooser import predict_phases
+from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (

@@ -27,8 +27,8 @@ from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hotspa.callbacks.report import ReportCallback
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.uncaught import interrupt_is_told, signal_came
 
 logger = logging.getLogger(__name__)

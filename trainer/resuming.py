@@ -15,16 +15,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from hf_hotspa.checkpoint.disk import read_object
-from hf_hotspa.checkpoint.folder import check_step, checkpoints
-from hf_hotspa.checkpoint.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
+from hf_hotspa.checkpoint.format.disk import read_object
+from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import STATE, Manifest, rank_state, read_manifest, verify_files
 from hf_hotspa.checkpoint.rng import set_random_state
 from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock
 from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, restore_buffers, saved_vector
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
-from hf_hotspa.runtime.adapters import frozen_digest
-from hf_hotspa.runtime.agreement import Agreement, Mailbox
-from hf_hotspa.runtime.engine import HotSPaEngine
+from hf_hotspa.parallel.adapters import frozen_digest
+from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.resuming_stock import StockResumeMixin
 from hf_hotspa.trainer.row_order import order_seed

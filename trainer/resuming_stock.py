@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import Trainer
 
-from hf_hotspa.checkpoint.manifest import ADAPTER_WEIGHTS
+from hf_hotspa.checkpoint.format.manifest import ADAPTER_WEIGHTS
 from hf_hotspa.checkpoint.stock import StockCheckpoint, restore_adapter
 from hf_hotspa.checkpoint.tensors import copy_buffers
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.loading import load_weights
-from hf_hotspa.runtime.weight_files import WeightFiles
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import load_weights
+from hf_hotspa.model.weight_files import WeightFiles
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.stale_weights import structure_only
 

@@ -14,8 +14,8 @@ from torch.utils.data import RandomSampler, Sampler, SequentialSampler
 from transformers import TrainingArguments
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.rows.table import SequenceTable
 
 _FIX = "return a sampler of single rows with a length, or leave the order to train_sampling_strategy"
 

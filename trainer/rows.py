@@ -10,10 +10,10 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from hf_hotspa.data.prepare import check_masks, prepare_dataset, tokenize_rows
-from hf_hotspa.data.rows import LABEL_COLUMNS, RowRules
-from hf_hotspa.data.scan import scan_dataset
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.rows.features import LABEL_COLUMNS, RowRules
+from hf_hotspa.rows.scan import scan_dataset
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.per_row import CollatedRows, PerRow
 
 

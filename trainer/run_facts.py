@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from hf_hotspa.cost.automatic import AutoPlan
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.report import RunFacts
 from hf_hotspa.reporting.histogram import length_histogram
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.specs import dtype_name
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.automatic import AutoPlan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies
 from hf_hotspa.trainer.predictions import Predictions

@@ -2,7 +2,7 @@
 
 Rows of other lengths are found by the scan. Rows of the same lengths and other tokens (a data set that is split by rank)
 are found by a few that every rank reads; what gives another row at each reading is left to the agreement on each
-mini-batch (`hf_hotspa/runtime/same_rows.py`), as it may well be read by one rank only.
+mini-batch (`hf_hotspa/parallel/same_rows.py`), as it may well be read by one rank only.
 """
 
 import hashlib
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 from transformers.trainer_utils import has_length
 
-from hf_hotspa.data.rows import RowRules, read_row
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaError
+from hf_hotspa.rows.features import RowRules, read_row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.same_settings import text_of
 
 _SAMPLED_ROWS = 4

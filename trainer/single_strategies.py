@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.loading import has_weights
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, Planner, RankRows
 from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets

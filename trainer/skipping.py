@@ -9,8 +9,8 @@ import logging
 import torch
 from torch import Tensor
 
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError, NonFiniteError
-from hf_hotspa.runtime.engine import HotSPaEngine
 
 logger = logging.getLogger(__name__)
 

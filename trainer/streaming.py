@@ -26,10 +26,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, content_digest
-from hf_hotspa.data.mini_batch import MiniBatchPlan
 from hf_hotspa.data.prepare import check_masks
-from hf_hotspa.data.rows import DEFAULT_RULES, Row, RowRules, read_row
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.rows.features import DEFAULT_RULES, Row, RowRules, read_row
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.per_row import PerRow
 from hf_hotspa.trainer.rows import as_it_is, tokenized_rows

@@ -23,13 +23,13 @@ from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.settings import SettingsCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
+from hf_hotspa.parallel.own_loss import TokenSlice
 from hf_hotspa.report import StepReport
-from hf_hotspa.runtime.adapters import bare_model, refuse_quantized
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.model_check import weights_digest
-from hf_hotspa.runtime.own_loss import TokenSlice
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.accumulation import AccumulationMixin
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, check_given, prepare_auto

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_json
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.storage import to_storage
+from hf_hotspa.model.storage import to_storage
 from hf_hotspa.trainer.optimizers import check_optimizer
 
 _FIX = "build it on model.parameters() of the model that the trainer was given, or leave it to --optim"

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 from transformers import Trainer
 from transformers.trainer_callback import CallbackHandler
 
-from hf_hotspa.runtime.engine import HotSPaEngine
-from hf_hotspa.runtime.loading import has_weights
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import has_weights
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
 

@@ -207,7 +207,7 @@ def side_main(rank: int, world_size: int, side: Side, work: Work, log: str, gate
 
     _write_to(f"{log}-{rank}.log")
     importlib.import_module(f"peers.sides.{side.module}")  # libraries count as nobody's memory
-    from hf_hotspa.runtime.probe import freeing_at_once
+    from hf_hotspa.calibrate.probe import freeing_at_once
     from peers.sides.common import Turns, evaluated_loss, warm_up
 
     timed = work.measure == "time"

@@ -8,7 +8,7 @@ from typing import Any
 
 from contest import check_runs_everywhere, make_model, short_name
 
-from hf_hotspa.cost.rooms import MemoryRooms
+from hf_hotspa.search.capacities import MemoryRooms
 from hf_hotspa.strategy import Bucket, Strategy
 from peers.work import Work
 
@@ -106,11 +106,11 @@ class _Planner:
         import bf16_products
         import torch
 
-        from hf_hotspa.cost.memory import MemoryOptions
-        from hf_hotspa.cost.model import CostModel
-        from hf_hotspa.cost.sizes import ModelSizes
-        from hf_hotspa.runtime.calibration import calibrate
-        from hf_hotspa.runtime.specs import describe_model
+        from hf_hotspa.calibrate.calibration import calibrate
+        from hf_hotspa.costs.memory import MemoryOptions
+        from hf_hotspa.costs.model import CostModel
+        from hf_hotspa.costs.sizes import ModelSizes
+        from hf_hotspa.model.specs import describe_model
         from hf_hotspa.strategy import legal_strategies
         from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
@@ -135,8 +135,8 @@ class _Planner:
 
     def buckets(self, strategy: Strategy, limit_bytes: float | None) -> tuple[Bucket, ...]:
         """The packs that the search finds best for one strategy."""
-        from hf_hotspa.cost.automatic import MARGIN, PACK_MARGIN
-        from hf_hotspa.cost.search import search
+        from hf_hotspa.search.automatic import MARGIN, PACK_MARGIN
+        from hf_hotspa.search.search import search
 
         choice = search(
             self.work.lengths, [strategy], self.time, _FullPipelines(self.memory, limit_bytes), self.switch,

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_hotspa.cost.histogram import synthetic_lengths
+from hf_hotspa.search.histogram import synthetic_lengths
 
 LENGTHS = {
     "commoncrawl": "log-normal, median 326 and sigma 1.33 where the longest is 32,768",

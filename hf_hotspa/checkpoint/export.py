@@ -16,12 +16,19 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside
-from hf_hotspa.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, BUFFERS, Manifest, SavedParameter, verify
+from hf_hotspa.checkpoint.format.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside
+from hf_hotspa.checkpoint.format.manifest import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    BUFFERS,
+    Manifest,
+    SavedParameter,
+    verify,
+)
 from hf_hotspa.checkpoint.model_files import MAX_SHARD_BYTES, adapter_name, write_shards
 from hf_hotspa.checkpoint.tensors import ShareReader, tensor_bytes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.runtime.weight_files import WeightFiles
+from hf_hotspa.model.weight_files import WeightFiles
 
 _CARD = """---
 library_name: {library}

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hf_hotspa.checkpoint.disk import DTYPES, Buffer, Disk, FileRecord, TensorRecord, tensor_file
-from hf_hotspa.checkpoint.manifest import ADAPTER_WEIGHTS
+from hf_hotspa.checkpoint.format.disk import DTYPES, Buffer, Disk, FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.format.manifest import ADAPTER_WEIGHTS
 from hf_hotspa.checkpoint.tensors import tensor_bytes
 from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.runtime.specs import dtype_name
+from hf_hotspa.model.specs import dtype_name
 
 MAX_SHARD_BYTES = 5 * 10**9
 """A file is closed before it grows beyond this; a larger tensor has a file of its own."""

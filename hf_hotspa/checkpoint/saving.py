@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from hf_hotspa.checkpoint.disk import FileRecord
-from hf_hotspa.checkpoint.folder import RunFolder, write_error
-from hf_hotspa.checkpoint.manifest import Manifest
+from hf_hotspa.checkpoint.format.disk import FileRecord
+from hf_hotspa.checkpoint.format.folder import RunFolder, write_error
+from hf_hotspa.checkpoint.format.manifest import Manifest
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.runtime.agreement import Agreement
+from hf_hotspa.parallel.agreement import Agreement
 
 T = TypeVar("T")
 WriteFiles = Callable[[Path], list[FileRecord]]

@@ -14,17 +14,17 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_hotspa.checkpoint.disk import read_object
-from hf_hotspa.checkpoint.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
+from hf_hotspa.checkpoint.format.disk import read_object
+from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
 from hf_hotspa.checkpoint.model_files import adapter_name
 from hf_hotspa.checkpoint.pickles import read_pickle
 from hf_hotspa.checkpoint.rng import set_generators
 from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, bare_optimizer, load_optimizer
+from hf_hotspa.engine.cpu_adam import CPU_ADAM
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError
-from hf_hotspa.runtime.cpu_adam import CPU_ADAM
-from hf_hotspa.runtime.master import MasterStore
-from hf_hotspa.runtime.storage import to_storage
-from hf_hotspa.runtime.weight_files import WeightFiles
+from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.weight_files import WeightFiles
 
 OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"
 _OF_OTHERS = {

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.tensors import bare_optimizer
-from hf_hotspa.runtime.master import MasterStore
+from hf_hotspa.engine.master import MasterStore
 
 PICKLED_ARGUMENTS = "training_args.bin"
 

@@ -16,16 +16,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from hf_hotspa.checkpoint.disk import Buffer, TensorRecord, check_name, tensor_file
-from hf_hotspa.checkpoint.manifest import BUFFERS, WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
-from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
+from hf_hotspa.checkpoint.format.disk import Buffer, TensorRecord, check_name, tensor_file
+from hf_hotspa.checkpoint.format.manifest import BUFFERS, WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
+from hf_hotspa.checkpoint.format.reading import Expected, check_structure, pieces
+from hf_hotspa.engine.cpu_adam import CPU_ADAM
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterVector, trained_part
-from hf_hotspa.runtime.cpu_adam import CPU_ADAM
-from hf_hotspa.runtime.master import MasterStore
-from hf_hotspa.runtime.specs import dtype_name
-from hf_hotspa.runtime.storage import from_storage, to_storage
+from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.model.storage import from_storage, to_storage
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""

@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_hotspa.data.bucketing import check_policy, plan_mini_batch
-from hf_hotspa.data.mini_batch import MiniBatchPlan, Pack
-from hf_hotspa.data.rows import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError
+from hf_hotspa.packing.bucketing import check_policy, plan_mini_batch
+from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack
+from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket
 
 
@@ -245,7 +245,7 @@ class PackedBucketCollator:
 
         Args:
             features: The rows of one optimizer step, the same on every rank: mappings with `input_ids`, and perhaps
-                `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.data.rows`).
+                `labels`, `attention_mask`, `position_ids` or `seq_lengths` (`hf_hotspa.rows.features`).
         """
         try:
             return self.of_rows([read_row(example, row, self.rules) for row, example in enumerate(features)])

@@ -9,7 +9,7 @@ is either known exactly or refused.
 The lengths of the rows of a file, as training has them:
 
     dataset = prepare_dataset(load_source("chats.jsonl"), tokenizer)
-    lengths = scan_dataset(dataset).sequence_lengths  # hf_hotspa.data.scan; [S] int64, tokens of every sequence
+    lengths = scan_dataset(dataset).sequence_lengths  # hf_hotspa.rows.scan; [S] int64, tokens of every sequence
 """
 
 import logging
@@ -18,11 +18,11 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.data.chat import ChatTemplate
-from hf_hotspa.data.chat_text import Tokens
-from hf_hotspa.data.formats import Chat, Format, Reading, Strings, format_of
-from hf_hotspa.data.rows import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
 from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.rows.chat import ChatTemplate
+from hf_hotspa.rows.chat_text import Tokens
+from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
+from hf_hotspa.rows.formats import Chat, Format, Reading, Strings, format_of
 
 logger = logging.getLogger(__name__)
 

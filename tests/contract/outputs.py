@@ -17,7 +17,7 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.histogram import synthetic_lengths
+from hf_hotspa.search.histogram import synthetic_lengths
 from tests.contract.commands import PAGES, commands_of
 
 SHOWN = re.compile(r"^```sh\n((?:(?!```).*\n)*)```\n\n^```output\n((?:(?!```).*\n)*)```$", re.MULTILINE)

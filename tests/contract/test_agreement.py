@@ -46,6 +46,6 @@ def test_errors_are_agreed_on_by_agreement_run() -> None:
         file: lines
         for file in source_files("hf_hotspa", "trainer", "callbacks", "examples", "benchmarks")
         # where `run` itself is
-        if file != "hf_hotspa/runtime/agreement.py" and (lines := by_hand((ROOT / file).read_text()))
+        if file != "hf_hotspa/parallel/agreement.py" and (lines := by_hand((ROOT / file).read_text()))
     }
     assert not found, f"use Agreement.run(where, function) in {found}"

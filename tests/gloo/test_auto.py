@@ -41,7 +41,7 @@ def stock_run(rank, world_size, dtype, output_dir, of_world):
 
 def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
     """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
-    from hf_hotspa.cost.coefficients import Cost, Hop
+    from hf_hotspa.costs.coefficients import Cost, Hop
     from hf_hotspa.report import PhaseReport
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -185,7 +185,7 @@ def test_bad_input_is_refused_on_every_rank(extra, name, words, tmp_path):
 
 
 def broken_file(folder, kind, model):
-    from hf_hotspa.cost.coefficients import Cost
+    from hf_hotspa.costs.coefficients import Cost
     from tests.calibrations import save_calibration
 
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}

@@ -106,7 +106,7 @@ def test_the_sides_of_a_step_follow_from_the_ranks(ranks: int, static: set[str])
 
 
 def test_a_side_that_is_legal_and_cannot_run_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_hotspa.runtime import specs
+    from hf_hotspa.model import specs
 
     step = importlib.import_module("step")
     with pytest.raises(SystemExit, match="there are no sides"):

@@ -16,16 +16,16 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from hf_hotspa.calibrate import calibration as measured
+from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.calibrate.probe import layer_counts, small_copy
 from hf_hotspa.cli import main
-from hf_hotspa.cost.calibration import Calibration
-from hf_hotspa.cost.memory import MemoryOptions
-from hf_hotspa.cost.model import CostModel
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.runtime import calibration as measured
-from hf_hotspa.runtime.calibration import calibrate
-from hf_hotspa.runtime.probe import layer_counts, small_copy
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.families import FAMILIES, tiny_config
 from tests.harness import run_ranks

@@ -19,10 +19,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import ExportableState
 
-from hf_hotspa.checkpoint.commands import add_parsers, run
-from hf_hotspa.checkpoint.disk import Disk
-from hf_hotspa.checkpoint.folder import LOCK, RunFolder, check_step, checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
+from hf_hotspa.commands.checkpoints import add_parsers, run
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError
 from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model
@@ -46,7 +46,7 @@ def writer_of(rank, folder, disk):
     import torch.distributed as dist
 
     from hf_hotspa.checkpoint.saving import CheckpointWriter
-    from hf_hotspa.runtime.agreement import Agreement
+    from hf_hotspa.parallel.agreement import Agreement
 
     return CheckpointWriter(RunFolder(Path(folder), disk), Agreement(dist.group.WORLD, rank))
 
@@ -234,7 +234,7 @@ def test_a_directory_that_cannot_be_written_to_is_said_at_the_start(tmp_path):
 
 
 def second_job(rank, world, folder):
-    from hf_hotspa.checkpoint import folder as folder_module
+    from hf_hotspa.checkpoint.format import folder as folder_module
 
     folder_module._LOCK_PATIENCE_S = 0.2
     try:

@@ -94,7 +94,7 @@ def limited_pipelines(rank, world_size, cases):
     from torch.autograd.graph import saved_tensors_hooks
     from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-    from hf_hotspa.runtime.replica import Replica
+    from hf_hotspa.model.replica import Replica
 
     alive, held, ran = weakref.WeakSet(), [], []
     forward = Replica.forward
@@ -160,8 +160,8 @@ def test_no_pipeline_holds_more_tokens_than_its_bucket_says():
 def test_a_schedule_that_gives_way_to_the_limit_is_named_once(caplog):
     from types import SimpleNamespace
 
-    from hf_hotspa.data.pipeline_order import choose_passes
-    from hf_hotspa.runtime.pipeline import PipelineRunner
+    from hf_hotspa.packing.pipeline_order import choose_passes
+    from hf_hotspa.parallel.pipeline import PipelineRunner
 
     runner = object.__new__(PipelineRunner)
     runner.__dict__.update(SimpleNamespace(_name="dp1tp1pp4", _schedule="1f1b", _speaks=True).__dict__)

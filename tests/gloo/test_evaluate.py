@@ -37,9 +37,9 @@ def plain_loss(logits, rows):
 
 
 def engine_world(rank, world_size, family, dtype, strategies):
-    from hf_hotspa.data.bucketing import plan_mini_batch
     from hf_hotspa.data.collator import PackedBucketCollator
-    from hf_hotspa.data.scan import scan_dataset
+    from hf_hotspa.packing.bucketing import plan_mini_batch
+    from hf_hotspa.rows.scan import scan_dataset
     from hf_hotspa.trainer.evaluation_loader import evaluation_buckets
 
     model = tiny_model(family, dtype)

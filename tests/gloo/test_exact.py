@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks

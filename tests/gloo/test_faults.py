@@ -47,8 +47,8 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
@@ -71,10 +71,10 @@ RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
 
 def target_of(phase):
     """`(class, method)` that runs in a phase."""
-    from hf_hotspa.checkpoint.disk import Disk
-    from hf_hotspa.runtime.agreement import Agreement
-    from hf_hotspa.runtime.engine import HotSPaEngine
-    from hf_hotspa.runtime.phase import PhaseRunner
+    from hf_hotspa.checkpoint.format.disk import Disk
+    from hf_hotspa.engine.engine import HotSPaEngine
+    from hf_hotspa.engine.phase import PhaseRunner
+    from hf_hotspa.parallel.agreement import Agreement
     from hf_hotspa.trainer.dataloader import RankRows
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -254,7 +254,7 @@ def test_random_faults(seed, reference):
 
 def short_of_memory(rank, world, folder, options):
     """A pack of 40 tokens or more is too much for one rank."""
-    from hf_hotspa.runtime.replica import Replica
+    from hf_hotspa.model.replica import Replica
 
     forward = Replica.forward
 
@@ -311,7 +311,7 @@ def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
 
 def short_of_memory_in_an_evaluation(rank, world, folder):
     """`evaluate()` without a `train()` around it."""
-    from hf_hotspa.runtime.replica import Replica
+    from hf_hotspa.model.replica import Replica
 
     forward = Replica.forward
 
@@ -335,8 +335,8 @@ def test_an_evaluation_that_runs_out_of_memory_leaves_a_note_too(tmp_path):
 
 def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
-    from hf_hotspa.cost.coefficients import Cost
-    from hf_hotspa.runtime.faults import OutOfMemory
+    from hf_hotspa.costs.coefficients import Cost
+    from hf_hotspa.engine.faults import OutOfMemory
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.out_of_memory import record
     from tests.calibrations import made_calibration

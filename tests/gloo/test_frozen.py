@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from hf_hotspa.checkpoint.export import export
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.costs.sizes import ModelSizes
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.training_runs import make_trainer

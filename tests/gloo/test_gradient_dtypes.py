@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.layout.gradients import GradientDtypes
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model
 from tests.gradient_errors import BUCKETS, EVERY, FAMILY, costs_on_rank

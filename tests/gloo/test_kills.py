@@ -22,9 +22,9 @@ from typing import NamedTuple
 import pytest
 from transformers import TrainerCallback
 
-from hf_hotspa.checkpoint.disk import Disk
-from hf_hotspa.checkpoint.folder import check_step, checkpoints
-from hf_hotspa.checkpoint.manifest import read_manifest, verify
+from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from hf_hotspa.errors import HotspaError
 from tests.checkpoints import FaultyDisk, die, memory_folder
 from tests.harness import run_ranks
@@ -82,7 +82,7 @@ def life(rank, world, folder, meeting, plan, options):
     """One start of the job on this rank, in a process of its own; never returns."""
     import torch.distributed as dist
 
-    from hf_hotspa.runtime import roll_call
+    from hf_hotspa.parallel import roll_call
 
     code = 1
     signal.alarm(int(PATIENCE_S))  # should it hang; faulthandler's clock does not survive a fork

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from tests.gloo.test_trainer_world import ROOT, SMALL, launch, make_tokenizer
 
 pytestmark = pytest.mark.gloo
@@ -46,7 +46,7 @@ raise LaunchError("the strategies need 4 processes and 2 are running", fix="star
 SAID = "HSP-001 Launch: the strategies need 4 processes and 2 are running"
 
 
-@pytest.mark.parametrize("launcher", ["torch.distributed.run", "hf_hotspa.own_launcher"])
+@pytest.mark.parametrize("launcher", ["torch.distributed.run", "hf_hotspa.commands.own_launcher"])
 def test_a_failed_launch_ends_with_our_error_once(launcher, tmp_path):
     """`accelerate launch` starts processes by the first of them, `hf-hotspa train` by the second."""
     (tmp_path / "script.py").write_text(FAILS)  # imports no torch: what raises is in tests/unit/test_uncaught.py
@@ -57,7 +57,7 @@ def test_a_failed_launch_ends_with_our_error_once(launcher, tmp_path):
     assert done.returncode == 1
     assert (done.stdout + done.stderr).count(SAID) == 1
     assert "hf_hotspa/uncaught" not in done.stderr  # no traceback of ours
-    if launcher == "hf_hotspa.own_launcher":
+    if launcher == "hf_hotspa.commands.own_launcher":
         assert done.stderr == f"{SAID}\n  Fix: start 4\n"
         return
     *_, what, fix, end = done.stderr.strip().splitlines()

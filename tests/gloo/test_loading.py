@@ -48,7 +48,7 @@ def first_step(engine, vocab_size):
 
 
 def both_ways(rank, world_size, root, buckets, families):
-    from hf_hotspa.runtime.loading import open_model
+    from hf_hotspa.engine.loading import open_model
 
     for family in families:
         folder = Path(root) / family
@@ -80,7 +80,7 @@ def test_weights_and_first_loss_are_those_of_the_model_itself(world_size, famili
 
 
 def damaged_on_one_rank(rank, world_size, good, bad):
-    from hf_hotspa.runtime.loading import open_model
+    from hf_hotspa.engine.loading import open_model
 
     folder = Path(bad) if rank == 1 else Path(good)
     make_engine(open_model(Path(good)), "dp2:60", weights=folder)
@@ -312,10 +312,10 @@ def peak_of_loading(rank, world_size, folder, small):
     """
     import torch.distributed as dist
 
-    from hf_hotspa.runtime.agreement import Agreement
-    from hf_hotspa.runtime.loading import load_weights, open_model
-    from hf_hotspa.runtime.master import MasterStore
-    from hf_hotspa.runtime.specs import describe_model
+    from hf_hotspa.engine.loading import load_weights, open_model
+    from hf_hotspa.engine.master import MasterStore
+    from hf_hotspa.model.specs import describe_model
+    from hf_hotspa.parallel.agreement import Agreement
 
     def load(path):
         model = open_model(Path(path))

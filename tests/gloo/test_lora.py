@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
 from tests.harness import run_ranks
 from tests.lora import FAMILIES, tiny_lora

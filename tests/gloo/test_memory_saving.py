@@ -6,7 +6,7 @@ Each alone, together, and several in one hot-switched mini-batch, against the pl
 import pytest
 import torch
 
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import strategies_of
 from tests.families import FAMILIES, tiny_model
 from tests.gloo.test_exact import TOLERANCE, check, rank_errors

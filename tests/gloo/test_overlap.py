@@ -10,10 +10,10 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 from transformers.models.llama import LlamaForCausalLM
 
+from hf_hotspa.engine.overlap import GradientWatch
 from hf_hotspa.errors import TransferError
-from hf_hotspa.runtime import roll_call
-from hf_hotspa.runtime.overlap import GradientWatch
-from hf_hotspa.switch.table import TARGET
+from hf_hotspa.parallel import roll_call
+from hf_hotspa.plan.table import TARGET
 from tests.families import tiny_config, tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step, relative_error

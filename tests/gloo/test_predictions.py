@@ -18,7 +18,7 @@ STRATEGIES = "dp2:16@32,tp2:60"
 
 
 def calibration_for(world_size):
-    from hf_hotspa.cost.coefficients import Cost
+    from hf_hotspa.costs.coefficients import Cost
     from tests.calibrations import made_calibration
 
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
@@ -69,7 +69,7 @@ def four_runs(rank, world_size, folder, file):
     import torch
     import torch.distributed as dist
 
-    from hf_hotspa.runtime.calibration import calibration_key
+    from hf_hotspa.calibrate.calibration import calibration_key
 
     warnings = Warnings()
     logging.getLogger("hf_hotspa.trainer.predictions").addHandler(warnings)

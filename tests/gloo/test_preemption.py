@@ -12,8 +12,8 @@ import pytest
 from transformers import TrainerCallback
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.trainer import preemption
 from tests.checkpoints import memory_folder

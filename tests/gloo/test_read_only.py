@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from transformers import TrainerCallback
 
-from hf_hotspa.checkpoint.folder import checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import CheckpointError, HotspaError
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_hotspa.checkpoint.manifest import WEIGHT, read_manifest
+from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.trainer.resuming import Resumption
 from tests.checkpoints import memory_folder
@@ -156,7 +156,7 @@ def test_another_storage_order_is_read(tmp_path, monkeypatch):
         plain = [replace(s, shard_dim=None, parts=()) if s.shard_dim else s for s in specs]
         return original(plain, layer_costs, head_cost)
 
-    monkeypatch.setattr("hf_hotspa.runtime.specs.build_vector", turned)
+    monkeypatch.setattr("hf_hotspa.model.specs.build_vector", turned)
     checkpoint = tmp_path / "a" / "checkpoint-3"
     trainer = make_trainer(str(tmp_path / "b"), 1, max_steps=3, model_seed=5)
     assert train_without_steps(trainer, str(checkpoint)) == {}
@@ -341,7 +341,7 @@ def as_format_1(path):
     """The same checkpoint as earlier versions wrote it: our files at the root, configs in `model/`, no model files."""
     from dataclasses import replace
 
-    from hf_hotspa.checkpoint.manifest import MANIFEST
+    from hf_hotspa.checkpoint.format.manifest import MANIFEST
 
     manifest, files = read_manifest(path), []
     configs = dict(manifest.model_files())
@@ -362,7 +362,7 @@ def test_checkpoints_of_earlier_versions_go_on_and_are_exported(tmp_path):
     from transformers import AutoModelForCausalLM
 
     from hf_hotspa.checkpoint.export import export
-    from hf_hotspa.checkpoint.manifest import verify
+    from hf_hotspa.checkpoint.format.manifest import verify
 
     losses = train(make_trainer(str(tmp_path / "a"), 1, max_steps=4))
     expected = whole_state(tmp_path / "a" / "checkpoint-2")

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from hf_hotspa.checkpoint.export import export
-from hf_hotspa.checkpoint.manifest import read_manifest, verify
+from hf_hotspa.checkpoint.format.manifest import read_manifest, verify
 from hf_hotspa.checkpoint.stock import StockCheckpoint, _epochs, is_stock
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from tests.checkpoints import memory_folder

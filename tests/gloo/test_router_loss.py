@@ -7,7 +7,7 @@ from torch.nn import functional
 from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step
 from tests.tiny_families import tiny_model_of

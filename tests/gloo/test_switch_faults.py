@@ -20,13 +20,13 @@ import torch.distributed as dist
 from written_plans import layout_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.executor import SwitchExecutor
+from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
 from hf_hotspa.errors import HotspaError, TransferError
 from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.switch.executor import SwitchExecutor
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load
-from hf_hotspa.switch.table import LENGTH
-from hf_hotspa.switch.transport import ProcessGroupTransport, TransferHandle
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load
+from hf_hotspa.plan.table import LENGTH
 from tests.families import tiny_model
 from tests.harness import Outcome, run_ranks
 from tests.switch_cases import poisoned

@@ -10,13 +10,13 @@ import torch.distributed as dist
 from written_plans import layout_of, plan_of, transfers_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
 from hf_hotspa.errors import PlanMismatchError, TransferError
 from hf_hotspa.layout.intervals import Interval
-from hf_hotspa.runtime.agreement import Agreement
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load
-from hf_hotspa.switch.transport import ProcessGroupTransport, Transport
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load
 from tests.harness import run_ranks
 from tests.loopback import LoopbackHub
 from tests.switch_cases import bits, check_rank, direct_messages, make_case, poisoned, random_bits

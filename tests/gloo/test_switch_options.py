@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.plan.table import SECOND, SRC_STORE
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.table import SECOND, SRC_STORE
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step

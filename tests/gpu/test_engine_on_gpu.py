@@ -36,7 +36,7 @@ def test_hot_switched_strategies_are_exact(family: str, dtype: torch.dtype):
 
 def bf16_errors(rank: int, world_size: int, buckets: str) -> dict[str, Any]:
     """Relative errors to fp64 of ours in bf16 and of the stock model in bf16, and which device and kernel ours used."""
-    from hf_hotspa.runtime import attention
+    from hf_hotspa.parallel import attention
 
     # heads of 8: the least that the kernel takes
     changes = {"num_attention_heads": 8, "hidden_size": 64, "num_key_value_heads": 4, "attention_bias": False}
@@ -94,7 +94,7 @@ def test_heads_that_the_kernel_does_not_take():
 
 def free_memory(rank: int, world_size: int) -> dict[str, int]:
     """Bytes that a plan may use before a large tensor lived and after, and what the device says after it."""
-    from hf_hotspa.runtime.memory import device_limit
+    from hf_hotspa.engine.memory import device_limit
 
     device = torch.device("cuda", 0)
     before = device_limit(device)

@@ -2,7 +2,7 @@
 
 import torch
 
-from hf_hotspa.runtime.arena import Arenas
+from hf_hotspa.engine.arena import Arenas
 
 WEIGHTS = [torch.float32, torch.bfloat16]
 A, B, C = ("a", 0), ("b", 0), ("c", 0)

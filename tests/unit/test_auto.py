@@ -4,16 +4,16 @@ import numpy as np
 import pytest
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.automatic import make_auto_plan
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
-from hf_hotspa.cost.model import CostModel
-from hf_hotspa.cost.select import Selector
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.automatic import make_auto_plan
+from hf_hotspa.search.select import Selector
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.trainer import auto
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments

@@ -5,10 +5,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.data.bucketing import OVERLONG_POLICIES, assign_buckets, check_lengths, cut_rows, plan_mini_batch
-from hf_hotspa.data.mini_batch import Sequence
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, assign_buckets, check_lengths, cut_rows, plan_mini_batch
+from hf_hotspa.packing.mini_batch import Sequence
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
 
 BUCKETS = parse_buckets("dp4:8@16,dp2tp2:20,tp2pp2:50@60")

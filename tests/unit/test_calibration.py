@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 
-from hf_hotspa.cost.calibration import Calibration, cache_folder
-from hf_hotspa.cost.coefficients import Cost, Hop
-from hf_hotspa.cost.estimate import Evaluator, LengthTable
-from hf_hotspa.cost.fitting import Sample
-from hf_hotspa.cost.measurements import (
+from hf_hotspa.costs.calibration import Calibration, cache_folder
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.measurements import (
     CalibrationKey,
     Link,
     MemorySample,
@@ -23,15 +22,16 @@ from hf_hotspa.cost.measurements import (
     SwitchSample,
     config_digest,
 )
-from hf_hotspa.cost.memory import MemoryOptions
-from hf_hotspa.cost.model import CostModel
-from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import port_seconds
-from hf_hotspa.data.packing import pack_sequences
-from hf_hotspa.data.pipeline_order import reaches
+from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.packing.pipeline_order import reaches
+from hf_hotspa.search.estimate import Evaluator, LengthTable
 from hf_hotspa.strategy import Strategy, strategies_of
 
 SHAPE = ModelShape("llama", 8, 8, 4, 256, 256, 2048, 800_000)

@@ -5,9 +5,9 @@ from itertools import pairwise
 
 import pytest
 
-from hf_hotspa.data.chat import ChatTemplate
-from hf_hotspa.data.formats import Chat, read_messages
 from hf_hotspa.errors import DataError
+from hf_hotspa.rows.chat import ChatTemplate
+from hf_hotspa.rows.formats import Chat, read_messages
 from tests.chat_templates import tokenizer_for
 
 # Short templates that do what those of the families do; `[` and `]` in what is expected stand around what is learned.

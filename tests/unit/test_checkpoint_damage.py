@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from hf_hotspa.checkpoint.folder import RunFolder, check_step
-from hf_hotspa.checkpoint.manifest import MANIFEST, verify
+from hf_hotspa.checkpoint.format.folder import RunFolder, check_step
+from hf_hotspa.checkpoint.format.manifest import MANIFEST, verify
 from hf_hotspa.errors import DamagedCheckpointError
 from tests.checkpoints import memory_folder, write_checkpoint
 

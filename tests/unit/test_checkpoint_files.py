@@ -11,10 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from hf_hotspa.checkpoint import disk as disk_module
-from hf_hotspa.checkpoint.disk import Disk, FileRecord, TensorRecord, check_name, open_inside, read_text, tensor_file
-from hf_hotspa.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from hf_hotspa.checkpoint.reading import Expected, check_structure, pieces
+from hf_hotspa.checkpoint.format import disk as disk_module
+from hf_hotspa.checkpoint.format.disk import (
+    Disk,
+    FileRecord,
+    TensorRecord,
+    check_name,
+    open_inside,
+    read_text,
+    tensor_file,
+)
+from hf_hotspa.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
+from hf_hotspa.checkpoint.format.reading import Expected, check_structure, pieces
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError
 from tests.checkpoints import tiny_manifest
 from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.checkpoint import folder as folder_module
-from hf_hotspa.checkpoint.disk import Disk
-from hf_hotspa.checkpoint.folder import LOCK, RunFolder, check_step, checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format import folder as folder_module
+from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
 from hf_hotspa.process_lock import ProcessLock
 from tests.checkpoints import memory_folder, write_checkpoint
@@ -215,7 +215,7 @@ def test_a_directory_that_cannot_be_made(tmp_path, new_run):
 HOLD = """
 import sys, time
 from pathlib import Path
-from hf_hotspa.checkpoint.folder import RunFolder
+from hf_hotspa.checkpoint.format.folder import RunFolder
 RunFolder(Path(sys.argv[1])).lock()
 print("held", flush=True)
 time.sleep(60)
@@ -348,7 +348,7 @@ def test_the_last_one_is_read_back_before_the_others_go(tmp_path, new_run):
 def damage_behind_the_back(run, path):
     """The disk returns something else than was written: size and times say nothing."""
     damage(path)
-    from hf_hotspa.checkpoint.manifest import read_manifest
+    from hf_hotspa.checkpoint.format.manifest import read_manifest
 
     run._verified[path] = folder_module._signature(path, read_manifest(path))
 

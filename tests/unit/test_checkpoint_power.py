@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from hf_hotspa.checkpoint.disk import Disk
-from hf_hotspa.checkpoint.folder import LOCK, RunFolder, checkpoints
-from hf_hotspa.checkpoint.manifest import verify
+from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import DamagedCheckpointError
 from tests.checkpoints import memory_folder, write_checkpoint
 

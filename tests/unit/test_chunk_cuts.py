@@ -4,10 +4,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_hotspa.data.chunk_cuts import cut_into_chains
 from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
-from hf_hotspa.data.rows import RowRules
-from hf_hotspa.runtime.own_loss import tokens_of
+from hf_hotspa.packing.chunk_cuts import cut_into_chains
+from hf_hotspa.parallel.own_loss import tokens_of
+from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import parse_buckets
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)

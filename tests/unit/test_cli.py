@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.histogram import save_histogram
-from hf_hotspa.cost.memory import PLANNED_SHARE
-from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model, model_from, preset_names
-from hf_hotspa.cost.planning import Setup, make_plan
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.memory import PLANNED_SHARE
+from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, preset_names
 from hf_hotspa.errors import HotspaConfigError, ModelError
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.search.histogram import save_histogram
+from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.strategy import parse_buckets
 from tests.contract.layers import ROOT
 from tests.families import FAMILIES, tiny_config, tiny_model
@@ -304,7 +304,7 @@ def test_a_model_of_the_hub_is_read_from_the_cache(
     (repository / "refs" / "main").write_text("0" * 40)
     snapshot = repository / "snapshots" / ("0" * 40)
     snapshot.mkdir(parents=True)
-    preset = ROOT / "hf_hotspa" / "data" / "models" / "llama2-7b.json"
+    preset = ROOT / "hf_hotspa" / "costs" / "models" / "llama2-7b.json"
     (snapshot / "config.json").write_text(preset.read_text())
     for module in (constants, file_download):
         monkeypatch.setattr(module, "HF_HUB_CACHE", str(tmp_path), raising=False)

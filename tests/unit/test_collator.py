@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.data.bucketing import plan_mini_batch
 from hf_hotspa.data.collator import MicroBatch, MiniBatch, PackedBucketCollator
-from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.errors import DataError, TokenRangeError
+from hf_hotspa.packing.bucketing import plan_mini_batch
+from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.strategy import parse_buckets
 
 BUCKETS = parse_buckets("dp4:4@8,dp2tp2:10,tp2pp2:40")

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.adapter import Adapter
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
-from hf_hotspa.cost.model_config import load_model, model_from
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import estimate
-from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.model_config import load_model, model_from
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.runtime.specs import describe_model
+from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_config
 from tests.lora import tiny_lora

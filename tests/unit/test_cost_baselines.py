@@ -6,13 +6,13 @@ from dataclasses import replace
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.baselines import DataParallel, baselines
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.memory import MemoryModel
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.cost.zero import Traffic, traffic
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.zero import Traffic, traffic
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.search.baselines import DataParallel, baselines
 from tests.unit.test_cost_memory import SIZES_7B
 
 PSI = 6_738_415_616

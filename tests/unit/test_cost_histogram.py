@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_hotspa.cost.histogram import DISTRIBUTIONS, KIND, load_histogram, save_histogram, synthetic_lengths
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.search.histogram import DISTRIBUTIONS, KIND, load_histogram, save_histogram, synthetic_lengths
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)

@@ -9,14 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
-from hf_hotspa.cost.planning import Setup
-from hf_hotspa.cost.rooms import MemoryRooms
-from hf_hotspa.cost.sizes import ModelSizes, dtype_bytes
-from hf_hotspa.data.pipeline_order import SCHEDULES, choose_passes
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, activation_bytes
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes
+from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.planning import Setup
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from tests.random_models import random_model
 

@@ -8,19 +8,19 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.choice import Choice
-from hf_hotspa.cost.coefficients import Cost, Hop
-from hf_hotspa.cost.estimate import Evaluator, LengthTable, choose_edges, pack_choices
-from hf_hotspa.cost.histogram import synthetic_lengths
-from hf_hotspa.cost.memory import MemoryModel
-from hf_hotspa.cost.partition import best_partitions
-from hf_hotspa.cost.rooms import MemoryRooms
-from hf_hotspa.cost.search import search
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import estimate
-from hf_hotspa.cost.time import TimeModel
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.memory import MemoryModel
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, HotspaError, OverlongError
+from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
+from hf_hotspa.search.histogram import synthetic_lengths
+from hf_hotspa.search.partition import best_partitions
+from hf_hotspa.search.search import search
 from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
 
@@ -111,7 +111,7 @@ def test_search_against_brute_force() -> None:
 
 def test_the_heuristic_against_brute_force(monkeypatch) -> None:
     """What large searches do finds on small ones what an exhaustive one does, or nearly."""
-    monkeypatch.setattr("hf_hotspa.cost.search.EXACT_PHASES", 0)
+    monkeypatch.setattr("hf_hotspa.search.search.EXACT_PHASES", 0)
     rng, missed = random.Random(8), 0
     for _ in range(100):
         time, strategies, rooms, switch = random_case(rng)

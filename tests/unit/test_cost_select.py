@@ -6,14 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from hf_hotspa.cost.chooser import predict_phases
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.select import Selector
-from hf_hotspa.cost.single import SingleStrategy, with_single
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.bucketing import cut_rows, plan_mini_batch
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.packing.bucketing import cut_rows, plan_mini_batch
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.chooser import predict_phases
+from hf_hotspa.search.select import Selector
+from hf_hotspa.search.single import SingleStrategy, with_single
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.run_logs import made_phase, made_report
 from tests.unit.test_cost_search import random_case

@@ -15,20 +15,20 @@ from hypothesis import strategies as st
 from scipy.optimize import nnls  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.coefficients import Cost, Hop
-from hf_hotspa.cost.fitting import Sample, nonnegative_least_squares
-from hf_hotspa.cost.histogram import synthetic_lengths
-from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import estimate
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.data.pipeline_order import choose_passes, reaches
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.fitting import Sample, nonnegative_least_squares
+from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import estimate
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
+from hf_hotspa.packing.pipeline_order import choose_passes, reaches
+from hf_hotspa.plan.pool import PlanPool
+from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.search.histogram import synthetic_lengths
 from hf_hotspa.strategy import Strategy, legal_strategies
-from hf_hotspa.switch.pool import PlanPool
-from hf_hotspa.switch.ports import overlapped_seconds
 from tests.random_models import plain
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_hotspa.cost.formulas import (
+from hf_hotspa.costs.formulas import (
     ALL_REDUCES_PER_LAYER,
     STATE_BYTES_PER_PARAMETER,
     bubble_fraction,
@@ -13,7 +13,7 @@ from hf_hotspa.cost.formulas import (
     parameters_per_device,
     state_bytes_per_device,
 )
-from hf_hotspa.cost.zero import model_state_bytes
+from hf_hotspa.costs.zero import model_state_bytes
 from hf_hotspa.errors import HotspaConfigError
 
 # ZeRO (SC'20), Table 1: GB a device by data-parallel degree, for stages 1, 2 and 3 of models of 7.5B, 128B and 1T.

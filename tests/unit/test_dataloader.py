@@ -8,13 +8,13 @@ import torch
 from accelerate import PartialState, skip_first_batches
 from transformers import Trainer, TrainingArguments
 
-from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.cost.trust import PhaseSeconds
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.online_calibration import PhaseSeconds
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.data.collator import MiniBatch
-from hf_hotspa.data.scan import scan_dataset
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, TokenRangeError
+from hf_hotspa.rows.scan import scan_dataset
+from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.dataloader import MiniBatchLoader, planned_ahead
 

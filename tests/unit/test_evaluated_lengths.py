@@ -2,7 +2,7 @@
 
 import pytest
 
-from hf_hotspa.cost.coefficients import Cost
+from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.errors import OverlongError
 from hf_hotspa.trainer import auto
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments

@@ -10,17 +10,17 @@ import torch
 from written_plans import layout_of, traffic_of  # type: ignore[import-not-found]
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.errors import HotspaConfigError, PlanError, TransferError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.runtime.specs import describe_model, dtype_name
+from hf_hotspa.model.specs import describe_model, dtype_name
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.strategy import legal_strategies
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.pool import PlanPool
 from tests.families import tiny_model
 from tests.loopback import LoopbackHub
 from tests.switch_cases import (

@@ -10,10 +10,10 @@ from torch import nn
 from transformers.models.llama import LlamaForCausalLM, LlamaModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
-from hf_hotspa.runtime.attention import PackedSequences, packed_attention
-from hf_hotspa.runtime.isolation import LayerKind, run_alone
-from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.runtime.stage_input import stage_obstacle
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel.attention import PackedSequences, packed_attention
+from hf_hotspa.parallel.isolation import LayerKind, run_alone
+from hf_hotspa.parallel.stage_input import stage_obstacle
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.family_page import PAGE, cell, outcome, render_page

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from hf_hotspa.data.formats import Chat, Strings, format_of, read_messages
 from hf_hotspa.errors import DataError
+from hf_hotspa.rows.formats import Chat, Strings, format_of, read_messages
 
 TALK = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]
 

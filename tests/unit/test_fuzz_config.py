@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.runtime.options import EngineOptions
 from hf_hotspa.strategy import Strategy, check_buckets, check_launch, parse_buckets
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.evaluation_loader import evaluation_buckets

@@ -7,11 +7,11 @@ import pytest
 
 from hf_hotspa.cli import main
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.memory import MemoryModel, MemoryOptions
-from hf_hotspa.cost.model import CostModel
-from hf_hotspa.cost.sizes import ModelSizes
-from hf_hotspa.cost.switch_time import estimate, port_seconds
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import estimate, port_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import GradientDtypes, master_dtype
 from hf_hotspa.layout.vector import Segment

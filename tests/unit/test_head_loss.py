@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from hf_hotspa.cost.sizes import LOSS_CHUNK_BYTES, loss_chunk_tokens
-from hf_hotspa.runtime.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
-from hf_hotspa.runtime.loss import vocab_parallel_cross_entropy
+from hf_hotspa.costs.sizes import LOSS_CHUNK_BYTES, loss_chunk_tokens
+from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
+from hf_hotspa.parallel.loss import vocab_parallel_cross_entropy
 from tests.families import tiny_model
 
 TOKENS = 23

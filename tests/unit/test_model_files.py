@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from hf_hotspa.checkpoint.disk import Disk
+from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.model_files import ModelWeights
 from tests.families import tiny_model
 from tests.lora import tiny_lora

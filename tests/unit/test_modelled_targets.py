@@ -28,9 +28,9 @@ from written_plans import layout_of  # type: ignore[import-not-found]
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.planner import plan_load, plan_return
-from hf_hotspa.switch.ports import overlapped_seconds
 
 PAIRS = targets()
 

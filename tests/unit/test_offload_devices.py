@@ -15,14 +15,14 @@ import pytest
 import torch
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.messages import BoundRound
+from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import TransferError
-from hf_hotspa.runtime.master import MasterStore
-from hf_hotspa.runtime.mesh import ProcessGroups
-from hf_hotspa.runtime.options import EngineOptions
-from hf_hotspa.runtime.specs import describe_model
-from hf_hotspa.runtime.switching import Switching
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.switch.packing import BoundRound
 from tests.families import tiny_model
 from tests.loopback import LoopbackHub
 from tests.switch_cases import Buffers, drive, load_case, return_case

@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.cost.pipelines import Pipeline, pipeline_seconds
-from hf_hotspa.data.packing import (
+from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.errors import OverlongError
+from hf_hotspa.packing.packs import (
     MIN_PIPELINE_PACK_TOKENS,
     _cheapest_with_room,
     _halve_to,
     pack_sequences,
     sequence_cost,
 )
-from hf_hotspa.errors import OverlongError
 
 CASES = st.tuples(
     st.integers(8, 400),  # capacity

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_hotspa.data.pipeline_order import SCHEDULES, Passes, choose_passes, delays, most_packs, operations, reaches
+from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, choose_passes, delays, most_packs, operations, reaches
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -137,7 +137,7 @@ Message = tuple[int, int, int, bool]
 
 
 def exchanges(order: Sequence[tuple[int, bool]], stage: int, num_stages: int, together: bool) -> list[set[Message]]:
-    """What a stage posts, one set after the other, as `runtime.pipeline` does: with `together`, a send and the receive
+    """What a stage posts, one set after the other, as `parallel.pipeline` does: with `together`, a send and the receive
     that follows it from the same neighbour are one."""
     found: list[set[Message]] = []
     sent: Message | None = None

@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.histogram import KIND, load_histogram, save_histogram
+from hf_hotspa.search.histogram import KIND, load_histogram, save_histogram
 
 MACHINE = ["--nodes", "1x8", "--hardware", "a800-80g", "--mini-batch", "32", "--max-buckets", "2"]
 WORDS = [3, 5, 5, 40, 700, 1, 60, 12]
@@ -64,7 +64,7 @@ def test_lengths_of_a_data_set_and_the_plan_for_them(
 def test_the_tokenizer_is_that_of_the_model(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, texts: str, tokenizer: str
 ) -> None:
-    from hf_hotspa.cost.model_config import _PRESETS
+    from hf_hotspa.costs.model_config import _PRESETS
 
     (Path(tokenizer) / "config.json").write_text((_PRESETS / "llama2-7b.json").read_text())
     assert plan(capsys, "--dataset", texts, model=tokenizer)["lengths"]["longest"] == 701

@@ -33,7 +33,7 @@ import sys
 sys.path.insert(0, "benchmarks")
 from planner_cases import cluster_of, gradients, in_order, llama_vector, master, weights
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.planner import PLANNERS, plan_load, plan_return
+from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
 
 cluster = cluster_of(16, 4, "device")
 sizes = [2] * len(llama_vector("7B").segments)

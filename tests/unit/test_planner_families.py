@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 
 from hf_hotspa.cli import main
-from hf_hotspa.cost.analytic import layer_cost
-from hf_hotspa.cost.cards import load_hardware
-from hf_hotspa.cost.memory import activation_bytes
-from hf_hotspa.cost.model_config import FAMILIES_FILE, load_model
-from hf_hotspa.cost.planning import Setup
-from hf_hotspa.cost.sizes import ModelSizes
+from hf_hotspa.costs.analytic import layer_cost
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.memory import activation_bytes
+from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model
+from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.search.planning import Setup
 from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.family_table import ONLY_TINY, default_config, described, facts_of, family_facts
 from tests.tiny_families import planned_families

@@ -11,11 +11,11 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import trained_layout
 from hf_hotspa.layout.vector import build_vector
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.pool import PlanPool
+from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.plan.table import SECOND, SRC_STORE
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.plan import SwitchPlan
-from hf_hotspa.switch.pool import PlanPool
-from hf_hotspa.switch.ports import overlapped_seconds
-from hf_hotspa.switch.table import SECOND, SRC_STORE
 from tests.random_models import random_model
 from tests.unit.test_planner import cut_vector
 

@@ -22,8 +22,8 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.ports import PortLoads, node_bandwidths, overlapped_seconds
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.switch.ports import PortLoads, node_bandwidths, overlapped_seconds
 
 PER_DEVICE = Cluster(4, 2)
 PER_NODE = Cluster(4, 2, nics_per_node=1)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from hf_hotspa.runtime import explicit_attention as explicit
-from hf_hotspa.runtime.attention import PackedSequences, packed_attention
+from hf_hotspa.parallel import explicit_attention as explicit
+from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 
 
 class _Given:

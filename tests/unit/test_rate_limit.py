@@ -96,7 +96,7 @@ def test_starts_queue_and_idle_time_is_not_saved_up() -> None:
 
 
 def test_a_switch_over_slow_links_is_the_same_switch() -> None:
-    from hf_hotspa.switch.executor import SwitchExecutor
+    from hf_hotspa.engine.executor import SwitchExecutor
 
     case = load_case(7, "master", 4)
     hub, targets = LoopbackHub(4), clone(case.targets)

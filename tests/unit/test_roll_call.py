@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_hotspa.errors import HotspaError, PeerError, SilentPeerError
-from hf_hotspa.runtime import roll_call
-from hf_hotspa.runtime.roll_call import RollCall
+from hf_hotspa.parallel import roll_call
+from hf_hotspa.parallel.roll_call import RollCall
 
 TIMED_OUT = "another rank is gone, or did not answer in time: Timed out waiting 4000ms for recv operation to complete"
 CLOSED = "another rank is gone, or did not answer in time: Connection closed by peer [127.0.0.1]:41234"

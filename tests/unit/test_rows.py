@@ -19,13 +19,13 @@ from transformers import (
     Phi3Config,
 )
 
-from hf_hotspa.data import arrow as arrow_columns
-from hf_hotspa.data.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.data.rows import RowRules, read_row
-from hf_hotspa.data.scan import cache_path, scan_dataset
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, UnsupportedError
+from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
+from hf_hotspa.rows import arrow as arrow_columns
+from hf_hotspa.rows.features import RowRules, read_row
+from hf_hotspa.rows.scan import cache_path, scan_dataset
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.collators import has_absolute_positions
 from hf_hotspa.trainer.per_row import CollatedRows, PerRow

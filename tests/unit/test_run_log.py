@@ -6,11 +6,11 @@ import math
 import numpy as np
 import pytest
 
+from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
 from hf_hotspa.reporting.histogram import bin_edges, is_histogram, length_histogram
 from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, find_run_log, plain, read_run_log
-from hf_hotspa.runtime.measures import PhaseMeasure
 from tests.run_logs import made_facts, made_report, write_run
 
 

@@ -9,12 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_hotspa.data import arrow as arrow_columns
-from hf_hotspa.data import scan
-from hf_hotspa.data.rows import integer_array
-from hf_hotspa.data.scan import cache_path, scan_dataset
-from hf_hotspa.data.table import SequenceTable
 from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.rows import arrow as arrow_columns
+from hf_hotspa.rows import scan
+from hf_hotspa.rows.features import integer_array
+from hf_hotspa.rows.scan import cache_path, scan_dataset
+from hf_hotspa.rows.table import SequenceTable
 
 ROWS: list[dict[str, Any]] = [
     {"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8]},

@@ -13,10 +13,11 @@ from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from transformers import HfArgumentParser
 
-from hf_hotspa import own_launcher, train_command
 from hf_hotspa.cli import main
+from hf_hotspa.commands import own_launcher
+from hf_hotspa.commands import train as train_command
+from hf_hotspa.commands.train import number_of_processes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.train_command import number_of_processes
 from hf_hotspa.trainer import misspelt
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.script import ScriptArguments, parser_of, read
@@ -63,7 +64,7 @@ def test_processes_are_started_by_the_launcher_of_torch(folder, started):
     with pytest.raises(SystemExit):
         main(["train", *words, "--processes", "3"])
     [(line, environment)] = started
-    assert line == [sys.executable, "-m", "hf_hotspa.own_launcher", "--standalone", "--nproc-per-node", "3",
+    assert line == [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--standalone", "--nproc-per-node", "3",
                     "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
     assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
     assert int(environment["OMP_NUM_THREADS"]) >= 1

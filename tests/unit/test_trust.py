@@ -5,13 +5,13 @@ import random
 
 import pytest
 
-from hf_hotspa.cost.chooser import PhaseChooser
-from hf_hotspa.cost.coefficients import Cost
-from hf_hotspa.cost.time import TimeModel
-from hf_hotspa.cost.trust import LIMIT, WINDOW, Factors, PhaseSeconds, ScaledTime, Trust
-from hf_hotspa.data.bucketing import plan_mini_batch
-from hf_hotspa.data.table import SequenceTable
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.online_calibration import LIMIT, WINDOW, Factors, PhaseSeconds, ScaledTime, Trust
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.packing.bucketing import plan_mini_batch
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.strategy import Strategy, parse_buckets
 
 DP, TP, PP = Strategy(dp=4), Strategy(tp=4), Strategy(pp=4)

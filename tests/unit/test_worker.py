@@ -7,10 +7,10 @@ from functools import partial
 import pytest
 import torch
 
+from hf_hotspa.engine import worker as worker_module
+from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
+from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
 from hf_hotspa.errors import HotspaError, PlanError, TransferError
-from hf_hotspa.switch import worker as worker_module
-from hf_hotspa.switch.executor import SwitchExecutor, SwitchStats
-from hf_hotspa.switch.worker import SegmentGate, SwitchJob, SwitchWorker
 from tests.loopback import LoopbackHub
 from tests.switch_cases import check_rank, clone, load_case, return_case
 

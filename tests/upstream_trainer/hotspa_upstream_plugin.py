@@ -22,7 +22,7 @@ _notes: dict[str, dict[str, Any]] = {}
 def pytest_configure(config: pytest.Config) -> None:
     if not OURS:
         return
-    from hf_hotspa.runtime.engine import HotSPaEngine
+    from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 

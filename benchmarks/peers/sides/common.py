@@ -10,7 +10,7 @@ import torch.distributed as dist
 from contest import make_model, make_rows
 from transformers import PreTrainedTokenizerFast, TrainerCallback, TrainingArguments
 
-from hf_hotspa.runtime.probe import PeakMemory
+from hf_hotspa.calibrate.probe import PeakMemory
 from peers.work import Work
 
 LEARNING_RATE, WEIGHT_DECAY = 1e-3, 0.01

@@ -1,0 +1,396 @@
+"""Measures a model on the machine at hand: seconds a pack by tensor-parallel degree, links, switches, memory.
+
+Owns `calibrate`. It runs the engine's own replicas on two small copies of the model (few layers, real widths), all ranks
+at the same time as in training, and returns one `Calibration`, the same on all ranks. A calibration is kept in a cache
+by machine, world, model config, dtype and library versions; a second run reads it and measures nothing.
+"""
+
+import json
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedConfig
+
+from hf_hotspa.calibrate.links import measure_hop, measure_link
+from hf_hotspa.calibrate.phases import time_phases
+from hf_hotspa.calibrate.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
+from hf_hotspa.calibrate.timing import time_packs
+from hf_hotspa.costs.calibration import Calibration, cache_folder
+from hf_hotspa.costs.coefficients import Hop
+from hf_hotspa.costs.measurements import CalibrationKey, Link, MemorySample, ModelFacts, config_digest
+from hf_hotspa.costs.memory import activation_bytes
+from hf_hotspa.engine.memory import device_limit
+from hf_hotspa.engine.transport import ProcessGroupTransport
+from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
+from hf_hotspa.model.options import default_device
+from hf_hotspa.model.specs import describe_model, dtype_name
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.parallel.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
+from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.strategy import Strategy, legal_strategies
+
+logger = logging.getLogger(__name__)
+
+ROUNDS = 3
+"""How often everything is measured, in turn. The lower quartile counts: other programs only ever add seconds."""
+LONGEST_PACK_S = 1.2
+"""Packs grow until one takes about so long on the larger copy; and on the smaller copy, until one takes as long there."""
+_FIRST_PACK = 256
+_LARGEST_PACK = 16384
+_TIMEOUT = timedelta(minutes=10)
+
+Progress = Callable[[str], None]
+
+
+def calibrate(
+    config: PreTrainedConfig,
+    *,
+    strategies: Iterable[Strategy] | None = None,
+    compute_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    cache: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    devices_per_node: int | None = None,
+    rounds: int = ROUNDS,
+    pack_tokens: int | None = None,
+) -> Calibration:
+    """Measures, or reads what was measured before. Collective; takes seconds.
+
+    Args:
+        strategies: What must be predictable; every legal strategy when None.
+        compute_dtype: The dtype of computation; the config's, else float32, when None.
+        device: Where this rank computes; its CUDA device when there is one, else the CPU.
+        cache: The folder of calibrations; the user's cache (`costs.calibration.cache_folder`) when None.
+        force: Whether to measure even if the cache holds what is asked for.
+        progress: Told, on rank 0, what is being done.
+        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        rounds: How often everything is measured.
+        pack_tokens: Tokens of the longest pack; found by trial when None.
+
+    Returns:
+        The calibration, equal on all ranks.
+
+    Raises:
+        HotspaError: on every rank: the model cannot be laid out, a file in the cache is broken, ranks differ, or a rank
+            failed while it measured.
+    """
+    started = dist.is_available() and dist.is_initialized()
+    rank, world_size = (dist.get_rank(), dist.get_world_size()) if started else (0, 1)
+    device = device or default_device()
+    groups = ProcessGroups(rank, world_size, device, _TIMEOUT)
+    try:
+        session = _Session(
+            config,
+            compute_dtype,
+            devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size)),
+            groups,
+            progress if rank == 0 else None,
+            rounds,
+            pack_tokens,
+        )
+        found = session.run(strategies, cache or cache_folder(), force)
+        groups.close()
+        return found
+    except Exception as failure:
+        if isinstance(failure, HotspaError) and not isinstance(failure, TransferError):
+            raise  # agreed upon: every rank raises it
+        explained = Mailbox(rank, world_size).explain(hotspa_cause(failure) or failure, "calibration")
+        raise as_hotspa_error(explained, "calibration") from failure
+
+
+def calibration_key(
+    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, world_size: int, devices_per_node: int
+) -> CalibrationKey:
+    """What a calibration of this model on these ranks holds for, as this rank sees it."""
+    on_gpu = device.type == "cuda"
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return CalibrationKey(
+        device=torch.cuda.get_device_name(device) if on_gpu else cpu_name(),
+        kind=device.type,
+        cores=usable_cores(),
+        memory_bytes=torch.cuda.get_device_properties(device).total_memory if on_gpu else memory,
+        world_size=world_size,
+        devices_per_node=devices_per_node,
+        threads=torch.get_num_threads(),
+        backend=dist.get_backend() if world_size > 1 else "none",
+        dtype=dtype_name(dtype),
+        model=config_digest(config.to_dict()),
+        versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},
+    )
+
+
+def config_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """The dtype that a config names, else float32. `save_pretrained` leaves a name in the config of a live model."""
+    found: torch.dtype | str = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, found) if isinstance(found, str) else found
+
+
+def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
+    """What the cache holds for a key; None when nothing. Measures nothing and does not communicate.
+
+    Args:
+        key: What it must hold for.
+        folder: The folder of calibrations; the user's cache when None.
+
+    Raises:
+        HotspaConfigError: the file is broken.
+    """
+    path = (folder or cache_folder()) / f"{key.digest()}.json"
+    return Calibration.load(path, key) if path.exists() else None
+
+
+def _of_any_kind(failure: Exception) -> HotspaError:
+    """The other ranks must not start without this one, whatever ended it."""
+    return as_hotspa_error(failure, "calibration")
+
+
+def _same(found: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -> dict[str, str]:
+    """What of the set-up must be equal on all ranks."""
+    key, _, degrees, whole = found
+    return {
+        "calibration's degrees": repr(degrees),
+        "calibration's strategies": repr(whole),
+        "model config": key.model,
+        "versions of libraries": repr(key.versions),
+        "dtype": key.dtype,
+    }
+
+
+class _Session:
+    """One call of `calibrate` on this rank."""
+
+    def __init__(
+        self,
+        config: PreTrainedConfig,
+        compute_dtype: torch.dtype | None,
+        devices_per_node: int,
+        groups: ProcessGroups,
+        progress: Progress | None,
+        rounds: int,
+        pack_tokens: int | None,
+    ) -> None:
+        self.config, self.groups, self.device = config, groups, groups.device
+        self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
+        self.agreement = Agreement(groups.agreement, groups.rank)
+        self.say: Progress = progress or logger.debug
+        self.compute_dtype, self.rounds, self.pack_tokens = compute_dtype, rounds, pack_tokens
+        self.notes: list[str] = []
+
+    def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
+        key, shape, degrees, whole = self._set_up(strategies)
+        path = folder / f"{key.digest()}.json"
+        found = None if force else self._cached(folder, key)
+        if found is not None:
+            had = [Strategy.parse(sample.strategy) for sample in found.phases]
+            if set(degrees) <= set(found.degrees) and (len(whole) < 2 or set(whole) <= set(had)):
+                self.say(f"read {path}")
+                return found
+            degrees, whole = sorted({*degrees, *found.degrees}), sorted({*whole, *had})
+        measured = self._same_everywhere(self._measure(key, shape, degrees, whole))
+        if self.rank == 0:
+            try:
+                measured.save(path)
+                self.say(f"wrote {path}")
+            except OSError as error:
+                logger.warning("the calibration could not be kept in %s: %s", path, error.strerror or error)
+        return measured
+
+    # -- before measuring ---------------------------------------------------------------------------------------------
+
+    def _set_up(
+        self, strategies: Iterable[Strategy] | None
+    ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
+        """The key, the shape of the model, and the degrees and whole strategies to measure; the same on every rank."""
+        key, shape, degrees, whole = self.agreement.run(
+            "calibration", lambda: self._described(strategies), _same, otherwise=_of_any_kind
+        )
+        return CalibrationKey(**self._from_first(vars(key))), shape, degrees, whole
+
+    def _described(
+        self, strategies: Iterable[Strategy] | None
+    ) -> tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]:
+        """The same, as this rank sees it."""
+        if not isinstance(self.config, PreTrainedConfig):
+            raise HotspaConfigError(
+                f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
+                fix="pass model.config, or AutoConfig.from_pretrained(...)",
+            )
+        dtype = self.compute_dtype or config_dtype(self.config)
+        self.compute_dtype = dtype
+        nowhere = torch.device("meta")
+        few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
+        shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
+        strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
+        plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
+        # the whole model may have more stages than a copy has layers
+        whole = sorted(s for s in plain if s.world_size == self.world_size and s.misfit(copied) is None)
+        # tp 1 is always measured: the longest pack is found with it
+        degrees = sorted({1, *(s.tp for s in strategies)})
+        for tp in degrees:
+            why = Strategy(1, tp).misfit(shape) or (
+                f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None
+            )
+            if why:
+                raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
+        key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
+        return key, shape, degrees, whole
+
+    def _from_first(self, data: Any) -> Any:
+        """Rank 0's JSON-ready data on every rank."""
+        return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
+
+    def _same_everywhere(self, found: Calibration | None) -> Calibration:
+        """Rank 0's calibration on every rank."""
+        return Calibration.from_dict(self._from_first(found.to_dict() if found is not None else None))
+
+    def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
+        """What the cache of rank 0 holds; a broken file is an error of all ranks."""
+        found = self.agreement.run("calibration", lambda: cached_calibration(key, folder) if self.rank == 0 else None)
+        data = self._from_first(found.to_dict() if found is not None else None)
+        return None if data is None else Calibration.from_dict(data, str(folder))
+
+    # -- measuring ----------------------------------------------------------------------------------------------------
+
+    def _measure(
+        self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
+    ) -> Calibration:
+        begin = time.perf_counter()
+        self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
+        with freeing_at_once():
+            probes = self._probes(degrees, whole)
+            most = self._most_tokens(probes[-1], shape)
+            longest = self.pack_tokens or self._longest(probes[-1], most)
+            memory = self._memory(probes, degrees, longest, most)
+        links = self._links(probes[0], shape)
+        last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
+        packs = [pack_lengths(longest, last), pack_lengths(longest)]
+        timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
+        phases = time_phases(probes[-1], whole, longest, self.rounds, self.agreement, self.say)
+        for probe in probes:
+            probe.close()
+        return Calibration(
+            key=key,
+            model=ModelFacts(
+                shape.family, shape.hidden_size, shape.layer_parameters, shape.vocab_size, shape.num_attention_heads
+            ),
+            samples=timing.samples,
+            slots=key.slots if key.slots < self.world_size else math.inf,
+            **links,
+            pipeline_factor=timing.pipeline_factor,
+            phases=phases,
+            switches=timing.switches,
+            memory=tuple(memory),
+            measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+            seconds=round(time.perf_counter() - begin, 3),
+            notes=tuple(self.notes),
+        )
+
+    def _probes(self, degrees: list[int], whole: list[Strategy]) -> list[Probe]:
+        """An engine on each copy; that with more layers knows the whole strategies."""
+        assert self.compute_dtype is not None
+        dtype = self.compute_dtype
+        models = self.agreement.run(
+            "calibration",
+            lambda: [small_copy(self.config, count, dtype, self.device) for count in layer_counts(self.config)],
+            otherwise=_of_any_kind,
+        )
+        others = [()] * (len(models) - 1) + [tuple(whole)]
+        return [Probe(model, degrees, dtype, self.device, each) for model, each in zip(models, others, strict=True)]
+
+    def _links(self, probe: Probe, shape: ModelShape) -> dict[str, Any]:
+        """The fields of a calibration that say how fast links are."""
+        if self.world_size == 1:
+            return {"intra": Link(0.0, 1e12), "hop_intra": Hop()}
+        self.say("links")
+        transport = ProcessGroupTransport(self.groups.switch)
+        assert self.compute_dtype is not None
+        token_bytes = shape.hidden_size * self.compute_dtype.itemsize
+        found: dict[str, Any] = {}
+        many = self.world_size > self.devices_per_node
+        for name, apart in (("intra", 1), ("inter", self.devices_per_node)):
+            if name == "inter" and not many:
+                continue
+            found[name] = measure_link(transport, self.agreement, self.world_size, apart, self.device)
+            found[f"hop_{name}"] = measure_hop(
+                transport, self.agreement, self.world_size, apart, self.device, token_bytes
+            )
+        return found
+
+    def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
+        """The longest pack that model and memory allow."""
+        most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK)
+        if (free := device_limit(self.device)) is not None:
+            assert self.compute_dtype is not None
+            layer = activation_bytes(shape, 1, element_bytes=self.compute_dtype.itemsize)
+            each = layer * probe.num_layers + 12 * shape.vocab_size
+            most = min(most, int(self.agreement.gather([free]).min()) // 2 // int(each))
+        return max(1, most)
+
+    def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
+        """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
+        longest = min(first, most)
+        probe.load(Strategy(self.world_size), self.agreement)
+        while True:
+            probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
+            # on CPU not the clock: other programs would make the packs of a busy machine short
+            both = probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
+            seconds = both[self.device.type == "cpu"]
+            if longest * 2 > most or self._most([seconds])[0] >= LONGEST_PACK_S / 2:
+                break
+            longest *= 2
+        probe.return_gradients(Strategy(self.world_size), self.agreement)
+        return longest
+
+    def _most(self, values: list[float]) -> list[float]:
+        """The largest of every value over ranks."""
+        return [float(value) for value in self.agreement.gather(values).amax(0)]
+
+    def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:
+        """Peaks of packs of half, once and twice the longest that both copies are timed with, as far as there is room."""
+        works = PeakMemory(self.device).works
+        if not all(self.agreement.gather([float(works)])[:, 0].tolist()):
+            self.notes.append("memory was not measured: this system does not reset a process's peak")
+            return []
+        self.say("memory")
+        found = []
+        for probe in probes:
+            for tp in degrees:
+                strategy = probe.strategies[tp]
+                probe.load(strategy, self.agreement)
+                for tokens in sorted({max(1, longest // 2), longest, min(2 * longest, most)}):
+                    (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
+                    found.append(probe.memory_sample(tp, tokens, peak))
+                probe.return_gradients(strategy, self.agreement)
+        return found
+
+
+def usable_cores() -> int:
+    """Cores that the processes of this node may use at a time: by affinity, and by the quota of a container."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, min(cores, round(int(quota) / int(period))))
+    except (OSError, ValueError):  # no such file, or "max"
+        return cores
+
+
+def cpu_name() -> str:
+    """The processor's name, as the system knows it."""
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

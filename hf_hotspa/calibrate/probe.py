@@ -1,0 +1,319 @@
+"""Runs packs through small copies of a model with the engine's own replicas, and measures time and memory.
+
+Owns `small_copy` (a model of few layers and real widths, made from its config) and `Probe` (one engine on such a copy,
+and the measurements that a calibration takes with it). Everything but `small_copy` and `layer_counts` is collective.
+"""
+
+import copy
+import ctypes
+import math
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from accelerate import init_empty_weights
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from hf_hotspa.costs.measurements import MemorySample, SwitchSample
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.strategy import Bucket, Strategy
+
+_BLOCK = 1 << 16
+_WIDEST_PATTERN = 6
+_MOST_LAYERS, _MANY_WEIGHTS = 8, 1 << 28
+_TRIAL_BYTES = 64 << 20
+_MALLOC_TRIM, _MALLOC_MMAP = -1, -3  # names of mallopt's parameters in glibc
+_WORTH_COUNTING, _LARGEST_DYNAMIC = 1 << 16, 32 << 20
+Packs = Sequence[tuple[int, ...]]
+"""Packs of a replica, each the lengths of its sequences."""
+_CLEAR_REFS, _STATUS = Path("/proc/self/clear_refs"), Path("/proc/self/status")
+
+
+def layer_counts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Layers of the two copies: one, and as many as the model has or measuring allows; or one and two rounds of the
+    pattern where layers take turns.
+
+    The more layers, the truer: one alone finds its activations still in the processor's caches.
+    """
+    text = config.get_text_config()
+    total: int = text.num_hidden_layers
+    kinds = list(getattr(text, "layer_types", None) or [])
+    for period in range(2, min(_WIDEST_PATTERN, total // 2) + 1):
+        if (
+            len(set(kinds)) > 1
+            and len(kinds) == total
+            and all(a == b for a, b in zip(kinds, kinds[period:], strict=False))
+        ):
+            return period, 2 * period
+    wide = _MANY_WEIGHTS / (12 * text.hidden_size**2)  # layers of usual proportions
+    return 1, min(max(2, total), max(3, min(_MOST_LAYERS, int(wide))))
+
+
+def small_copy(
+    config: PreTrainedConfig, num_layers: int, dtype: torch.dtype, device: torch.device | None = None
+) -> PreTrainedModel:
+    """A model of `num_layers` layers with the widths of the config, and weights that are random, equal on all ranks.
+
+    The random state of torch is left alone. Weights repeat one block: drawing billions of numbers takes minutes.
+
+    Args:
+        config: The config of the whole model; it is not changed.
+        num_layers: Decoder layers of the copy.
+        device: Where they lie; the CPU when None, nowhere on the meta device.
+    """
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
+    total = text.num_hidden_layers
+    for name, value in list(vars(text).items()):  # layer_types and the like: one entry a layer
+        if isinstance(value, list) and len(value) == total and name != "architectures":
+            setattr(text, name, value[:num_layers] + value[: max(0, num_layers - total)])
+    text.num_hidden_layers = num_layers
+    with torch.random.fork_rng(devices=[]), init_empty_weights(include_buffers=False):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(small, dtype=dtype)
+    device = device or torch.device("cpu")
+    if device.type == "meta":
+        return model.train()
+    block = torch.empty(_BLOCK).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    made: dict[int, nn.Parameter] = {}
+    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if id(parameter) not in made:
+            count = parameter.numel()
+            values = block.repeat(-(-count // _BLOCK))[:count] if parameter.ndim > 1 else block.new_ones(count)
+            made[id(parameter)] = nn.Parameter(values.view(parameter.shape))
+        module, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(module), leaf, made[id(parameter)])
+    return model.train()
+
+
+def micro_batch(lengths: Sequence[int], vocab_size: int, device: torch.device) -> MicroBatch:
+    """A pack of random tokens, each with a label but for the last of a sequence."""
+    total = sum(lengths)
+    generator = torch.Generator().manual_seed(total)
+    ids = torch.randint(0, vocab_size, (1, total), generator=generator)
+    ends = torch.tensor(lengths).cumsum(0)
+    labels = ids.roll(-1, 1)
+    labels[0, ends - 1] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
+    return MicroBatch(ids, positions, labels, cu_seqlens, tuple(lengths), total - len(lengths)).to(device)
+
+
+class PeakMemory:
+    """The peak of this process's memory between `start` and `stop`: allocator statistics, or resident pages on CPU.
+
+    There it is what is alive only inside of `freeing_at_once`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self._before = device, 0
+
+    @property
+    def works(self) -> bool:
+        """Whether it can be measured here."""
+        if self.device.type == "cuda":
+            return True
+        try:
+            self.start()
+            block = torch.ones(_TRIAL_BYTES, dtype=torch.uint8)
+            del block
+            first = self.stop()
+            self.start()
+            return first >= _TRIAL_BYTES * 0.9 and self.stop() < _TRIAL_BYTES / 2
+        except (OSError, KeyError):
+            return False
+
+    def start(self) -> None:
+        """Begins to measure, from what is held now."""
+        self.restart()
+        if self.device.type == "cuda":
+            self._before = torch.cuda.memory_allocated(self.device)
+        else:
+            self._before = _resident("VmRSS")
+
+    def restart(self) -> None:
+        """Forgets earlier peaks, and gives memory that is free back to the system, where it would hide a new peak."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return
+        trim_heap()
+        _CLEAR_REFS.write_text("5")
+
+    def stop(self) -> int:
+        """Bytes of the peak above those at the start."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return torch.cuda.max_memory_allocated(self.device) - self._before
+        return _resident("VmHWM") - self._before
+
+
+def trim_heap() -> None:
+    """Gives freed memory back to the system, where the C library can (glibc)."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+@contextmanager
+def freeing_at_once() -> Iterator[None]:
+    """Every tensor worth counting is a block of the system's own that goes back to it when it is freed (glibc only).
+
+    So that resident pages are what is alive. Else what lies free in the heap hides some of a peak, and holes in the heap
+    add to another: up to 40 % of the activations of small models. It has to be entered before the heap has grown.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    # by itself the library finds the limit as it goes, up to 32 MiB; once set, it is fixed
+    for largest in (_WORTH_COUNTING, _LARGEST_DYNAMIC):
+        mallopt(_MALLOC_MMAP, largest)
+        mallopt(_MALLOC_TRIM, 2 * largest)
+        if largest == _WORTH_COUNTING:
+            yield
+
+
+def _resident(name: str) -> int:
+    lines = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines() if ":" in line)
+    return int(lines[name].split()[0]) * 1024
+
+
+class Probe:
+    """An engine on a small copy of a model.
+
+    Args:
+        degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
+        compute_dtype: The dtype of computation.
+        device: Where this rank computes.
+        others: Further strategies, for whole phases.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        degrees: Sequence[int],
+        compute_dtype: torch.dtype,
+        device: torch.device,
+        others: Sequence[Strategy] = (),
+    ) -> None:
+        world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+        self.strategies = {tp: Strategy(world_size // tp, tp, 1) for tp in degrees}
+        self.num_layers: int = model.config.get_text_config().num_hidden_layers
+        # pipelines of two stages, where there can be any
+        self.pipeline = Strategy(world_size // 2, 1, 2) if world_size % 2 == 0 and self.num_layers > 1 else None
+        engines = dict.fromkeys([*self.strategies.values(), *([self.pipeline] if self.pipeline else []), *others])
+        # the lengths of the buckets play no part: packs are handed to the phases directly
+        buckets = [Bucket(s, edge, edge, edge - 1) for edge, s in enumerate(engines, 1)]
+        self.engine = HotSPaEngine(
+            model,
+            buckets,
+            EngineOptions(compute_dtype=compute_dtype, overlap_load=False, overlap_return=False),
+            device=device,
+        )
+        self.device = device
+        self._packs: dict[tuple[int, ...], MicroBatch] = {}
+
+    def _pack(self, lengths: tuple[int, ...]) -> MicroBatch:
+        if lengths not in self._packs:
+            self._packs[lengths] = micro_batch(lengths, self.engine.description.shape.vocab_size, self.device)
+        return self._packs[lengths]
+
+    def _synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
+    def load(self, strategy: Strategy, agreement: Agreement) -> float:
+        """Makes a strategy the active one; seconds on this rank."""
+        agreement.barrier()
+        begin = time.perf_counter()
+        self.engine.phases[strategy].load()
+        self._synchronize()
+        return time.perf_counter() - begin
+
+    def return_gradients(self, strategy: Strategy, agreement: Agreement) -> float:
+        """Returns its gradients and lets go of it; seconds on this rank."""
+        agreement.barrier()
+        begin = time.perf_counter()
+        self.engine.phases[strategy].return_gradients()
+        self._synchronize()
+        return time.perf_counter() - begin
+
+    def run(
+        self, strategy: Strategy, lengths: tuple[int, ...], times: int, agreement: Agreement
+    ) -> tuple[float, float]:
+        """Forward and backward of a pack on every replica, `times` in a row; the cost of one on this rank.
+
+        Args:
+            agreement: Starts all ranks together.
+
+        Returns:
+            Seconds by the clock, and those that this process's threads spent on a core.
+        """
+        clock, on_core = self._timed(strategy, [lengths] * times, agreement)
+        return clock / times, on_core / times
+
+    def run_phase(self, strategy: Strategy, replicas: Sequence[Packs], agreement: Agreement) -> float:
+        """Forward and backward of a whole phase; seconds on this rank.
+
+        Args:
+            replicas: The packs of each replica; each has some.
+            agreement: Starts all ranks together.
+        """
+        return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp], agreement)[0]
+
+    def _timed(self, strategy: Strategy, packs: Packs, agreement: Agreement) -> tuple[float, float]:
+        """Seconds of these packs by the clock, and on a core."""
+        made = [self._pack(lengths) for lengths in packs]
+        agreement.barrier()
+        begin, on_core = time.perf_counter(), time.process_time()
+        self.engine.phases[strategy].compute(made, 1.0 / sum(map(sum, packs)))
+        self._synchronize()
+        return time.perf_counter() - begin, time.process_time() - on_core
+
+    def peak(self, strategy: Strategy, lengths: tuple[int, ...], agreement: Agreement) -> int:
+        """Bytes that forward and backward of a pack take at most on this rank, beyond weights and gradients."""
+        memory, pack = PeakMemory(self.device), self._pack(lengths)
+        agreement.barrier()
+        memory.start()
+        self.engine.phases[strategy].compute([pack], 1.0 / sum(lengths))
+        return memory.stop()
+
+    def switch_sample(self, tp: int, load_s: float, return_s: float) -> SwitchSample:
+        """A measured switch."""
+        return SwitchSample(str(self.strategies[tp]), self.engine.description.vector.numel, load_s, return_s)
+
+    def memory_sample(self, tp: int, tokens: int, num_bytes: float) -> MemorySample:
+        """A measured peak."""
+        return MemorySample(tp, self.num_layers, tokens, max(1.0, num_bytes))
+
+    def close(self) -> None:
+        """Frees the engine."""
+        self.engine.close()
+
+
+def pack_lengths(longest: int, last: int = 0) -> tuple[tuple[int, ...], ...]:
+    """The packs that tell a, b and c apart: three sequences alone, two packs of shorter ones, and the last ones.
+
+    The last ones are longer, for one copy only: attention kernels work in blocks, and the quadratic cost of long
+    sequences shows in long sequences only.
+
+    Args:
+        longest: Tokens of the longest pack but for the last ones.
+        last: Tokens of the very last one, if that is longer; where it is more than four times as long, one of about four
+            times the others' comes before it.
+    """
+    middle, short = max(1, longest // 4), max(1, longest // 16)
+    packs = (short,), (middle,), (longest,), (short,) * (middle // short), (middle,) * (longest // middle)
+    longer = [(tokens,) for tokens in (4 * longest, last) if longest < tokens <= last]
+    return (*packs, *dict.fromkeys(longer))
+
+
+def repetitions(lengths: Sequence[int], longest: int) -> int:
+    """How often a pack runs in a row: short ones twice, as one alone is lost in the noise."""
+    return max(1, min(2, math.ceil(longest / sum(lengths))))

@@ -1,0 +1,127 @@
+"""The timing of a calibration: seconds of packs, of switches and of pipelines, in rounds, on all ranks together.
+
+Everything is measured in turn, round after round, so that what disturbs the machine for a while disturbs all alike.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_hotspa.calibrate.probe import Probe, repetitions
+from hf_hotspa.costs.fitting import Sample
+from hf_hotspa.costs.measurements import SwitchSample
+from hf_hotspa.parallel.agreement import Agreement
+
+_PIPELINED = 2
+"""Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
+
+_WARM_UP_PACKS = 2
+"""Of each copy, in the round before the first: short ones do, and long ones take long."""
+
+_MOST_IDLE = 1.5
+"""By how much waiting for one another may raise the cost of packs on shared cores; beyond, others held the cores."""
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What was measured, the same on every rank.
+
+    Args:
+        pipeline_factor: By how much packs cost more in stages, where ranks share cores; else 1.
+    """
+
+    samples: tuple[Sample, ...]
+    switches: tuple[SwitchSample, ...]
+    pipeline_factor: float
+
+
+def time_packs(
+    probes: Sequence[Probe],
+    degrees: Sequence[int],
+    packs: Sequence[Sequence[tuple[int, ...]]],
+    share: float,
+    rounds: int,
+    agreement: Agreement,
+    say: Callable[[str], object],
+) -> Timing:
+    """Measures packs and switches. Collective.
+
+    Args:
+        probes: One for each copy of the model; the last has most layers.
+        degrees: Tensor-parallel degrees.
+        packs: The packs of each copy.
+        share: Cores for each rank. From 1 on, waiting is part of the cost: the seconds of a pack are those of the
+            slowest rank's clock. Below, they are what a pack costs on a core (`_on_shared_cores`).
+        rounds: How often everything is measured.
+        say: Told what is being done.
+    """
+    longest = max(map(max, packs[-1]))
+    pipeline = probes[-1].pipeline if share < 1 else None
+    found: list[list[tuple[float, float]]] = []
+    for index in range(-1, rounds):
+        say(f"round {index + 1} of {rounds}, packs of up to {max(map(max, packs[0]))} tokens")
+        values: list[tuple[float, float]] = []
+        for probe, mine in zip(probes, packs, strict=True):
+            for strategy in map(probe.strategies.__getitem__, degrees):
+                values.append((probe.load(strategy, agreement), 0.0))
+                run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
+                values += [probe.run(strategy, pack, repetitions(pack, longest), agreement) for pack in run]
+                values.append((probe.return_gradients(strategy, agreement), 0.0))
+        if pipeline:
+            values += _both_ways(probes[-1], (longest // 4,) * 4, agreement)
+        if index >= 0:  # the first round warms caches up
+            found.append(values)
+    gathered = torch.stack([agreement.gather([n for pair in values for n in pair]) for values in found])
+    table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, by the clock or on a core]
+    clock, on_core = table[..., 0].amax(1), table[..., 1].mean(1)
+    slowest = _lower_quartile(clock)
+    factor = 1.0
+    if pipeline:
+        flat, staged = _lower_quartile(on_core[:, -2:]).tolist()
+        factor = min(max(1.0, staged / flat), _MOST_IDLE)
+    costs = iter((slowest if share >= 1 else _on_shared_cores(clock, on_core, share)).tolist())
+    by_clock = iter(slowest.tolist())
+    samples, switches = [], []
+    for probe, mine in zip(probes, packs, strict=True):
+        for tp in degrees:
+            load_s, *_, return_s = [next(by_clock) for _ in range(len(mine) + 2)]
+            _, *pack_s, _ = [next(costs) for _ in range(len(mine) + 2)]
+            samples += [Sample(tp, probe.num_layers, p, s, with_ends=True) for p, s in zip(mine, pack_s, strict=True)]
+            switches.append(probe.switch_sample(tp, load_s, return_s))
+    return Timing(tuple(samples), tuple(switches), factor)
+
+
+def _both_ways(probe: Probe, pack: tuple[int, ...], agreement: Agreement) -> list[tuple[float, float]]:
+    """The same packs without stages, and in two stages; the cost of all of them on this rank."""
+    assert probe.pipeline is not None
+    found = []
+    for strategy in (probe.strategies[1], probe.pipeline):
+        times = _PIPELINED * strategy.pp  # half the replicas, so each has twice the packs
+        probe.load(strategy, agreement)
+        clock, on_core = probe.run(strategy, pack, times, agreement)
+        probe.return_gradients(strategy, agreement)
+        found.append((clock * times, on_core * times))
+    return found
+
+
+def _lower_quartile(rounds: Tensor) -> Tensor:
+    """Of every measurement, over the rounds: other programs only ever make things slower."""
+    return rounds.quantile(0.25, 0, interpolation="lower")
+
+
+def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
+    """What packs cost where ranks share cores.
+
+    That is what a rank's threads spend on a core: the cost is then told apart from how long the rank waited for a core.
+    But ranks of one tensor-parallel group also leave cores idle, while they wait for one another; this shows in the
+    fastest round by the clock, and is counted up to a limit.
+
+    Args:
+        clock: Seconds by the clock of the slowest rank, [rounds, measurements].
+        on_core: Seconds on a core, the mean over ranks, [rounds, measurements].
+        share: Cores for each rank.
+    """
+    cost = _lower_quartile(on_core)
+    return torch.maximum(cost, torch.minimum(clock.amin(0) * share, _MOST_IDLE * cost))

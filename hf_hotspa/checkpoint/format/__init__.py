@@ -1,0 +1,1 @@
+"""The files of a checkpoint: folders, manifest, hashes. No torch."""

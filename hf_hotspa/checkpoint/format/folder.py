@@ -1,0 +1,293 @@
+"""The directory of a run: its lock, the commit of a checkpoint, which one is the newest good one, and rotation.
+
+A checkpoint is written under another name and becomes `checkpoint-<step>` by a rename, after everything in it has been
+synced: what carries that name is complete. Names that begin with a dot are leftovers of a save or a removal that did
+not end; the next run that holds the lock clears them away:
+
+    .tmp-checkpoint-20-<run>   being written
+    .old-checkpoint-20-<run>   replaced by a new one of the same step; put back when that one did not arrive
+    .del-checkpoint-20-<run>   being removed
+
+One process of a run (rank 0) works with this class. No torch.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import re
+import socket
+import uuid
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from hf_hotspa.checkpoint.format.disk import Disk, directory_mode
+from hf_hotspa.checkpoint.format.manifest import MANIFEST, STATE_FOLDER, Manifest, read_manifest, verify
+from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
+from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
+
+logger = logging.getLogger(__name__)
+
+LOCK = LOCK_NAME
+_CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
+_LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
+_LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has buried the process
+
+
+def checkpoint_name(step: int) -> str:
+    """The name of the checkpoint of a step."""
+    return f"checkpoint-{step}"
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """The committed checkpoints of a run, newest step first. What is in them has not been looked at."""
+    found = []
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        for entry in os.scandir(folder):
+            match = _CHECKPOINT.fullmatch(entry.name)
+            if match and entry.is_dir(follow_symlinks=False):
+                found.append((int(match[1]), entry.name))
+    return [folder / name for _, name in sorted(found, reverse=True)]
+
+
+def check_step(path: Path, manifest: Manifest) -> None:
+    """Raises `DamagedCheckpointError` when a directory carries the name of another step than it holds."""
+    match = _CHECKPOINT.fullmatch(path.name)
+    if match and int(match[1]) != manifest.step:
+        raise DamagedCheckpointError(f"the directory {path.name!r} holds step {manifest.step}", where=str(path))
+
+
+class RunFolder:
+    """The checkpoints of one run in one directory.
+
+    Args:
+        path: The directory; made when the lock is taken.
+        disk: How it is changed.
+
+    Attributes:
+        run: Identifies this run in names and manifests.
+    """
+
+    def __init__(self, path: Path, disk: Disk | None = None) -> None:
+        self.path, self.disk, self.run = Path(path), disk or Disk(), uuid.uuid4().hex[:12]
+        self._verified: dict[Path, object] = {}
+        self._lock = ProcessLock(self.path / LOCK)
+        self._mode = directory_mode()
+
+    # -- the lock -----------------------------------------------------------------------------------------------------
+
+    @property
+    def held(self) -> bool:
+        """Whether this process may write here."""
+        return self._lock.held
+
+    def lock(self) -> None:
+        """Takes the run lock and clears away what dead runs have left. Nothing happens when it is held already.
+
+        The lock ends with the process, however that dies, so there are no stale ones.
+
+        Raises:
+            CheckpointLockError: another run holds it.
+            CheckpointError: the directory cannot be written to.
+        """
+        if self.held:
+            return
+        owner = {"run": self.run, "host": socket.gethostname(), "pid": os.getpid()}
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self.disk.before("lock", self._lock.path)
+            taken = self._lock.take(_LOCK_PATIENCE_S, json.dumps(owner))
+        except OSError as error:
+            raise self._failed("no checkpoint can be written here", error) from error
+        if not taken:
+            raise CheckpointLockError(
+                f"another run writes its checkpoints into {str(self.path)!r}",
+                where=_in_words(self._lock.owner()),
+                why="two runs would replace and remove each other's checkpoints",
+                fix="give every run an output_dir of its own, or stop the other one",
+            )
+        self._clear_leftovers()
+
+    def unlock(self) -> None:
+        """Gives the lock back."""
+        self._lock.release()
+
+    def _clear_leftovers(self) -> None:
+        """Removes what dead runs left, and puts a replaced checkpoint back where its successor never arrived."""
+        for entry in sorted(os.scandir(self.path), key=lambda entry: entry.name):
+            match = _LEFTOVER.fullmatch(entry.name)
+            if not match or not entry.is_dir(follow_symlinks=False):
+                continue
+            path, home = self.path / entry.name, self.path / match[2]
+            try:
+                if match[1] == "old" and not home.exists():
+                    self.disk.rename(path, home)
+                    self.disk.sync_directory(self.path)
+                else:
+                    self.disk.remove(path)
+            except OSError as error:
+                logger.warning("%s is left of an earlier run and cannot be removed: %s", path, error)
+
+    # -- writing ------------------------------------------------------------------------------------------------------
+
+    def begin(self, step: int) -> Path:
+        """A fresh directory in which the checkpoint of a step is written; in it is an empty `hotspa/`.
+
+        Raises:
+            CheckpointError: it cannot be made.
+            CheckpointLockError: another run writes here.
+        """
+        self.lock()
+        path = self.path / f".tmp-{checkpoint_name(step)}-{self.run}"
+        try:
+            if path.exists():  # of a save of ours that could not even be removed
+                self.disk.remove(path)
+            self.disk.make_directory(path)
+            self.disk.make_directory(path / STATE_FOLDER)
+        except OSError as error:
+            self.abandon(path)
+            raise self._failed(f"{checkpoint_name(step)} was not written", error) from error
+        return path
+
+    def commit(self, temporary: Path, manifest: Manifest) -> Path:
+        """Writes the manifest and gives the checkpoint its name, which makes it exist.
+
+        Args:
+            temporary: From `begin`; every file of the manifest is in it and synced.
+            manifest: Its table of contents.
+
+        Returns:
+            The checkpoint.
+
+        Raises:
+            CheckpointError: something failed; the caller abandons the directory.
+        """
+        target = self.path / checkpoint_name(manifest.step)
+        try:
+            state = temporary / STATE_FOLDER
+            if any(state.iterdir()):
+                state.chmod(self._mode)
+                self.disk.sync_directory(state)
+            else:  # only the model is saved
+                self.disk.remove(state)
+            self.disk.write(temporary, MANIFEST, [manifest.text().encode()])
+            temporary.chmod(self._mode)
+            self.disk.sync_directory(temporary)
+            replaced = None
+            if target.exists():  # of an earlier run, or damaged: never written into
+                replaced = self.path / f".old-{target.name}-{self.run}"
+                self.disk.rename(target, replaced)
+            try:
+                self.disk.rename(temporary, target)
+            except OSError:
+                if replaced is not None:
+                    self.disk.rename(replaced, target)
+                raise
+            self.disk.sync_directory(self.path)
+        except OSError as error:
+            raise self._failed(f"{target.name} was not written", error) from error
+        self._verified[target] = _signature(target, manifest)
+        if replaced is not None:
+            self._try(self.disk.remove, replaced)
+        return target
+
+    def abandon(self, temporary: Path) -> None:
+        """Removes what a failed save has left. Never raises for what the disk refuses."""
+        if temporary.exists():
+            self._try(self.disk.remove, temporary)
+
+    # -- which ones are good ------------------------------------------------------------------------------------------
+
+    def verified(self, path: Path, reread: bool = False) -> bool:
+        """Whether a checkpoint is whole. Read once; later only when a file's size, time or identity has changed."""
+        try:
+            manifest = read_manifest(path)
+            if reread or self._verified.get(path) != _signature(path, manifest):
+                check_step(path, verify(path))
+                self._verified[path] = _signature(path, manifest)
+        except (DamagedCheckpointError, OSError) as error:
+            self._verified.pop(path, None)
+            logger.warning("%s does not count as a checkpoint: %s", path, error)
+            return False
+        return True
+
+    def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
+        """Removes older checkpoints until `limit` good ones are left. Never raises for what the disk refuses.
+
+        Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
+        one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
+
+        Args:
+            newest: The checkpoint just committed.
+            limit: How many stay, those to keep included; None or less than 1 for all.
+            keep: Further ones that stay (the best model).
+        """
+        if limit is None or limit < 1:
+            return
+        try:
+            kept = {newest, *keep}
+            good = [path for path in checkpoints(self.path) if path in kept and self.verified(path)]
+            if newest not in good:
+                return
+            victims = []
+            for path in checkpoints(self.path):
+                if path in kept:
+                    continue
+                if len(good) >= limit:
+                    victims.append(path)
+                elif self.verified(path):
+                    good.append(path)
+            victims = [path for path in victims if _is_ours(path)]
+            if not victims or (len(good) < 2 and not self.verified(newest, reread=True)):
+                return
+            # the oldest first: whenever this ends, the newer ones are there
+            for path in reversed(victims):
+                grave = self.path / f".del-{path.name}-{self.run}"
+                self.disk.rename(path, grave)
+                self._verified.pop(path, None)
+                self.disk.remove(grave)
+        except OSError as error:
+            logger.warning("older checkpoints in %s could not be removed: %s", self.path, error)
+
+    def _try(self, action: Callable[[Path], None], path: Path) -> None:
+        try:
+            action(path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", path, error)
+
+    def _failed(self, what: str, error: OSError) -> CheckpointError:
+        return write_error(what, self.path, error)
+
+
+def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
+    """What to raise for a save that the disk refused."""
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    return CheckpointError(
+        f"{what}: {reason}",
+        where=str(path),
+        why="earlier checkpoints are untouched",
+        fix="free space on the disk, or make output_dir a writable directory that all ranks share",
+    )
+
+
+def _in_words(owner: str) -> str | None:
+    """Who holds a lock, as `RunFolder.lock` writes it there."""
+    try:
+        found = json.loads(owner)
+        return f"process {found['pid']} on {found['host']}"
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        read_manifest(path)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _signature(path: Path, manifest: Manifest) -> object:
+    """Changes whenever a file of the checkpoint is written to or replaced."""
+    stats = [(path / name).stat() for name in (MANIFEST, *(file.name for file in manifest.files))]
+    return manifest, [(s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for s in stats]

@@ -1,0 +1,388 @@
+"""`MANIFEST.json`: what a checkpoint holds, and where each element of each parameter lies in it.
+
+The file is read strictly: it carries its own SHA-256, and it must be, byte for byte, what `Manifest.text` writes. So no
+change of it goes unnoticed, unknown or doubled keys included. A hash finds damage, not forgery: whoever can write the
+directory can write a manifest that fits.
+
+The parameters of a checkpoint lie end to end in one vector, as in `layout.vector`, divided in segments. Rank r holds
+the elements `[start + cuts[r], start + cuts[r + 1])` of every segment, and its file holds the part of each parameter
+that falls in there, as 1-D tensors in storage order (the sharded dim outermost).
+
+In format 2 the root of a checkpoint is a Hugging Face model (or adapter) folder, and what only we read lies in
+`hotspa/`. Format 1 had our files at the root and the configs in `model/`; it is read, no longer written.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.checkpoint.format.disk import (
+    DTYPES,
+    FileRecord,
+    check_name,
+    file_digest,
+    open_inside,
+    parse_object,
+    read_text,
+)
+from hf_hotspa.errors import DamagedCheckpointError
+
+MANIFEST = "MANIFEST.json"
+KIND = "hf_hotspa checkpoint"
+SCHEMA_VERSION = 2
+STATE_FOLDER = "hotspa"
+"""What only we read; the names below it are as in `Manifest.located`."""
+STATE = f"{STATE_FOLDER}/state.json"
+BUFFERS = f"{STATE_FOLDER}/buffers.safetensors"
+TRAINER_STATE = "trainer_state.json"
+TRAINING_ARGUMENTS = "training_args.json"
+ADAPTER_CONFIG, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+"""PEFT's names."""
+MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+"""The names under which transformers saves weights."""
+WEIGHT = "weight"
+"""The state of a parameter that is the parameter itself; the others are the optimizer's (`exp_avg`, ...)."""
+
+_MAX_WORLD, _MAX_FILES, _MAX_PARAMETERS = 1 << 17, 1 << 20, 1 << 20
+_MAX_MANIFEST_BYTES = 512 << 20
+_OLD_MODEL_FOLDER = "model"
+
+
+@dataclass(frozen=True)
+class SavedSegment:
+    """Elements `[start, stop)` of the vector; `cuts` [world + 1], counted from `start`, divide them between the ranks."""
+
+    start: int
+    stop: int
+    cuts: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class SavedParameter:
+    """One parameter.
+
+    Args:
+        name: Its Hugging Face name.
+        shape: Its Hugging Face shape.
+        shard_dim: The dim that is outermost in storage; None for the natural order.
+        segment: The segment it lies in.
+        offset: Where it starts in the vector.
+        trainable: False for a frozen one, which has no optimizer state.
+        model_dtype: The dtype in which the Hugging Face model holds it.
+        tied_names: Further names of it.
+        exported_name: The one of its names under which transformers saves it.
+        states: Name -> dtype of what is stored: `weight`, and the elementwise states of the optimizer.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None
+    segment: int
+    offset: int
+    trainable: bool
+    model_dtype: str
+    tied_names: tuple[str, ...]
+    exported_name: str
+    states: dict[str, str]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint's table of contents.
+
+    Args:
+        step: Optimizer steps made.
+        world_size: Ranks that wrote it.
+        strategies: The strategies of the run, as the user writes them.
+        resumable: False where only the model was saved.
+        run: Identifies the run that wrote it.
+        versions: Of hf_hotspa, torch and transformers.
+        files: Every file but the manifest.
+        segments: The segments of the vector.
+        parameters: The parameters.
+        schema_version: The format, 1 or 2.
+    """
+
+    step: int
+    world_size: int
+    strategies: str
+    resumable: bool
+    run: str
+    versions: dict[str, str]
+    files: tuple[FileRecord, ...]
+    segments: tuple[SavedSegment, ...]
+    parameters: tuple[SavedParameter, ...]
+    schema_version: int = SCHEMA_VERSION
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files."""
+        return sum(file.size for file in self.files)
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether the ranks' shares are there: with `save_only_model`, format 2 has the Hugging Face files alone."""
+        return self.resumable or self.schema_version == 1
+
+    @property
+    def is_adapter(self) -> bool:
+        """Whether the model is an adapter of PEFT."""
+        return any(name == ADAPTER_CONFIG for _, name in self.model_files())
+
+    def located(self, name: str) -> str:
+        """Where a file of `hotspa/` lies in this checkpoint."""
+        return name.removeprefix(f"{STATE_FOLDER}/") if self.schema_version == 1 else name
+
+    def model_files(self) -> Iterator[tuple[str, str]]:
+        """What belongs to the model but its weights (configs, tokenizer): name in the checkpoint, name in a model folder."""
+        for file in self.files:
+            top, _, rest = file.name.partition("/")
+            if self.schema_version == 1:
+                if top == _OLD_MODEL_FOLDER and rest:
+                    yield file.name, rest
+            elif top not in (STATE_FOLDER, TRAINER_STATE, TRAINING_ARGUMENTS) and not _is_weights(file.name):
+                yield file.name, file.name
+
+    def share(self, parameter: SavedParameter, rank: int) -> tuple[int, int]:
+        """Elements `[low, high)` of a parameter's storage that lie in the file of a rank."""
+        segment = self.segments[parameter.segment]
+        base = parameter.offset - segment.start
+        low, high = (min(max(segment.cuts[rank + i] - base, 0), parameter.numel) for i in (0, 1))
+        return low, max(low, high)
+
+    def holders(self, parameter: SavedParameter, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """`(rank, low, high)`: the files that hold something of elements `[start, stop)` of a parameter, and what."""
+        segment = self.segments[parameter.segment]
+        base = parameter.offset - segment.start
+        rank = bisect_right(segment.cuts, base + start) - 1
+        while start < stop:
+            high = min(segment.cuts[rank + 1] - base, stop)
+            if high > start:
+                yield rank, start, high
+                start = high
+            rank += 1
+
+    def text(self) -> str:
+        """The contents of the file."""
+        data = {"kind": KIND, **asdict(self)}
+        body = _render(data)
+        return _render({**data, "sha256": hashlib.sha256(body.encode()).hexdigest()})
+
+    @classmethod
+    def parse(cls, text: str, where: str) -> "Manifest":
+        """The inverse of `text`.
+
+        Raises:
+            DamagedCheckpointError: the text is not what `text` writes, or says something impossible.
+        """
+        data = parse_object(text, MANIFEST, where)
+        if data.get("kind") != KIND:
+            raise DamagedCheckpointError(f"{MANIFEST} is no {KIND}", where=where)
+        if data.get("schema_version") not in (1, SCHEMA_VERSION):
+            raise DamagedCheckpointError(
+                f"the checkpoint has format {data.get('schema_version')!r}, and this version reads 1 to {SCHEMA_VERSION}",
+                where=where,
+                fix="use the version of hf_hotspa that wrote it",
+            )
+        try:
+            found = _manifest(data)
+            same = found.text() == text
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise DamagedCheckpointError(
+                f"{MANIFEST} is damaged: {type(error).__name__}: {error}", where=where
+            ) from error
+        if not same:
+            raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
+        for problem in _problems(found):
+            raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
+        for file in found.files:
+            check_name(file.name, where)
+        return found
+
+
+def rank_tensors(rank: int, world_size: int) -> str:
+    """The name of the file with a rank's share of the weights and optimizer states."""
+    return f"{STATE_FOLDER}/master-rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
+def rank_state(rank: int, world_size: int) -> str:
+    """The name of the file with a rank's random number generators."""
+    return f"{STATE_FOLDER}/random-rank-{rank:05d}-of-{world_size:05d}.json"
+
+
+def _is_weights(name: str) -> bool:
+    return name == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
+
+
+def _render(data: dict[str, Any]) -> str:
+    return json.dumps(data, indent=1, sort_keys=True) + "\n"
+
+
+def _manifest(data: dict[str, Any]) -> Manifest:
+    """Takes whatever is there; what is of another type does not survive the comparison with the text."""
+    if max(len(data["files"]), len(data["parameters"]), len(data["segments"])) > _MAX_FILES:
+        raise ValueError("too many entries")
+    return Manifest(
+        step=int(data["step"]),
+        world_size=int(data["world_size"]),
+        strategies=str(data["strategies"]),
+        resumable=bool(data["resumable"]),
+        run=str(data["run"]),
+        versions={str(k): str(v) for k, v in data["versions"].items()},
+        files=tuple(FileRecord(str(f["name"]), int(f["size"]), str(f["sha256"])) for f in data["files"]),
+        segments=tuple(
+            SavedSegment(int(s["start"]), int(s["stop"]), tuple(map(int, s["cuts"]))) for s in data["segments"]
+        ),
+        parameters=tuple(
+            SavedParameter(
+                name=str(p["name"]),
+                shape=tuple(map(int, p["shape"])),
+                shard_dim=None if p["shard_dim"] is None else int(p["shard_dim"]),
+                segment=int(p["segment"]),
+                offset=int(p["offset"]),
+                trainable=bool(p["trainable"]),
+                model_dtype=str(p["model_dtype"]),
+                tied_names=tuple(map(str, p["tied_names"])),
+                exported_name=str(p["exported_name"]),
+                states={str(k): str(v) for k, v in p["states"].items()},
+            )
+            for p in data["parameters"]
+        ),
+        schema_version=int(data["schema_version"]),
+    )
+
+
+def _problems(found: Manifest) -> Iterator[str]:
+    """What cannot be in a checkpoint, so that nothing is allocated for it."""
+    names = {file.name for file in found.files}
+    if not 0 <= found.step < 10**15 or not 1 <= found.world_size <= _MAX_WORLD:
+        yield f"step {found.step}, {found.world_size} ranks"
+        return
+    if len(names) != len(found.files) or MANIFEST in names:
+        yield "a file is listed twice"
+    if any(file.size < 0 for file in found.files):
+        yield "a file of negative size"
+    shares = [found.located(rank_tensors(rank, found.world_size)) for rank in range(found.world_size)]
+    if found.has_masters and (missing := set(shares) - names):
+        yield f"no file {min(missing)!r}"
+    end = 0
+    for segment in found.segments:
+        cuts = segment.cuts
+        if (
+            segment.start != end
+            or len(cuts) != found.world_size + 1
+            or cuts[0]
+            or cuts[-1] != segment.stop - segment.start
+        ):
+            yield "the segments do not tile the vector"
+            return
+        if any(low > high for low, high in itertools.pairwise(cuts)):
+            yield "the cuts of a segment do not ascend"
+        end = segment.stop
+    end, seen = 0, set[str]()
+    for parameter in found.parameters:
+        if any(size < 0 for size in parameter.shape) or parameter.offset != end:
+            yield f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
+            return
+        end += parameter.numel
+        if not 0 <= parameter.segment < len(found.segments):
+            yield f"parameter {parameter.name!r} has no segment"
+            return
+        segment = found.segments[parameter.segment]
+        if parameter.numel and not segment.start <= parameter.offset < end <= segment.stop:
+            yield f"parameter {parameter.name!r} leaves its segment"
+        if parameter.shard_dim is not None and not 0 <= parameter.shard_dim < len(parameter.shape):
+            yield f"parameter {parameter.name!r} has no dim {parameter.shard_dim}"
+        own = (parameter.name, *parameter.tied_names)
+        if parameter.exported_name not in own or seen.intersection(own) or len(set(own)) < len(own):
+            yield f"the names of parameter {parameter.name!r}"
+        seen.update(own)
+        if WEIGHT not in parameter.states or not {*parameter.states.values(), parameter.model_dtype} <= DTYPES.keys():
+            yield f"the states of parameter {parameter.name!r}"
+            return
+        if any("/" in state or not state for state in parameter.states):
+            yield f"the names of the states of parameter {parameter.name!r}"
+    if found.segments and end != found.segments[-1].stop:
+        yield "the parameters do not fill the vector"
+        return
+    if not found.has_masters:
+        return
+    sizes = {file.name: file.size for file in found.files}
+    needed = [0] * found.world_size
+    for parameter in found.parameters:
+        size = sum(DTYPES[dtype][1] for dtype in parameter.states.values())
+        for rank, low, high in found.holders(parameter, 0, parameter.numel):
+            needed[rank] += (high - low) * size
+    for name, least in zip(shares, needed, strict=True):
+        if least > sizes.get(name, 0):
+            yield f"{name!r} is too small for its tensors"
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint; the other files are not looked at.
+
+    Raises:
+        DamagedCheckpointError: there is none, or it was changed.
+    """
+    if not os.path.lexists(folder / MANIFEST):
+        raise _no_checkpoint(folder)
+    return Manifest.parse(read_text(folder, MANIFEST, _MAX_MANIFEST_BYTES), str(folder))
+
+
+def _no_checkpoint(folder: Path) -> DamagedCheckpointError:
+    """What to raise for a folder without a manifest: a checkpoint was perhaps meant that lies in it."""
+    steps = [int(name) for path in folder.glob("checkpoint-*") if (name := path.name.partition("-")[2]).isdigit()]
+    return DamagedCheckpointError(
+        f"there is no {MANIFEST}",
+        where=str(folder),
+        why=f"a checkpoint of hf_hotspa has one, and one of the stock Trainer has a {TRAINER_STATE} in its place",
+        fix=f"name a checkpoint in it, such as {folder / f'checkpoint-{max(steps)}'}" if steps else None,
+    )
+
+
+def verify_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1) -> None:
+    """Compares sizes and hashes of the files with the manifest.
+
+    Args:
+        folder: The checkpoint.
+        manifest: Its manifest.
+        part: Compare only every `parts`-th file, from this one on: the ranks share the work.
+
+    Raises:
+        DamagedCheckpointError: naming the file that differs.
+    """
+    for record in manifest.files[part::parts]:
+        with open_inside(folder, record.name) as file:
+            size = file.seek(0, 2)
+            if size != record.size:
+                raise DamagedCheckpointError(
+                    f"{record.name!r} has {size} bytes instead of {record.size}", where=str(folder)
+                )
+            if file_digest(file) != record.sha256:
+                raise DamagedCheckpointError(f"{record.name!r} was changed after it was written", where=str(folder))
+
+
+def verify(folder: Path) -> Manifest:
+    """Reads a whole checkpoint and compares it with its manifest.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        DamagedCheckpointError: naming the file that is missing or differs.
+    """
+    manifest = read_manifest(folder)
+    verify_files(folder, manifest)
+    return manifest

@@ -1,0 +1,144 @@
+"""`hf-hotspa calibrate`: on the processes of a launcher where there is one, else on processes of its own.
+
+Owns the start of these processes and the way of their result, or of their error, to the one that prints.
+"""
+
+import json
+import os
+import socket
+import sys
+import tempfile
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from transformers import AutoConfig, PreTrainedConfig
+
+from hf_hotspa.calibrate.calibration import calibrate
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.model_config import read_config
+from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
+
+_TIMEOUT = timedelta(minutes=10)
+_RESULT, _ERROR = "calibration.json", "error.json"
+
+
+def run(
+    model: str, processes: int | None, dtype: str | None, force: bool, *, quiet: bool = False
+) -> Calibration | None:
+    """Calibrates a model.
+
+    Args:
+        model: A preset, a config file or its folder.
+        processes: How many to start; the GPUs, else the cores, when None. Not with a launcher.
+        dtype: Of computation; the config's when None.
+        force: Whether to measure although the cache holds it.
+        quiet: Whether nothing is said meanwhile.
+
+    Returns:
+        The calibration; None on ranks above 0 of a launcher.
+
+    Raises:
+        HotspaError: the input is wrong, or a rank failed.
+    """
+    data = read_config(model)
+    if dtype is not None:
+        dtype_bytes(dtype)
+    launched = int(os.environ.get("WORLD_SIZE", "0"))
+    if launched:
+        if processes not in (None, launched):
+            raise HotspaConfigError(
+                f"--processes {processes}, and the launcher started {launched}", fix="leave --processes out"
+            )
+        return _run_launched(data, dtype, force, quiet)
+    count = processes if processes is not None else torch.cuda.device_count() or os.cpu_count() or 1
+    if count < 1:
+        raise HotspaConfigError(f"{count} processes cannot measure anything", fix="use at least 1")
+    if count > torch.cuda.device_count() > 0:
+        raise HotspaConfigError(
+            f"{count} processes on {torch.cuda.device_count()} GPUs", fix="use at most one process a GPU"
+        )
+    return _run_own(data, count, dtype, force, quiet)
+
+
+def _config(data: dict[str, object]) -> PreTrainedConfig:
+    fields = {key: value for key, value in data.items() if key != "model_type"}
+    found: PreTrainedConfig = AutoConfig.for_model(str(data["model_type"]), **fields)
+    return found
+
+
+def _measure(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration:
+    device = None
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    return calibrate(
+        _config(data),
+        compute_dtype=getattr(torch, dtype) if dtype is not None else None,
+        device=device,
+        force=force,
+        progress=None if quiet else lambda text: print(text, file=sys.stderr, flush=True),
+    )
+
+
+def _run_launched(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration | None:
+    ours = not dist.is_initialized()
+    if ours:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+    rank = dist.get_rank()
+    try:
+        found = _measure(data, dtype, force, quiet)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+    return found if rank == 0 else None
+
+
+def _run_own(data: dict[str, object], count: int, dtype: str | None, force: bool, quiet: bool) -> Calibration:
+    with tempfile.TemporaryDirectory(prefix="hotspa-calibrate-") as folder:
+        try:
+            multiprocessing.start_processes(
+                _rank_main, (count, folder, data, dtype, force, quiet), nprocs=count, start_method="spawn"
+            )
+        except Exception as failure:
+            if (Path(folder) / _ERROR).exists():
+                raise HotspaError.from_dict(json.loads((Path(folder) / _ERROR).read_text())) from None
+            raise PeerError(f"a process failed: {failure}", where="calibration") from failure
+        return Calibration.load(Path(folder) / _RESULT)
+
+
+def _rank_main(
+    rank: int, count: int, folder: str, data: dict[str, object], dtype: str | None, force: bool, quiet: bool
+) -> None:
+    """One process of `_run_own`."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
+    if loopback is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)
+    }  # fmt: skip
+    if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(1)  # as launchers do
+    dist.init_process_group(
+        "nccl" if torch.cuda.is_available() else "gloo",
+        init_method=f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=count,
+        timeout=_TIMEOUT,
+    )
+    try:
+        found = _measure(data, dtype, force, quiet)
+    except HotspaError as error:
+        # every rank raises the same; the first to write is right, and a reader never sees half a file
+        beside = Path(folder) / f"{_ERROR}.{rank}"
+        beside.write_text(json.dumps(error.to_dict()))
+        beside.replace(Path(folder) / _ERROR)
+        raise
+    if rank == 0:
+        found.save(Path(folder) / _RESULT)
+    dist.barrier()
+    dist.destroy_process_group()

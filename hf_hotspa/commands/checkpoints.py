@@ -1,0 +1,110 @@
+"""`hf-hotspa inspect | verify | export`: what is in a checkpoint, whether it is whole, and the model out of it.
+
+`inspect` and `verify` import no torch.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, Manifest, read_manifest, verify
+from hf_hotspa.costs.hardware import parse_bytes
+from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
+from hf_hotspa.search.tables import table
+
+DAMAGED = 1
+"""Exit code of `verify` when a checkpoint is not whole."""
+
+COMMANDS = ("inspect", "verify", "export")
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds the commands to the subparsers of `hf-hotspa`."""
+    where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
+    inspect = commands.add_parser("inspect", help="what is in a checkpoint")
+    inspect.add_argument("path", help=where)
+    inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    check = commands.add_parser("verify", help="compare every file of a checkpoint with its manifest")
+    check.add_argument("path", help=where)
+    export = commands.add_parser("export", help="the model of a checkpoint, as from_pretrained loads it")
+    export.add_argument("checkpoint", help="a checkpoint-<step> directory")
+    export.add_argument("output", help="a new directory")
+    export.add_argument(
+        "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)"
+    )
+    export.add_argument("--dtype", help="of the weights, such as bfloat16; that of the trained model by default")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs one of the commands.
+
+    Returns:
+        The exit code: 0, or 1 when `verify` found a checkpoint that is not whole.
+
+    Raises:
+        HotspaError, OSError: what is wrong with the input.
+    """
+    return {"inspect": _inspect, "verify": _verify, "export": _export}[args.command](args)
+
+
+def _targets(path: Path) -> list[Path]:
+    """The checkpoint itself, or those of a run, oldest first."""
+    found = [path] if (path / MANIFEST).exists() else checkpoints(path)[::-1]
+    if not found:
+        raise HotspaConfigError(f"{str(path)!r} holds no checkpoint", fix="name a checkpoint-<step> directory")
+    return found
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    path = Path(args.path)
+    found = [(target, read_manifest(target)) for target in _targets(path)]
+    if args.json:
+        print(json.dumps([{"path": str(target), **json.loads(m.text())} for target, m in found], indent=1))
+        return 0
+    rows = [["checkpoint", "step", "ranks", "strategies", "resumable", "GB", "parameters"]]
+    for target, manifest in found:
+        numel = sum(parameter.numel for parameter in manifest.parameters)
+        cells = [str(manifest.step), str(manifest.world_size), manifest.strategies, _yes(manifest.resumable)]
+        rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
+    print(table(rows))
+    if len(found) == 1:
+        print(f"\n{_contents(found[0][1])}")
+    return 0
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _contents(manifest: Manifest) -> str:
+    files = [["file", "bytes", "sha256"], *([f.name, f"{f.size:,}", f.sha256[:16]] for f in manifest.files)]
+    states = sorted({state for parameter in manifest.parameters for state in parameter.states if state != WEIGHT})
+    written = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
+    return f"{table(files)}\n\noptimizer states: {', '.join(states) or 'none'}\nwritten by: {written}"
+
+
+def _verify(args: argparse.Namespace) -> int:
+    code = 0
+    for target in _targets(Path(args.path)):
+        try:
+            manifest = verify(target)
+            check_step(target, manifest)
+        except DamagedCheckpointError as error:
+            print(f"{target}: {error}", file=sys.stderr)
+            code = DAMAGED
+        else:
+            print(f"{target}: {len(manifest.files)} files, {manifest.num_bytes:,} bytes, as they were written")
+    return code
+
+
+def _export(args: argparse.Namespace) -> int:
+    from hf_hotspa.checkpoint.export import export  # imports torch
+
+    limit = parse_bytes(args.max_shard_size, "--max-shard-size")
+    files = export(Path(args.checkpoint), Path(args.output), max_shard_bytes=limit, dtype=args.dtype)
+    size = sum(file.stat().st_size for file in files)
+    print(f"{args.output}: {len(files)} files of weights, {size:,} bytes")
+    return 0

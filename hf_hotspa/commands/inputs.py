@@ -1,0 +1,185 @@
+"""What `hf-hotspa plan` is asked about: `hf-hotspa lengths`, those of a data set; `hf-hotspa hardware`, machines with names.
+
+A data set is read as the Trainer reads it, by the same code and with the same tokenizer: the lengths are those that
+training will see. That alone imports `datasets` and `transformers`; a histogram, once saved, is read without.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_hotspa.costs.cards import PRESETS, load_hardware, template
+from hf_hotspa.costs.hub import hub_file
+from hf_hotspa.costs.model_config import preset_names
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.search.histogram import Counts
+from hf_hotspa.search.tables import histogram, table
+
+_GIB, _GB = 1 << 30, 1e9
+_SHARES = (50, 90, 99)
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds the commands to the sub-parsers of `hf-hotspa`."""
+    lengths = commands.add_parser(
+        "lengths",
+        help="how long the rows of a data set are",
+        description="Counts the tokens of each row as training will see it, and saves the counts for `hf-hotspa plan --lengths`.",
+    )
+    add_data_arguments(lengths, lengths, required=True)
+    lengths.add_argument("-o", "--output", metavar="FILE", help="save the counts by length here, for plan --lengths")
+    lengths.set_defaults(json=False)
+    machines = commands.add_parser(
+        "hardware",
+        help="machines that have names; of one, the fields as a file",
+        description="Lists the machines that --hardware knows by name. With a name it prints that machine as YAML, to be "
+        "changed and given to --hardware: hf-hotspa hardware l40s > mine.yaml",
+    )
+    machines.add_argument("name", nargs="?", help="of a machine, such as l40s")
+    machines.set_defaults(json=False)
+
+
+def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
+    """Adds what says which data set is read, and how.
+
+    Args:
+        source: The parser, or its group of sources, that gets `--dataset`.
+        parser: The parser that gets the others.
+        required: Whether `--dataset` must be there.
+    """
+    source.add_argument(
+        "--dataset",
+        metavar="DATA",
+        **({"required": True} if required else {}),
+        help="a .jsonl, .json, .csv, .parquet or .txt file, a folder of them, a saved data set, or a name on the hub",
+    )
+    parser.add_argument("--split", default="train", help="of the data set, such as train[:1000] (default: %(default)s)")
+    parser.add_argument(
+        "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed where rows have input_ids"
+    )
+    parser.add_argument("--rows", type=int, metavar="N", help="read so many rows only, drawn at random")
+
+
+def run(args: argparse.Namespace) -> str:
+    """Runs the command; returns what it says.
+
+    Raises:
+        HotspaError: there is no such machine, or the data set cannot be read.
+    """
+    if args.command == "hardware":
+        return template(load_hardware(args.name)).rstrip() if args.name else _machines()
+    return _lengths(args)
+
+
+def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
+    """The lengths of the sequences of the data set that `add_data_arguments` names.
+
+    Args:
+        model: The model of a plan: its tokenizer is taken where none is named.
+
+    Raises:
+        HotspaError: the data set or its tokenizer cannot be read, a row cannot be turned into tokens, or there is none.
+    """
+    from hf_hotspa.data.prepare import load_source, prepare_dataset
+    from hf_hotspa.rows.scan import scan_dataset
+
+    if args.rows is not None and args.rows < 1:
+        raise HotspaConfigError(f"--rows {args.rows} leaves nothing to count", fix="use at least 1")
+    quiet = not sys.stderr.isatty()
+    if quiet:
+        import datasets
+
+        datasets.disable_progress_bars()
+    dataset = load_source(args.dataset, args.split)
+    num_rows = len(dataset)
+    if args.rows is not None and args.rows < num_rows:
+        rows = np.random.default_rng(0).permutation(num_rows)[: args.rows]
+        dataset = dataset.select(np.sort(rows))
+    tokenizer = None if "input_ids" in dataset.column_names else _tokenizer(args.tokenizer or _of_model(model))
+    found = scan_dataset(prepare_dataset(dataset, tokenizer), disable_progress=quiet).sequence_lengths
+    some = "" if len(dataset) == num_rows else f", {len(dataset):,} of {num_rows:,} rows"
+    counts = Counts.of(found, f"{args.dataset}{some}")
+    if not counts.total:
+        raise HotspaConfigError("no row has a token", where=str(args.dataset), fix="look at its columns")
+    return counts
+
+
+def _of_model(model: str | None) -> str:
+    """The tokenizer of a model."""
+    if model is None or model in preset_names() or Path(model).is_file():
+        of = "" if model is None else f"{model} comes without one; "
+        raise HotspaConfigError(
+            "the rows are text, and there is no tokenizer for them", fix=f"{of}give --tokenizer NAME_OR_FOLDER"
+        )
+    return model
+
+
+def _tokenizer(name: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        folder = Path(name).expanduser()
+        if folder.is_dir():
+            return AutoTokenizer.from_pretrained(folder)
+        try:
+            return AutoTokenizer.from_pretrained(name, local_files_only=True)
+        except Exception:  # not all of it is in the cache
+            hub_file(name, "tokenizer_config.json")
+            return AutoTokenizer.from_pretrained(name)
+    except HotspaConfigError as error:
+        raise HotspaConfigError(
+            f"there is no tokenizer {name!r}: {error.what}", where=error.where, fix=error.fix
+        ) from None
+    except Exception as error:  # its files are missing, damaged, or out of reach, in many ways
+        said = str(error).strip().splitlines() or [""]
+        raise HotspaConfigError(
+            f"there is no tokenizer {name!r}: {type(error).__name__}: {said[0]}",
+            fix="give --tokenizer a folder with tokenizer.json (tokenizer.save_pretrained makes one), or a name that the "
+            "hub or its cache has",
+        ) from None
+
+
+def _lengths(args: argparse.Namespace) -> str:
+    counts = data_counts(args)
+    if args.output:
+        counts.save(args.output)
+    ends, tokens = np.cumsum(counts.sizes), int((counts.lengths * counts.sizes).sum())
+    shares = [f"{counts.lengths[np.searchsorted(ends, share / 100 * counts.total)]:,} ({share} %)" for share in _SHARES]
+    lines = [
+        f"{counts.total:,} sequences of {counts.source}; {tokens:,} tokens",
+        f"tokens of a sequence: at most {', '.join(shares)}; the longest {int(counts.lengths.max()):,}",
+        "",
+        histogram(counts.drawn(), ()),
+    ]
+    if args.output:
+        lines += ["", f"saved: {args.output}; next: hf-hotspa plan --lengths {args.output} ..."]
+    return "\n".join(lines)
+
+
+def _machines() -> str:
+    rows = [["machine", "GiB", "TFLOPS", "memory GB/s", "link GB/s", "NICs x Gb/s"]]
+    for found in PRESETS.values():
+        device, nics = found.device, found.nics_per_node or found.devices_per_node
+        dtype = next(name for name in ("bfloat16", "float16") if name in device.peak_flops)
+        speed = device.peak_flops[dtype] / 1e12
+        rows.append(
+            [
+                found.name,
+                f"{device.memory_bytes / _GIB:.1f}",
+                f"{speed:,.{0 if speed >= 1 else 2}f}" + ("" if dtype == "bfloat16" else " (float16)"),
+                f"{device.memory_bandwidth / _GB:,.0f}",
+                f"{found.intra_bandwidth / _GB:,.0f}",
+                f"{nics} x {found.inter_bandwidth * 8 / _GB:,.0f}",
+            ]
+        )
+    return "\n".join(
+        [
+            table(rows),
+            "",
+            "From data sheets: dense bfloat16; links inside a node and NICs in one direction; nodes of 8 devices.",
+            "Your own: `hf-hotspa hardware NAME > mine.yaml`, change it, `--hardware mine.yaml`.",
+        ]
+    )

@@ -1,0 +1,107 @@
+"""`hf-hotspa train`: fine-tunes a model, on the processes of a launcher where there is one, else on processes of its own.
+
+Owns how many processes these are and the line that starts them; what each of them does is `trainer/script.py`. What is
+wrong with the command line or a name is said before any of them starts, once.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+import torch
+
+from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
+from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.trainer.arguments import AUTO
+from hf_hotspa.trainer.flags import MORE
+from hf_hotspa.trainer.script import look, parse, parser_of, read, run
+
+_MOST_CPU_PROCESSES = 4
+"""Without --processes: more of them, each with its own copy of what is read, want to be asked for."""
+_PROCESSES = "--processes"
+_EXAMPLE = "\n\n  hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl\n\n"
+
+
+def main(words: Sequence[str]) -> int:
+    """Runs the command; where it starts processes, this one becomes their launcher.
+
+    Args:
+        words: What follows `hf-hotspa train`.
+
+    Returns:
+        The exit code, 0; 2 when the input is wrong.
+
+    Raises:
+        HotspaError: in a process of a launcher, which shows it.
+    """
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument(_PROCESSES, type=int, default=None)
+    ours, rest = own.parse_known_args(list(words))
+    parser = parser_of(
+        prog="hf-hotspa train",
+        usage=f"hf-hotspa train --model MODEL --dataset DATASET [{_PROCESSES} N] [flags]",
+        description=f"Fine-tunes a model:{_EXAMPLE}on all GPUs of this machine, or, with --use_cpu, on CPU processes. "
+        "Under accelerate launch or torchrun it runs on the processes that are there.",
+        epilog=f"{_PROCESSES} N: how many processes are started (default: what --hotspa_strategies need, else the GPUs; "
+        f"with --use_cpu the cores, at most {_MOST_CPU_PROCESSES}). {MORE}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    launched = int(os.environ.get("WORLD_SIZE", "0"))
+    if launched:
+        if ours.processes not in (None, launched):
+            raise LaunchError(
+                f"{_PROCESSES} {ours.processes}, and the launcher started {launched}", fix=f"leave {_PROCESSES} out"
+            )
+        run(parse(parser, rest))
+        return 0
+    try:
+        given = read(parser, rest)
+        count = number_of_processes(ours.processes, given, torch.cuda.device_count())
+        look(given)
+        if count > 1:
+            _launch(count, rest)
+        run(parse(parser, rest))
+    except HotspaError as error:
+        print(f"hf-hotspa train: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
+    """How many processes are started.
+
+    Args:
+        asked: What --processes says, or None.
+        given: The flags of training.
+        gpus: Those of this machine.
+
+    Raises:
+        HotspaConfigError: there is no GPU and none was told to do without, or there are too few.
+    """
+    if asked is not None and asked < 1:
+        raise HotspaConfigError(f"{_PROCESSES} is {asked}", fix="use at least 1")
+    if not gpus and not given.use_cpu:
+        raise HotspaConfigError(
+            "this machine has no GPU that torch can use",
+            fix=f"for CPU processes add --use_cpu (and {_PROCESSES} N); for a GPU check nvidia-smi, and that torch is a CUDA build",
+        )
+    strategies = (given.hotspa_strategies or "").strip()
+    needed = parse_buckets(strategies)[0].strategy.world_size if strategies not in ("", AUTO) else None
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    count = asked or needed or (min(cores, _MOST_CPU_PROCESSES) if given.use_cpu else gpus)
+    if not given.use_cpu and count > gpus:
+        raise HotspaConfigError(f"{count} processes on {gpus} GPUs", fix="use at most one process a GPU")
+    return count
+
+
+def _launch(count: int, words: Sequence[str]) -> NoReturn:
+    """Becomes the launcher, with this command in each process: one program hears Ctrl-C and SIGTERM."""
+    environment = dict(os.environ)
+    # as examples/slurm.sh: a restarted job could meet the dead attempt's addresses
+    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    line = [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--standalone", "--nproc-per-node", str(count)]
+    sys.stdout.flush()
+    os.execve(sys.executable, [*line, "-m", "hf_hotspa.cli", "train", *words], environment)

@@ -1,0 +1,124 @@
+"""Time coefficients from data sheets, for machines that one does not have.
+
+A layer's matrix products cost `6 P s / t` floating-point operations for s tokens (P parameters a layer; 2 forward, 4
+backward, of which 2 for gradients of weights, which frozen weights do without), causal attention `7 l^2 a / t` a sequence (2 forward; 5 backward with recomputation of the scores, as flash
+attention does); blocks that the family's plan does not cut cost every device the same. Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
+`2 s h e (1 - 1/t)` bytes over the slowest link that the group passes; across nodes every NIC of a node carries its
+share.
+Matrix products reach `MATMUL_EFFICIENCY * s / (s + HALF_TOKENS)` of the peak, which is a constant number of seconds a
+pack on top of a linear term. A prediction within about a third: measure where the machine is at hand.
+"""
+
+from collections.abc import Mapping
+
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.sizes import dtype_bytes
+from hf_hotspa.model_shape import ModelShape
+
+MATMUL_EFFICIENCY = 0.62
+"""Share of the peak that large matrix products and what lies between them reach inside a layer (training runs of
+Narayanan et al., SC'21, reach 0.52 over all)."""
+HALF_TOKENS = 256
+"""Tokens of a pack at which matrix products run at half their best speed."""
+ATTENTION_EFFICIENCY = 0.5
+LINK_EFFICIENCY = 0.75
+KERNELS_PER_LAYER = 120
+"""Kernels of a layer, forward and backward."""
+KERNEL_S = 5e-6
+"""Seconds that a kernel takes at least."""
+LOSS_PASSES = 8
+"""Times that fp32 logits are read or written between head and loss, forward and backward."""
+
+
+def _all_reduce(tp: int, num_bytes: float, hardware: Hardware) -> float:
+    """Seconds of a ring all-reduce of `num_bytes` without latency."""
+    if tp == 1:
+        return 0.0
+    link = hardware.intra_bandwidth
+    if tp > hardware.devices_per_node:
+        link = min(link, hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node))
+    return 2 * num_bytes * (1 - 1 / tp) / (link * LINK_EFFICIENCY)
+
+
+def _products(parameters: float, adapter: float | None) -> float:
+    """Operations of a token in matrix products."""
+    return 6 * parameters if adapter is None else 4 * parameters + 6 * adapter
+
+
+def _latency(tp: int, hardware: Hardware) -> float:
+    if tp == 1:
+        return 0.0
+    return hardware.intra_latency_s if tp <= hardware.devices_per_node else hardware.inter_latency_s
+
+
+def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapter: int | None = None) -> Cost:
+    """One decoder layer, forward and backward, on each device of a tp group.
+
+    Args:
+        shape: The model.
+        tp: The tensor-parallel degree.
+        hardware: The machine.
+        dtype: The dtype of computation.
+        adapter: The parameters of an adapter that are trained instead of the layer; None where the layer is.
+    """
+    peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
+    whole = shape.whole_parameters
+    parameters = (shape.layer_parameters - whole) / tp + whole
+    matmul = _products(parameters, adapter) / (peak * MATMUL_EFFICIENCY)
+    heads = shape.attention_size * ((1 - shape.whole_attention) / tp + shape.whole_attention)
+    attention = 7 * heads / (peak * ATTENTION_EFFICIENCY)
+    # what a pack pays however short it is: half-empty tiles, reading the weights three times, or starting the kernels
+    reads = 3 * parameters * width / hardware.device.memory_bandwidth
+    fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
+    return Cost(
+        attention,
+        matmul + 4 * _all_reduce(tp, shape.hidden_size * width, hardware),
+        fixed + 4 * _latency(tp, hardware),
+    )
+
+
+def head_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, frozen: bool = False) -> Cost:
+    """Vocabulary projection and loss, forward and backward."""
+    peak, rows = hardware.device.flops(dtype), shape.vocab_size / tp
+    matmul = _products(rows * shape.hidden_size, 0 if frozen else None) / (peak * MATMUL_EFFICIENCY)
+    loss = LOSS_PASSES * rows * 4 / hardware.device.memory_bandwidth
+    reduced = _all_reduce(tp, shape.hidden_size * dtype_bytes(dtype), hardware)
+    return Cost(0.0, matmul + loss + reduced, matmul * HALF_TOKENS + 3 * _latency(tp, hardware))
+
+
+def embedding_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str) -> Cost:
+    """The look-up and the scattered gradient: memory traffic, and one all-reduce."""
+    width = dtype_bytes(dtype)
+    moved = 4 * shape.hidden_size * width / hardware.device.memory_bandwidth
+    return Cost(
+        0.0, moved + _all_reduce(tp, shape.hidden_size * width, hardware), 4 * KERNEL_S + _latency(tp, hardware)
+    )
+
+
+def hops(shape: ModelShape, hardware: Hardware, dtype: str) -> tuple[Hop, Hop]:
+    """Passing a hidden state inside a node, and between nodes."""
+    width = shape.hidden_size * dtype_bytes(dtype)
+    nic = hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node) / hardware.devices_per_node
+    return (
+        Hop(hardware.intra_latency_s, width / (hardware.intra_bandwidth * LINK_EFFICIENCY)),
+        Hop(hardware.inter_latency_s, width / (nic * LINK_EFFICIENCY)),
+    )
+
+
+def costs(
+    shape: ModelShape, hardware: Hardware, dtype: str, adapters: Mapping[int, int | None]
+) -> tuple[dict[int, Cost], dict[int, Cost], dict[int, Cost]]:
+    """Layer, head and embedding costs by tp.
+
+    Args:
+        shape: The model.
+        hardware: The machine.
+        dtype: The dtype of computation.
+        adapters: For each tp that is asked for, see `layer_cost`.
+    """
+    return (
+        {tp: layer_cost(shape, tp, hardware, dtype, adapter) for tp, adapter in adapters.items()},
+        {tp: head_cost(shape, tp, hardware, dtype, adapter is not None) for tp, adapter in adapters.items()},
+        {tp: embedding_cost(shape, tp, hardware, dtype) for tp in adapters},
+    )

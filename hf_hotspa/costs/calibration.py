@@ -1,0 +1,284 @@
+"""A calibration: what was measured of one model on one machine, and the cost models that follow from it.
+
+Owns the plain data, its JSON file and its place in the cache. Raw measurements are kept, and the models are fitted when
+they are asked for, so that a better fit needs no new measurement. `calibrate/calibration.py` measures. No torch.
+"""
+
+import math
+import os
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.costs.coefficients import Hop
+from hf_hotspa.costs.fitting import Sample, fit_costs, nonnegative_least_squares
+from hf_hotspa.costs.hardware import Device, Hardware
+from hf_hotspa.costs.json_file import read_json, write_json
+from hf_hotspa.costs.measurements import (
+    REMEDY,
+    CalibrationKey,
+    Link,
+    MemorySample,
+    ModelFacts,
+    PhaseSample,
+    Reader,
+    SwitchSample,
+)
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.phase_factors import phase_factors
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.switch_time import port_seconds
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.strategy import Strategy
+
+KIND = "hf_hotspa calibration"
+SCHEMA_VERSION = 1
+CACHE_VARIABLE = "HF_HOTSPA_CACHE"
+_MASTER_BYTES = 4
+
+
+def cache_folder() -> Path:
+    """Where calibrations are kept: `$HF_HOTSPA_CACHE/calibration`, or below `~/.cache/hf_hotspa`."""
+    folder = os.environ.get(CACHE_VARIABLE)
+    return (Path(folder).expanduser() if folder else Path.home() / ".cache" / "hf_hotspa") / "calibration"
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Measurements of one model on one machine. See `calibrate/calibration.py` for how they are taken.
+
+    Args:
+        key: What it holds for.
+        samples: Seconds of packs, all ranks busy; embedding, head and loss included. Seconds on a core where ranks share
+            cores.
+        slots: How many of the ranks compute at the same time; infinite where each has a core or device of its own.
+        intra: The links inside a node.
+        hop_intra: Passing a hidden state inside a node.
+        inter: The links between nodes; None with one node.
+        hop_inter: Passing a hidden state between nodes; None with one node.
+        fixed_s: Seconds of a phase beside its packs and its switch.
+        pipeline_factor: By how much packs cost more in stages.
+        phases: Whole phases under several strategies, which correct what follows from single packs.
+        switches: Seconds of switches.
+        memory: Memory of packs; empty where it could not be measured.
+        measured_at: When, UTC, ISO 8601.
+        seconds: How long measuring took.
+        notes: What could not be measured, in words.
+    """
+
+    key: CalibrationKey
+    model: ModelFacts
+    samples: tuple[Sample, ...]
+    slots: float
+    intra: Link
+    hop_intra: Hop
+    inter: Link | None = None
+    hop_inter: Hop | None = None
+    fixed_s: float = 0.0
+    pipeline_factor: float = 1.0
+    phases: tuple[PhaseSample, ...] = ()
+    switches: tuple[SwitchSample, ...] = ()
+    memory: tuple[MemorySample, ...] = ()
+    measured_at: str = ""
+    seconds: float = 0.0
+    notes: tuple[str, ...] = ()
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """The tensor-parallel degrees that were measured."""
+        return tuple(sorted({sample.tp for sample in self.samples}))
+
+    def covers(self, strategies: Iterable[Strategy]) -> bool:
+        """Whether all of these can be predicted."""
+        return {s.tp for s in strategies} <= set(self.degrees)
+
+    # ------------------------------------------------------------------------------------------------ the cost models
+
+    def time_model(self, sizes: ModelSizes, world_size: int | None = None) -> TimeModel:
+        """The time model of the whole model.
+
+        Args:
+            sizes: The model, whose stages are cut.
+            world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
+
+        Raises:
+            HotspaConfigError: too few or impossible measurements.
+        """
+        key = self.key
+        nodes = (world_size or key.world_size) / key.world_size
+        fitted = TimeModel.fit(
+            self.samples,
+            sizes,
+            source=f"measured on {key.device}, {key.dtype}, {self.measured_at}",
+            hops=(self.hop_intra, self.hop_inter or self.hop_intra),
+            devices_per_node=key.devices_per_node,
+        )
+        of_packs = replace(fitted, fixed_s=self.fixed_s, slots=self.slots, pipeline_factor=self.pipeline_factor)
+        factors = phase_factors(of_packs, self.phases, self.model)
+        return replace(of_packs, slots=self.slots * nodes, phase_factors=factors)
+
+    def memory_model(
+        self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None
+    ) -> MemoryModel:
+        """The memory model, with measured activations where there are measurements.
+
+        Args:
+            options: Everything else that it depends on.
+            world_size: Ranks; as many as were measured when None.
+        """
+        options = options or MemoryOptions()
+        layers, ends = self.memory_per_token
+        options = replace(options, compute_dtype=self.key.dtype, activation_bytes=layers, end_bytes=ends)
+        return MemoryModel(sizes, world_size or self.key.world_size, options)
+
+    @cached_property
+    def memory_per_token(self) -> tuple[dict[int, float], dict[int, float]]:
+        """Bytes of a token in one layer, and beyond the layers, by tp."""
+        layers, ends = {}, {}
+        for tp in sorted({sample.tp for sample in self.memory}):
+            found = [sample for sample in self.memory if sample.tp == tp]
+            depths = sorted({s.num_layers for s in found})
+            if len(depths) < 2 or len({s.tokens for s in found}) < 2:
+                continue
+            # what does not grow with the tokens is each copy's own: what was free in the heap when it was measured, ...
+            fixed = [[float(s.num_layers == depth) for depth in depths] for s in found]
+            grows = [[s.tokens * s.num_layers, s.tokens] for s in found]
+            rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in found])
+            layer, end, *_ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(found)))
+            if layer > 0:
+                layers[tp], ends[tp] = float(layer), float(end)
+        return layers, ends
+
+    def cluster(self, world_size: int | None = None) -> Cluster:
+        """The links of `world_size` ranks, for the planner and for estimates of switches."""
+        world_size = world_size or self.key.world_size
+        inter = self.inter or self.intra
+        one_node = world_size <= self.key.devices_per_node
+        return Cluster(
+            world_size,
+            self.key.devices_per_node,
+            self.intra.bandwidth,
+            inter.bandwidth,
+            None,
+            self.intra.latency_s if one_node else inter.latency_s,
+        )
+
+    def hardware(self) -> Hardware:
+        """The machine as `hf-hotspa plan` sees it; the speeds of its devices are what a layer at tp 1 reached."""
+        key, inter = self.key, self.inter or self.intra
+        layer, _ = fit_costs(self.samples)
+        tp = min(layer)
+        token_s = max(layer[tp].b * tp, 1e-15)
+        memory = key.memory_bytes // (1 if key.kind != "cpu" else key.devices_per_node)
+        return Hardware(
+            f"{key.device} (calibrated)",
+            Device(memory, {key.dtype: 6 * self.model.layer_parameters / token_s}, self.intra.bandwidth),
+            key.devices_per_node,
+            self.intra.bandwidth,
+            inter.bandwidth,
+            None,
+            self.intra.latency_s,
+            inter.latency_s,
+        )
+
+    @cached_property
+    def switch_fit(self) -> tuple[float, float]:
+        """`(efficiency, fixed_s)` of switches for `costs.switch_time`: speed over the port model's, and seconds beside."""
+        cluster, rows = self.cluster(), []
+        for sample in self.switches:
+            each = dtype_bytes(self.key.dtype) + _MASTER_BYTES
+            rows.append((port_seconds(Strategy.parse(sample.strategy), sample.num_parameters * each, cluster), sample))
+        if not rows:
+            return 1.0, 0.0
+        matrix = np.array([[moved, 1.0] for moved, _ in rows])
+        seconds = np.array([sample.load_s + sample.return_s for _, sample in rows])
+        slope, fixed = nonnegative_least_squares(matrix / seconds[:, None], np.ones(len(rows)))
+        return min(1.0, 1.0 / slope) if slope > 0 else 1.0, float(fixed)
+
+    # ------------------------------------------------------------------------------------------------- as a JSON file
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the calibration as JSON, whole or not at all."""
+        write_json(path, KIND, SCHEMA_VERSION, self.to_dict())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str], key: CalibrationKey | None = None) -> "Calibration":
+        """Reads what `save` wrote.
+
+        Args:
+            key: What it must hold for; anything when None.
+
+        Raises:
+            HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or
+                holds for something else.
+        """
+        found = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
+        if key is not None and (differences := found.key.differences(key)):
+            raise HotspaConfigError(
+                f"the calibration holds for another case: {', '.join(differences)}", where=str(path), fix=REMEDY
+            )
+        return found
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "key": asdict(self.key),
+            "model": asdict(self.model),
+            "measured_at": self.measured_at,
+            "seconds": self.seconds,
+            "notes": list(self.notes),
+            "slots": None if math.isinf(self.slots) else self.slots,
+            "fixed_s": self.fixed_s,
+            "pipeline_factor": self.pipeline_factor,
+            "phases": [asdict(sample) for sample in self.phases],
+            "intra": asdict(self.intra),
+            "inter": None if self.inter is None else asdict(self.inter),
+            "hop_intra": asdict(self.hop_intra),
+            "hop_inter": None if self.hop_inter is None else asdict(self.hop_inter),
+            "samples": [{**asdict(sample), "lengths": list(sample.lengths)} for sample in self.samples],
+            "switches": [asdict(sample) for sample in self.switches],
+            "memory": [asdict(sample) for sample in self.memory],
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = KIND) -> "Calibration":
+        """The inverse of `to_dict`.
+
+        Raises:
+            HotspaConfigError: a field is missing or impossible.
+        """
+        reader = Reader(where)
+        try:
+            found = cls(
+                key=reader.key(data["key"]),
+                model=reader.model(data["model"]),
+                samples=tuple(map(reader.sample, data["samples"])),
+                slots=math.inf if data["slots"] is None else reader.positive(data, "slots"),
+                fixed_s=reader.number(data, "fixed_s"),
+                pipeline_factor=reader.positive(data, "pipeline_factor"),
+                phases=tuple(map(reader.phase, data.get("phases", ()))),  # older files have none
+                intra=reader.link(data["intra"]),
+                inter=None if data["inter"] is None else reader.link(data["inter"]),
+                hop_intra=reader.hop(data["hop_intra"]),
+                hop_inter=None if data["hop_inter"] is None else reader.hop(data["hop_inter"]),
+                switches=tuple(map(reader.switch, data["switches"])),
+                memory=tuple(map(reader.memory, data["memory"])),
+                measured_at=str(data["measured_at"]),
+                seconds=reader.number(data, "seconds"),
+                notes=tuple(map(str, data["notes"])),
+            )
+            dtype_bytes(found.key.dtype)
+            fit_costs(found.samples)  # says what the samples lack
+        except KeyError as error:
+            raise HotspaConfigError(f"the field {error} is missing", where=where, fix=REMEDY) from None
+        except (TypeError, ValueError, AttributeError) as error:
+            # HotspaConfigError is a ValueError: what it says is kept, what it lacks is added
+            what = error.what if isinstance(error, HotspaConfigError) else f"a field has the wrong type: {error}"
+            raise HotspaConfigError(what, where=where, fix=REMEDY) from None
+        return found

@@ -1,0 +1,374 @@
+"""The memory model: bytes on the busiest rank under a strategy, what they are made of, and how long a pack may be.
+
+A rank holds, from first to last: its share of the master store (fp32 weights and gradients) and of the optimizer state;
+weights and gradients of the active strategy, in an arena that is as large as the largest strategy of the pool needs;
+activations of the micro-batches in flight on its stage; on the last stage the logits of one pack; the buffers of
+switches. What the model does not count (a device's context, communicators, fragmentation, kernels' workspaces) is what
+`PLANNED_SHARE` leaves free. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
+al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
+`Bucket.most_tokens` (`packing.pipeline_order`).
+
+Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
+follow in closed form, and never fall when the limit rises. Plain data, no torch.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
+from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
+from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
+from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.pipeline_order import most_packs
+from hf_hotspa.strategy import Bucket, Strategy
+
+UNLIMITED_TOKENS = 1 << 40
+"""What `largest_pack` says where nothing limits a pack."""
+
+PLANNED_SHARE = 0.9
+"""The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
+
+_MIB, _GIB = 1 << 20, 1 << 30
+
+
+def activation_bytes(
+    shape: ModelShape, tp: int, *, recompute: bool = False, sequence_parallel: bool = False, element_bytes: int = 2
+) -> float:
+    """Activations that one decoder layer keeps for one token until its backward pass, in bytes.
+
+    In elements, for hidden size h, attention width a and MLP width f: norms keep their inputs (2h) and the projections
+    what they read (2h, and 1h for the residual sum), which every tp coordinate holds alike without sequence
+    parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
+    tp, but for the shares of blocks that every coordinate holds whole. For a LLaMA in 16 bit with sequence parallelism
+    these are the `(18h + 6f) / t` bytes that are customary; Korthikanti et al. (2022) derive the same way. With
+    recomputation only the layer's input (1h) stays. f is what the MLP's parameters leave for three matrices; for a
+    mixture of experts it counts all experts.
+    """
+    if recompute:
+        return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
+    heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
+    mlp = shape.mlp_parameters / shape.hidden_size
+    whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
+    cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
+    return element_bytes * (whole + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What the memory of a run depends on beside model and strategy.
+
+    Args:
+        optimizer_bytes: Optimizer state of one trained element; Adam keeps 8.
+        compute_dtype: The dtype of activations.
+        activation_bytes: Measured bytes a token and layer by tp; where a tp is missing the formula holds.
+        end_bytes: Measured bytes a token beyond what the layers keep, by tp: on a last stage for the logits; on others
+            for the backward pass of one layer, which needs no more than a layer keeps. Where a tp is missing
+            `logit_copies` holds, for last stages.
+        logit_copies: How many fp32 copies of the logits exist at once on the last stage: the probabilities, and the
+            logits with their gradient in the compute dtype.
+        switch_bytes: The most that staging and relay buffers of switches may take.
+        weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+        offload_master: Whether the master store and the optimizer's state are in the memory of the host.
+    """
+
+    optimizer_bytes: float = 8
+    compute_dtype: str = "bfloat16"
+    activation_bytes: Mapping[int, float] = field(default_factory=dict)
+    end_bytes: Mapping[int, float] = field(default_factory=dict)
+    logit_copies: float = 2.0
+    switch_bytes: int = 2 * (16 << 20)
+    weight_copies: int = 1
+    schedule: str = "auto"
+    offload_master: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryModel:
+    """Memory of one model on `world_size` devices.
+
+    Args:
+        sizes: The model's sizes.
+        world_size: Ranks, over which the master store is divided.
+        options: Everything else.
+    """
+
+    sizes: ModelSizes
+    world_size: int
+    options: MemoryOptions = MemoryOptions()
+
+    @cached_property
+    def _master(self) -> MasterSizes:
+        return MasterSizes(0, 0, 0) if self.options.offload_master else self.sizes.master(self.world_size)
+
+    def arena_bytes(self, strategy: Strategy) -> int:
+        """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
+        return max(map(self._stage_arena, self.sizes.stages(strategy)))
+
+    def _stage_arena(self, stage: StageSizes) -> int:
+        return self.options.weight_copies * stage.weight_bytes + stage.gradient_bytes
+
+    def breakdown(
+        self,
+        strategy: Strategy,
+        pack_tokens: int,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
+    ) -> MemoryBreakdown:
+        """Bytes on the fullest rank: the largest of `stages`, which describes the arguments."""
+        found = self.stages(strategy, pack_tokens, longest=longest, num_packs=num_packs, arena_bytes=arena_bytes)
+        return max(found, key=lambda stage: stage.total)
+
+    def stages(
+        self,
+        strategy: Strategy,
+        pack_tokens: int,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
+    ) -> list[MemoryBreakdown]:
+        """Bytes on the fullest rank of each stage.
+
+        Args:
+            strategy: The strategy that runs.
+            pack_tokens: Tokens of its packs.
+            longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
+            num_packs: Packs of a replica; None for enough to fill the pipeline.
+            arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
+        """
+        bucket = Bucket(strategy, longest, pack_tokens)
+        return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
+
+    def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
+        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.room)
+        options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
+        master = self._master
+        held_tokens = tokens_at_a_time(strategy, bucket.most_tokens)
+        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs)
+        if in_flight is None:
+            in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
+        else:
+            held_tokens = min(in_flight * pack_tokens, held_tokens)
+
+        hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
+        last = stage == strategy.pp - 1 and in_flight > 0
+        weights = options.weight_copies * sizes.weight_bytes
+        rows = -(-shape.vocab_size // strategy.tp)
+        logits = options.end_bytes.get(strategy.tp)
+        if logits is None:
+            logits = rows * 4 * options.logit_copies
+        at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
+        # of the other tokens, the hidden states and their gradients
+        rest = 2 * hidden * (pack_tokens - at_a_time)
+        logit_bytes = at_a_time * logits + rest if last else 0.0
+        layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
+        layers += sizes.num_layers * carried_bytes(strategy, shape, bucket.room, dtype_bytes(options.compute_dtype))
+        if in_flight and not last:
+            # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
+            copies = 1 if options.schedule in ("auto", "own") else 2
+            layers += copies * hidden / self._sharers(strategy) * held_tokens
+        elif in_flight > 1:
+            # a loss keeps probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
+            kept = rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden
+            logit_bytes += kept * held_tokens
+        return MemoryBreakdown(
+            master_weights=master.weight_bytes,
+            master_gradients=master.gradient_bytes,
+            optimizer=master.trained_elements * options.optimizer_bytes,
+            weights=weights,
+            gradients=sizes.gradient_bytes,
+            arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
+            activations=layers,
+            logits=logit_bytes,
+            switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
+            stage=stage,
+            in_flight=in_flight,
+            held_tokens=held_tokens,
+            pack_tokens=pack_tokens,
+        )
+
+    def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
+        """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
+
+        Both are below what the pool's largest strategy has of weights, or of gradients.
+        """
+        own = self._stage_arena(stage)
+        return 2 * max(arena_bytes, own) * max(stage.weight_bytes, stage.gradient_bytes) / own
+
+    def _sharers(self, strategy: Strategy) -> int:
+        """Over how many ranks the hidden state between layers is divided."""
+        return strategy.tp if strategy.sp else 1
+
+    def _layers_bytes(
+        self, strategy: Strategy, num_layers: int, held_tokens: int, pack_tokens: int, logit_bytes: float
+    ) -> float:
+        """What the layers of a stage hold of all packs in flight when most is held, beyond the logits.
+
+        Either the logits are there and all layers' activations; or they are gone, or on another stage, and a layer is
+        in its backward pass. Measured without recomputation (`end_bytes`) that takes no more than a layer keeps. The
+        layers 0, n, 2n, ... of a stage that recompute every n-th keep their input; each makes its activations anew,
+        with a gradient at either end and one inside of its MLP, which sequence parallelism gathers.
+        """
+        if not held_tokens:
+            return 0.0
+        sharers, every = self._sharers(strategy), strategy.rc
+        per_token = self._layer_bytes(strategy)
+        if not every:
+            backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
+            return per_token * num_layers * held_tokens + backward * pack_tokens
+        shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
+        hidden = shape.hidden_size * element_bytes
+        inner = shape.mlp_parameters / (3 * shape.hidden_size) * element_bytes
+        inner *= shape.whole_mlp + (1 - shape.whole_mlp) / strategy.tp
+        gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
+        recomputed = -(-num_layers // every)
+        kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
+        # the last one that recomputes: the layers behind it are through
+        before = kept - (num_layers - 1) % every * per_token
+        again = before - hidden / sharers + per_token + gradients
+        others = (held_tokens - pack_tokens) * kept
+        return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
+
+    def _layer_bytes(self, strategy: Strategy) -> float:
+        """Bytes of a token in one layer that keeps all its activations, measured where possible."""
+        options, shape, tp = self.options, self.sizes.shape, strategy.tp
+        element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
+        if not strategy.sp and tp in measured:
+            return measured[tp]
+        if strategy.sp and 1 in measured:
+            # all is divided, but for what the two blocks gather
+            gathered = 2 * shape.hidden_size * element_bytes
+            return (measured[1] - gathered) / tp + gathered
+        return activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes)
+
+    def largest_pack(
+        self,
+        strategy: Strategy,
+        limit_bytes: float | None,
+        *,
+        longest: int = 0,
+        num_packs: int | None = None,
+        arena_bytes: int = 0,
+    ) -> int:
+        """The most tokens that a pack may have.
+
+        Args:
+            strategy: The strategy that runs it.
+            limit_bytes: Memory of a device; None for no limit.
+            longest: See `breakdown`.
+            num_packs: See `breakdown`.
+            arena_bytes: See `breakdown`.
+
+        Returns:
+            Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
+        """
+        if limit_bytes is None:
+            return UNLIMITED_TOKENS
+        found = UNLIMITED_TOKENS
+        for stage in self._fullest(strategy):
+
+            def total(tokens: int, stage: int = stage) -> float:
+                return self._breakdown(Bucket(strategy, longest, tokens), stage, num_packs, arena_bytes).total
+
+            found = most_within(total, limit_bytes, found)
+        return found
+
+    def _fullest(self, strategy: Strategy) -> list[int]:
+        """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
+        way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
+        sizes, last = self.sizes.stages(strategy), strategy.pp - 1
+        found: list[int] = []
+        for stage, own in enumerate(sizes):
+            smaller = any(
+                sizes[before].num_layers >= own.num_layers
+                and sizes[before].weight_bytes >= own.weight_bytes
+                and sizes[before].gradient_bytes >= own.gradient_bytes
+                for before in found
+            )
+            if stage == last or not smaller:
+                found.append(stage)
+        return found
+
+    def bytes_needed(
+        self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
+    ) -> float:
+        """The smallest limit under which so many packs (None: a pipeline full) of so many tokens fit."""
+        return self.breakdown(strategy, pack_tokens, num_packs=num_packs, arena_bytes=arena_bytes).total
+
+    def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
+        """Refuses a pool that does not fit.
+
+        Args:
+            buckets: The pool.
+            limit_bytes: Memory of a device; None for no limit.
+            where: Where the limit is from.
+
+        Raises:
+            DeviceMemoryError: naming the strategy, what its memory is made of, which part of it does not fit, and the
+                largest pack that would.
+        """
+        if limit_bytes is None:
+            return
+        arena = max((self.arena_bytes(bucket.strategy) for bucket in buckets), default=0)
+        for bucket in buckets:
+            strategy, tokens, longest = bucket.strategy, bucket.pack_tokens, bucket.longest
+            found = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena)
+            if found.total <= limit_bytes:
+                continue
+            states = found.total - found.activations - found.logits
+            fits = self.largest_pack(strategy, limit_bytes, arena_bytes=arena)
+            smaller = f"packs of at most {fits} tokens, or " if fits else ""
+            raise DeviceMemoryError(
+                f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is {size(limit_bytes)}",
+                where=where,
+                why="weights, gradients, optimizer state and the buffers of switches alone do not fit"
+                if states > limit_bytes
+                else f"its activations do not fit: {size(limit_bytes - states)} are left for them",
+                fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
+            )
+
+
+def planned_limit(given: float | None, available: float | None, whose: str, flag: str) -> tuple[int | None, str]:
+    """Bytes of a device that a plan may fill, and where the number is from: what is `given` (by `flag`), else a share of what
+    the device has `available` (`whose` says of what that is). The one rule for all plans."""
+    if given is not None:
+        return int(given), "as given"
+    if available is None:
+        return None, f"no limit; {flag} sets one"
+    return int(PLANNED_SHARE * available) // _MIB * _MIB, f"{PLANNED_SHARE:.0%} {whose}; {flag} for another"
+
+
+def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
+    """The largest number up to `high` of which the total is within the limit; 0 where not even that of 0 is.
+
+    Args:
+        total: Never falls. Made of few straight lines, as bytes over tokens are: the next number to look at is where
+            the line through the last two would meet the limit, or their middle where that led nowhere.
+        limit: The limit.
+        high: The largest number in question.
+    """
+    low, of_low, of_high = 0, total(0), total(high)
+    if of_low > limit:
+        return 0
+    if of_high <= limit:
+        return high
+    # low is within the limit, high is not
+    halve = False
+    while high - low > 1:
+        width = high - low
+        share = 0.5 if halve else (limit - of_low) / (of_high - of_low)
+        middle = min(max(low + int(share * width), low + 1), high - 1)
+        of_middle = total(middle)
+        if of_middle <= limit:
+            low, of_low = middle, of_middle
+        else:
+            high, of_high = middle, of_middle
+        if low == middle and high - low > 1 and not halve and (over := total(low + 1)) > limit:
+            high, of_high = low + 1, over
+        halve = not halve and high - low > width // 2
+    return low

@@ -1,0 +1,153 @@
+"""The cost model of a run: seconds of a phase, bytes of a rank, seconds of a switch.
+
+Made in one place, from a calibration or from a data sheet, for whoever plans: `hf-hotspa plan`, the Trainer under `auto` and
+beside strategies that were given, benchmarks. Says by one rule what a calibration may be used for. No torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.switch_time import EFFICIENCY, estimate
+from hf_hotspa.costs.time import Packs, TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Bucket, Strategy
+
+_SAME_LAYER = 0.05
+"""How far the parameters of a layer may be from the measured model's: a config alone tells no biases and extra norms."""
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """What strategies of a model cost.
+
+    Args:
+        time: Seconds of packs and phases.
+        memory: Bytes of a rank.
+        cluster: The links that switches take.
+        efficiency: Speed of switches over that of the links.
+        switch_s: Seconds of a switch beside its bytes.
+    """
+
+    time: TimeModel
+    memory: MemoryModel
+    cluster: Cluster
+    efficiency: float = EFFICIENCY
+    switch_s: float = 0.0
+
+    @classmethod
+    def of_calibration(
+        cls, found: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
+    ) -> "CostModel":
+        """From measurements.
+
+        Args:
+            found: They.
+            sizes: The model.
+            options: What its memory depends on; the schedule of pipelines, too.
+            world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
+
+        Raises:
+            HotspaConfigError: too few or impossible measurements.
+        """
+        return cls(
+            replace(found.time_model(sizes, world_size), schedule=options.schedule),
+            found.memory_model(sizes, options, world_size),
+            found.cluster(world_size),
+            *found.switch_fit,
+        )
+
+    @classmethod
+    def of_hardware(cls, hardware: Hardware, sizes: ModelSizes, options: MemoryOptions, world_size: int) -> "CostModel":
+        """From a data sheet.
+
+        Args:
+            hardware: The machine.
+            sizes: The model.
+            options: As for `of_calibration`.
+            world_size: Devices.
+
+        Raises:
+            HotspaConfigError: the hardware has no speed for the dtype.
+        """
+        time = TimeModel.analytic(sizes, hardware, sizes.compute_dtype)
+        return cls(
+            replace(time, schedule=options.schedule),
+            MemoryModel(sizes, world_size, options),
+            hardware.cluster(world_size),
+        )
+
+    @property
+    def sizes(self) -> ModelSizes:
+        """The model."""
+        return self.memory.sizes
+
+    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
+        """Seconds of a phase without its switch, see `TimeModel.phase_seconds`."""
+        return self.time.phase_seconds(strategy, replicas, most_tokens)
+
+    def rank_bytes(self, buckets: Sequence[Bucket]) -> tuple[MemoryBreakdown, ...]:
+        """What each bucket of a pool holds on its fullest rank with full packs."""
+        arena = max(self.memory.arena_bytes(bucket.strategy) for bucket in buckets)
+        return tuple(
+            self.memory.breakdown(b.strategy, b.pack_tokens, longest=b.longest, arena_bytes=arena) for b in buckets
+        )
+
+    def switch_seconds(self, strategies: Iterable[Strategy]) -> dict[Strategy, float]:
+        """Load and return seconds of each strategy."""
+        return estimate(strategies, self.sizes, self.cluster, efficiency=self.efficiency, fixed_s=self.switch_s)
+
+
+def check_calibration(
+    found: Calibration,
+    where: str,
+    shape: ModelShape,
+    *,
+    dtype: str,
+    nodes: int,
+    devices_per_node: int,
+    strategies: Iterable[Strategy] = (),
+) -> None:
+    """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
+
+    Args:
+        found: The calibration.
+        where: Its file.
+        shape: The model.
+        dtype: The dtype of computation.
+        nodes: Nodes.
+        devices_per_node: Processes of each.
+        strategies: What must be known.
+
+    Raises:
+        HotspaConfigError: naming all that differs.
+    """
+    key, facts = found.key, found.model
+    pairs = [
+        ("processes a node", key.devices_per_node, devices_per_node),
+        ("dtype", key.dtype, dtype),
+        ("family", facts.family, shape.family),
+        ("hidden size", facts.hidden_size, shape.hidden_size),
+        ("vocabulary", facts.vocab_size, shape.vocab_size),
+        ("attention heads", facts.num_attention_heads, shape.num_attention_heads),
+    ]
+    wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
+    if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
+        wrong.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
+    if nodes > 1 and found.inter is None:
+        wrong.append("no links between nodes")
+    if not wrong and not found.covers(needed := list(strategies)):
+        wrong = [f"tp {', '.join(map(str, found.degrees))} of {sorted({s.tp for s in needed})}"]
+    if wrong:
+        raise HotspaConfigError(
+            f"the calibration was measured for another case: {', '.join(wrong)}",
+            where=where,
+            fix="run hf-hotspa calibrate for this model and launch; training measures by itself without "
+            "hotspa_calibration, and plan takes --hardware instead",
+        )

@@ -1,0 +1,261 @@
+"""From a Hugging Face `config.json` to a `ModelShape`, without transformers and without torch.
+
+Owns the reading of configs and the bundled presets: LLaMA-2 in the sizes of HotSPa's published experiments, with
+positions for their 32768 tokens. What a config does not say of its family (plans, other names of fields, defaults)
+comes from `families.json`, which is generated from transformers' config classes and from what the engine makes of a
+model of each family's default config: which blocks tp does not divide, and why there is no pp or `+sp`. Parameters of a
+layer are counted by arithmetic: attention and MLP matrices, two norms, all experts; biases and extra norms are left
+out, which is within 1 % for models of a billion parameters and more. Where the arithmetic misses more of a family (linear
+attention, layers of several kinds), it is scaled by what it misses in the default config. What cannot be counted is
+refused.
+"""
+
+import difflib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_hotspa.costs.adapter import Linear
+from hf_hotspa.costs.hub import hub_file
+from hf_hotspa.costs.json_file import read_json
+from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.model_shape import ModelShape
+
+FAMILIES_FILE = Path(__file__).with_name("families.json")
+FAMILIES_KIND = "hf_hotspa model families"
+FAMILIES_VERSION = 1
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+)
+"""What is read of a config, in the names that most families use."""
+
+_PRESETS = Path(__file__).parent / "models"
+_GATED = ("silu", "swish", "swiglu", "geglu", "reglu")
+_SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
+_SWITCHES = ("is_moe", "enable_moe_block")
+_MOST_LAYERS = 10_000
+_MOST = 1 << 32
+_HOW = "give a config.json of a causal language model, as Hugging Face writes it"
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model as far as its config tells.
+
+    Args:
+        name: For tables.
+        shape: Counts and sizes.
+        tied: Whether head and embedding are one weight.
+        linears: The linear layers of a decoder layer that an adapter may stand beside, by name; not those of experts,
+            whose weights are no layers of their own.
+    """
+
+    name: str
+    shape: ModelShape
+    tied: bool = False
+    linears: Mapping[str, Linear] = field(default_factory=dict)
+
+
+def preset_names() -> tuple[str, ...]:
+    """The bundled models."""
+    return tuple(sorted((path.stem for path in _PRESETS.glob("*.json")), key=lambda name: (len(name), name)))
+
+
+def load_model(text: str | os.PathLike[str]) -> ModelConfig:
+    """The model that a preset's name, a config file, a folder with a `config.json`, or a name on the hub describes.
+
+    Raises:
+        HotspaConfigError: there is no such preset, file or model on the hub, or it holds no JSON object.
+        ModelError: the config is not that of a causal language model that can be counted.
+    """
+    path, name = _find(text)
+    return model_from(_read(path), name, str(text) if str(text) in preset_names() else str(path))
+
+
+def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
+    """The fields of the config that `load_model` would read, its family and layers checked.
+
+    Raises:
+        HotspaConfigError: see `load_model`.
+        ModelError: see `load_model`.
+    """
+    load_model(text)
+    return _read(_find(text)[0])
+
+
+def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
+    """The file, and what tables call the model."""
+    names = preset_names()
+    if str(text) in names:
+        return _PRESETS / f"{text}.json", str(text)
+    path = Path(text).expanduser()
+    folder = path.is_dir()
+    if folder:
+        path /= "config.json"
+    if path.is_file():
+        return path, path.parent.resolve().name if path.name == "config.json" else path.stem
+    why: str | None = None
+    fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or a name on the hub"
+    if not folder and not _is_path(str(text)):
+        try:
+            return hub_file(str(text)), str(text)
+        except HotspaConfigError as error:
+            why, fix = " ".join(filter(None, (error.what, error.where and f"({error.where})"))), error.fix or fix
+            if "/" not in str(text):  # more likely a preset's name with a mistake
+                fix = f"use one of {', '.join(names)}, the path of a config.json or its folder, or: {fix}"
+    raise HotspaConfigError(f"there is no model preset and no config file {str(text)!r}", why=why, fix=fix)
+
+
+def _is_path(text: str) -> bool:
+    """Whether it cannot be a name on the hub, which has one slash at most."""
+    return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise HotspaConfigError(
+            f"the model config cannot be read: {error.strerror or error}", where=str(path), fix=_HOW
+        ) from None
+    except (ValueError, RecursionError) as error:
+        raise HotspaConfigError(f"the model config is not valid JSON: {error}", where=str(path), fix=_HOW) from None
+    if not isinstance(data, dict):
+        raise HotspaConfigError(f"the model config holds {type(data).__name__}", where=str(path), fix=_HOW)
+    return data
+
+
+def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
+    """The model that the contents of a config describe; a multimodal config counts by its text model.
+
+    Args:
+        data: The contents.
+        name: For tables.
+        where: For errors.
+        facts: What the engine makes of the family; what the table says when None.
+
+    Raises:
+        ModelError: the family is unknown, a field is missing or impossible, or the layers cannot be counted.
+    """
+    text = data.get("text_config")
+    config = _Config({**data, **text} if isinstance(text, dict) else data, where)
+    kv_heads = config.get("num_key_value_heads") or config.need("num_attention_heads")
+    heads, hidden = config.need("num_attention_heads"), config.need("hidden_size")
+    layers = config.need("num_hidden_layers")
+    head_dim = config.get("head_dim") or hidden // heads
+    if layers > _MOST_LAYERS or kv_heads > heads or heads % kv_heads or not head_dim:
+        raise ModelError(
+            f"{layers} layers of {heads} heads with {kv_heads} key/value heads and hidden size {hidden} are impossible",
+            where=where,
+            fix=_HOW,
+        )
+    if config.get("kv_lora_rank"):
+        raise ModelError(
+            f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
+            where=where,
+            fix="use a model with queries, keys and values of their own",
+        )
+    family = config.table
+    known: Mapping[str, Any] = family if facts is None else facts
+    if "refused" in known:
+        raise ModelError(
+            f"{config.family} cannot be trained: {known['refused']}", where=where, fix="use a model of another family"
+        )
+    mlp, width = config.mlp(hidden)
+    counted = 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
+    shape = ModelShape(
+        family=config.family,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=hidden,
+        attention_size=heads * head_dim,
+        vocab_size=config.need("vocab_size"),
+        layer_parameters=round(counted * known.get("layer_factor", 1)),
+        max_position_embeddings=config.get("max_position_embeddings"),
+        has_tp_plan=family["tp"],
+        has_pp_plan=family["pp"],
+        pp_obstacle=known.get("pp_obstacle"),
+        sp_obstacle=known.get("sp_obstacle"),
+        ck_obstacle=known.get("ck_obstacle"),
+        **known.get("whole", {}),
+    )
+    tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    linears = {
+        "q_proj": Linear(hidden, queries, "query", True),
+        "k_proj": Linear(hidden, keys, "key", True),
+        "v_proj": Linear(hidden, keys, "key", True),
+        "o_proj": Linear(queries, hidden, "query", False),
+        **{name: Linear(hidden, width, None, True) for name in ("gate_proj", "up_proj")[not config.gated :] if width},
+        **({"down_proj": Linear(width, hidden, None, False)} if width else {}),
+    }
+    return ModelConfig(name, shape, bool(tied), linears)
+
+
+class _Config:
+    """Fields of a config by their usual names, checked."""
+
+    def __init__(self, data: Mapping[str, Any], where: str) -> None:
+        self.data, self.where = data, where
+        self.family = str(data.get("model_type"))
+        families = read_json(FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, "install the package again")["families"]
+        if self.family not in families:
+            near = difflib.get_close_matches(self.family, families, 3)
+            raise ModelError(
+                f"the model_type {data.get('model_type')!r} is no causal language model of transformers",
+                where=where,
+                fix=f"did you mean {' or '.join(near)}?" if near else _HOW,
+            )
+        self.table: dict[str, Any] = families[self.family]
+
+    def get(self, name: str) -> int | None:
+        """A positive integer; the family's default where the config is silent, else None."""
+        own = self.table.get("aliases", {}).get(name, name)
+        value = self.data.get(own, self.data.get(name, self.table.get("defaults", {}).get(name)))
+        if value is None:
+            return None
+        if type(value) is not int or not 0 < value < _MOST:
+            raise ModelError(f"{own} is {value!r} instead of a positive integer", where=self.where, fix=_HOW)
+        return value
+
+    def need(self, name: str) -> int:
+        """The same, where nothing works without it."""
+        value = self.get(name)
+        if value is None:
+            own = self.table.get("aliases", {}).get(name, name)
+            raise ModelError(f"the config of {self.family} has no {own}", where=self.where, fix=_HOW)
+        return value
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a third matrix, the gate."""
+        activation = str(self.data.get("hidden_act") or self.data.get("activation_function") or "")
+        known = self.table.get("gated")
+        return activation.startswith(_GATED) if known is None else bool(known)
+
+    def mlp(self, hidden: int) -> tuple[int, int]:
+        """Parameters of the MLP of one layer, all experts and the router; and its width, 0 where it has experts."""
+        data, matrices = self.data, 3 if self.gated else 2
+        width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
+        if type(width) is not int or not 0 < width < _MOST:
+            raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((found for name in names if data.get(name) and (found := self.get(name))), 0)
+        if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
+            return matrices * hidden * width, width
+        each = self.get("moe_intermediate_size") or width
+        shared = [self.get(name) if data.get(name) else 0 for name in _SHARED]
+        shared_width = (shared[0] or 0) * each + (shared[1] or 0)
+        return matrices * hidden * (experts * each + shared_width) + experts * hidden, 0

@@ -1,0 +1,227 @@
+"""Predicted against measured seconds, and the correction of a time model that keeps being wrong.
+
+Owns the factors by which the seconds of each strategy, computation and switch apart, are multiplied. A time model is
+calibrated in seconds, on a small copy of the model, at one moment; what a run measures on the way is better evidence.
+While the error stays below `LIMIT` nothing is touched. When its median over the last `WINDOW` mini-batches is above, the
+factors are set anew: the median ratio of each strategy that was seen often enough, the median over all of them for the
+others (a machine that became slower is slower for strategies that did not run, too).
+
+Promises: a pure function of what it was shown, in that order. Ranks that see the same numbers (gathered ones) refit
+alike, and a run that continues from `state_dict` goes on as if it had not stopped. No torch.
+"""
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from statistics import median
+from typing import Any
+
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.strategy import Strategy
+
+LIMIT = 0.25
+"""The relative error that is tolerated."""
+WINDOW = 6
+"""Mini-batches that must have been seen before the constants are touched, and over which medians are taken."""
+_SEEN = 2
+"""How often a strategy must have run inside the window for a factor of its own."""
+_STEP = 4.0
+"""The most that one refit may multiply or divide a factor by: a hiccup of the machine must not turn everything over."""
+
+
+@dataclass(frozen=True)
+class PhaseSeconds:
+    """Seconds of a phase.
+
+    Args:
+        compute_s: Forward and backward of the busiest replica.
+        switch_s: Load of the weights and return of the gradients.
+    """
+
+    strategy: Strategy
+    compute_s: float
+    switch_s: float
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.compute_s + self.switch_s
+
+
+@dataclass(frozen=True)
+class Factors:
+    """What predicted seconds are multiplied by.
+
+    Args:
+        compute: For computation, by strategy; 1 where there is none.
+        switch: The same for switches.
+    """
+
+    compute: Mapping[Strategy, float] = field(default_factory=dict)
+    switch: Mapping[Strategy, float] = field(default_factory=dict)
+
+    def apply(self, phase: PhaseSeconds) -> PhaseSeconds:
+        """A prediction of the uncorrected model, corrected."""
+        s = phase.strategy
+        return PhaseSeconds(s, phase.compute_s * self.compute.get(s, 1.0), phase.switch_s * self.switch.get(s, 1.0))
+
+    def to_dict(self) -> dict[str, list[float]]:
+        """`{strategy: [compute, switch]}`, JSON-ready."""
+        both = sorted({*self.compute, *self.switch})
+        return {str(s): [self.compute.get(s, 1.0), self.switch.get(s, 1.0)] for s in both}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Sequence[float]]) -> "Factors":
+        """The inverse of `to_dict`."""
+        rows = {Strategy.parse(name): (float(row[0]), float(row[1])) for name, row in data.items()}
+        return cls({s: row[0] for s, row in rows.items()}, {s: row[1] for s, row in rows.items()})
+
+
+@dataclass(frozen=True)
+class ScaledTime(TimeModel):
+    """A time model whose seconds are multiplied by a factor for each strategy.
+
+    Args:
+        factors: By strategy; 1 where there is none.
+    """
+
+    factors: Mapping[Strategy, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, time: TimeModel, factors: Mapping[Strategy, float]) -> "ScaledTime":
+        """`time`, scaled."""
+        return cls(**{f.name: getattr(time, f.name) for f in fields(TimeModel)}, factors=dict(factors))
+
+    def kind(self, strategy: Strategy) -> Strategy:
+        """Each has a factor of its own."""
+        return strategy
+
+    def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
+        """See `TimeModel`."""
+        factor = self.factors.get(strategy, 1.0)
+        return tuple(cost * factor for cost in super().stage_costs(strategy))
+
+    def hop(self, strategy: Strategy) -> Hop:
+        """See `TimeModel`."""
+        factor, hop = self.factors.get(strategy, 1.0), super().hop(strategy)
+        return Hop(hop.latency_s * factor, hop.token_s * factor)
+
+
+@dataclass(frozen=True)
+class Refit:
+    """A correction, for the log.
+
+    Args:
+        error: The error that led to it, as a share of the measured seconds.
+        factors: The factors from now on.
+    """
+
+    error: float
+    factors: Factors
+
+    def __str__(self) -> str:
+        changed = ", ".join(f"{name} {c:.2f} / {s:.2f}" for name, (c, s) in self.factors.to_dict().items())
+        return (
+            f"predicted seconds were off by {self.error:.0%} (median of {WINDOW} mini-batches): the time model is refitted, "
+            f"factors on the calibrated computation / switch: {changed}"
+        )
+
+
+_Row = tuple[str, float, float, float, float]
+"""Strategy, predicted and measured seconds of computation, predicted and measured seconds of the switch."""
+
+
+class Trust:
+    """Watches predictions and corrects them.
+
+    Args:
+        strategies: Those that may run.
+
+    Attributes:
+        factors: Those in force for what is decided next.
+    """
+
+    def __init__(self, strategies: Iterable[Strategy]) -> None:
+        self.factors = Factors()
+        self._strategies = tuple(sorted(strategies))
+        self._window: list[list[_Row]] = []
+
+    def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
+        """Takes the phases of one mini-batch.
+
+        Args:
+            predicted: By the uncorrected model.
+            measured: The same phases in the same order; numbers that all ranks have in common.
+
+        Returns:
+            The correction, where one is due; it is in force already.
+        """
+        rows = [
+            (str(p.strategy), float(p.compute_s), float(m.compute_s), float(p.switch_s), float(m.switch_s))
+            for p, m in zip(predicted, measured, strict=True)
+        ]
+        self._window = [*self._window, rows][-WINDOW:]
+        if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
+            return None
+        self.factors = self._refitted()
+        self._window = []
+        return Refit(error, self.factors)
+
+    def _error(self, rows: Sequence[_Row]) -> float:
+        """How far the phases of a mini-batch are off, as a share of what was measured; errors do not cancel."""
+        off = total = 0.0
+        for name, predicted_c, measured_c, predicted_s, measured_s in rows:
+            found = self.factors.apply(PhaseSeconds(Strategy.parse(name), predicted_c, predicted_s))
+            off += abs(found.compute_s - measured_c) + abs(found.switch_s - measured_s)
+            total += measured_c + measured_s
+        return off / total if total else 0.0
+
+    def _refitted(self) -> Factors:
+        rows = [row for mini_batch in self._window for row in mini_batch]
+        compute = [(row[0], row[2] / row[1]) for row in rows if row[1] > 0]
+        switch = [(row[0], row[4] / row[3]) for row in rows if row[3] > 0]
+        return Factors(self._medians(compute, self.factors.compute), self._medians(switch, self.factors.switch))
+
+    def _medians(self, ratios: Sequence[tuple[str, float]], before: Mapping[Strategy, float]) -> dict[Strategy, float]:
+        if not ratios:
+            return dict(before)
+        common = median(ratio for _, ratio in ratios)
+        found = {}
+        for strategy in self._strategies:
+            own = [ratio for name, ratio in ratios if name == str(strategy)]
+            old = before.get(strategy, 1.0)
+            found[strategy] = min(max(median(own) if len(own) >= _SEEN else common, old / _STEP), old * _STEP)
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON-ready."""
+        return {"factors": self.factors.to_dict(), "window": [[list(row) for row in rows] for rows in self._window]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        try:
+            factors = Factors.from_dict(state["factors"])
+            window = [[_row(*row) for row in rows] for rows in state["window"]]
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise HotspaConfigError(
+                f"the state of the time model's correction cannot be read: {type(error).__name__}: {error}",
+                fix="leave it out; the correction starts anew",
+            ) from None
+        self.factors, self._window = factors, window
+
+
+def _row(name: str, *numbers: float) -> _Row:
+    a, b, c, d = map(float, numbers)
+    return str(Strategy.parse(name)), a, b, c, d
+
+
+def fingerprint(time: TimeModel, switch: Mapping[Strategy, float]) -> str:
+    """Tells constants apart: factors are worth nothing with others."""
+    data = repr((time, [(str(strategy), seconds) for strategy, seconds in sorted(switch.items())]))
+    return hashlib.sha256(data.encode()).hexdigest()[:16]

@@ -1,0 +1,182 @@
+"""How long pipelines take: an exact simulation of a schedule, ours or another, with unequal micro-batches.
+
+Follows `hf_hotspa/parallel/pipeline.py`: each stage runs the operations of `packing.pipeline_order`. Sends do not block; a
+stage waits for what it needs next. The usual closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that
+the last stage also runs the head.
+
+Two ways to the same answer. Where every rank has a processor of its own, as accelerators do, each operation begins when
+what it needs is there, and one walk through the operations is enough (`pipeline_seconds`). Ranks that share cores follow
+the fluid model of a fair scheduler (processor sharing): of `slots` processors, n computing ranks get `min(1, slots / n)`
+each (`shared_pipelines`, `shared_seconds`); four CPU ranks on two cores run at half speed while all are busy, and at
+full speed while two of them wait for others.
+"""
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_hotspa.packing.pipeline_order import Operation, operations
+
+
+@dataclass(frozen=True)
+class Pipeline:
+    """The packs of one replica and the way they go through its stages.
+
+    Args:
+        forward: `forward[stage][pack]` seconds, of a rank with a processor of its own.
+        backward: The same for the backward pass.
+        hops: Seconds that the hidden state of each pack, or its gradient, travels between two stages.
+        reach: See `pipeline_order.reaches`: how far forward passes may be ahead.
+        depth: Stages that the schedule counts with, see `Passes.depth`; as many as there are when None.
+    """
+
+    forward: Sequence[Sequence[float]]
+    backward: Sequence[Sequence[float]]
+    hops: Sequence[float]
+    reach: Sequence[int]
+    depth: int | None = None
+
+    def operations(self, stage: int) -> list[Operation]:
+        """What a stage runs, in order."""
+        return operations(self.reach, self.depth or len(self.forward), stage)
+
+
+def pipeline_seconds(pipeline: Pipeline) -> float:
+    """Seconds until the last operation of a replica has ended, every rank on a processor of its own.
+
+    Operations are looked at in an order in which nothing is needed before it is known: for each backward pass, first
+    the forward passes that may begin before it, from the first stage to the last, then that pass, from the last to the
+    first.
+    """
+    forward, backward, hops, reach = pipeline.forward, pipeline.backward, pipeline.hops, pipeline.reach
+    num_stages, total = len(forward), len(forward[0])
+    if num_stages == 1:
+        return sum(forward[0]) + sum(backward[0])
+    depth = pipeline.depth or num_stages
+    clock, begun = [0.0] * num_stages, [0] * num_stages
+    ready = [0.0] * total  # when the stage that a pack comes to next has its hidden state
+    rising, falling = range(num_stages), range(num_stages - 1, -1, -1)
+    for pack in range(total):
+        most, ahead = reach[pack], pack + depth
+        for stage in rising:
+            end = ahead - stage
+            if end > most:
+                end = most
+            at = begun[stage]
+            if at < end:
+                now, seconds = clock[stage], forward[stage]
+                while at < end:
+                    if ready[at] > now:
+                        now = ready[at]
+                    now += seconds[at]
+                    ready[at] = now + hops[at]
+                    at += 1
+                begun[stage], clock[stage] = end, now
+        gradient, hop = 0.0, hops[pack]
+        for stage in falling:
+            now = clock[stage]
+            if gradient > now:
+                now = gradient
+            now += backward[stage][pack]
+            clock[stage] = now
+            gradient = now + hop
+    return max(clock)
+
+
+def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
+    """Seconds until the last of several independent loads is done, all started together.
+
+    Args:
+        loads: Processor seconds of each load on each of its ranks.
+        ranks_per_load: Ranks that work on a load together.
+        slots: Ranks that compute at a time.
+    """
+    seconds = done = 0.0
+    for left, load in zip(range(len(loads), 0, -1), sorted(loads), strict=True):
+        seconds += (load - done) * max(1.0, left * ranks_per_load / slots)
+        done = load
+    return seconds
+
+
+def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots: float) -> float:
+    """Seconds until the last of several pipelines is done: `pipeline_seconds` on shared processors.
+
+    All computing stages run at one speed at any moment, so the work that each has done since the start of its operation
+    is the same integral of that speed; an operation ends when the integral has grown by its seconds. Events are thus
+    ordered by two queues: ends of operations by the integral, arrivals of messages by time.
+
+    Args:
+        ranks_per_stage: Ranks that work on a stage together.
+        slots: Ranks that compute at a time.
+    """
+    stages = [
+        _Stage(replica, stage, pipeline)
+        for replica, pipeline in enumerate(pipelines)
+        for stage in range(len(pipeline.forward))
+        if pipeline.forward[stage]
+    ]
+    place = {(stage.replica, stage.index): at for at, stage in enumerate(stages)}
+    ends: list[tuple[float, int]] = []  # (integral at which the stage's operation ends, stage)
+    arrivals: list[tuple[float, int, int, int]] = []  # (time, stage, micro-batch, is gradient)
+    now = work = 0.0
+
+    def start(at: int) -> None:
+        seconds = stages[at].start()
+        if seconds is not None:
+            heapq.heappush(ends, (work + seconds, at))
+
+    for at in range(len(stages)):
+        start(at)
+    while ends or arrivals:
+        speed = min(1.0, slots / (len(ends) * ranks_per_stage)) if ends else 1.0
+        end = now + (ends[0][0] - work) / speed if ends else float("inf")
+        if arrivals and arrivals[0][0] <= end:
+            time, at, micro_batch, is_gradient = heapq.heappop(arrivals)
+            work += (time - now) * speed
+            now = time
+            (stages[at].gradients if is_gradient else stages[at].hidden).add(micro_batch)
+            if not stages[at].busy:
+                start(at)
+            continue
+        work, at = heapq.heappop(ends)
+        now = end
+        stage = stages[at]
+        micro_batch, is_gradient = stage.finish()
+        target = stage.index + (-1 if is_gradient else 1)
+        if 0 <= target < stage.num_stages:
+            heapq.heappush(
+                arrivals, (now + stage.hops[micro_batch], place[stage.replica, target], micro_batch, is_gradient)
+            )
+        start(at)
+    return now
+
+
+class _Stage:
+    """One stage of one replica: which operation of its order comes next, and what it waits for."""
+
+    def __init__(self, replica: int, index: int, pipeline: Pipeline) -> None:
+        self.replica, self.index, self.num_stages = replica, index, len(pipeline.forward)
+        self.forward, self.backward, self.hops = pipeline.forward[index], pipeline.backward[index], pipeline.hops
+        total = len(self.forward)
+        self.hidden: set[int] = set(range(total)) if index == 0 else set()
+        self.gradients: set[int] = set(range(total)) if index == self.num_stages - 1 else set()
+        self._operations = pipeline.operations(index)
+        self._ended = 0
+        self.busy = False
+
+    def start(self) -> float | None:
+        """Seconds of the operation that starts now; None when there is none, or it has to wait."""
+        if self._ended == len(self._operations):
+            return None
+        micro_batch, is_backward = self._operations[self._ended]
+        if micro_batch not in (self.gradients if is_backward else self.hidden):
+            return None
+        self.busy = True
+        return self.backward[micro_batch] if is_backward else self.forward[micro_batch]
+
+    def finish(self) -> tuple[int, int]:
+        """Ends the running operation; `(micro-batch, whether its backward)`."""
+        micro_batch, is_backward = self._operations[self._ended]
+        self.busy = False
+        self._ended += 1
+        return micro_batch, int(is_backward)

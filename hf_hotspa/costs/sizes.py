@@ -1,0 +1,230 @@
+"""Sizes of model states: what a rank holds of weights, gradients and the master store.
+
+Exact where the parameter vector is at hand (the layouts are asked), and by arithmetic on the model's shape where only a
+configuration is. The arithmetic cuts attention by heads and an MLP evenly, but for what every tp coordinate holds: two
+norms, blocks that the family's plan does not cut, and key/value heads that are fewer than tp.
+"""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.layout.placement import master_layout, strategy_layout
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Strategy
+
+LOSS_CHUNK_BYTES = 256 << 20
+"""How large the fp32 logits that exist at a time may be on a rank; the loss of a longer pack is computed in chunks."""
+
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "int64": 8, "int32": 4, "int8": 1, "uint8": 1}
+_MASTER_BYTES = 4
+
+
+def dtype_bytes(dtype: str) -> int:
+    """Bytes of one element.
+
+    Raises:
+        HotspaConfigError: no size is known for the dtype.
+    """
+    if dtype not in _DTYPE_BYTES:
+        raise HotspaConfigError(f"no size is known for dtype {dtype!r}", fix=f"use one of {', '.join(_DTYPE_BYTES)}")
+    return _DTYPE_BYTES[dtype]
+
+
+def loss_chunk_tokens(vocabulary_rows: int) -> int:
+    """Tokens whose logits exist at a time, from the most rows of the vocabulary that a rank holds."""
+    return max(1, LOSS_CHUNK_BYTES // (4 * max(1, vocabulary_rows)))
+
+
+@dataclass(frozen=True)
+class StageSizes:
+    """What the fullest rank of a pipeline stage holds.
+
+    Args:
+        num_layers: Decoder layers of the stage.
+        weight_bytes: Weights of the strategy.
+        gradient_bytes: Their gradients, in the dtype in which they accumulate.
+    """
+
+    num_layers: int
+    weight_bytes: int
+    gradient_bytes: int
+
+    @property
+    def arena_bytes(self) -> int:
+        """Weights and gradients together."""
+        return self.weight_bytes + self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class MasterSizes:
+    """What the fullest rank holds of the master store.
+
+    Args:
+        weight_bytes: Master weights.
+        gradient_bytes: Gradients of the trained ones.
+        trained_elements: Elements that the optimizer updates.
+    """
+
+    weight_bytes: int
+    gradient_bytes: int
+    trained_elements: int
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Sizes of one model under any strategy.
+
+    Args:
+        shape: The model's shape.
+        compute_dtype: The dtype of a strategy's weights; a vector knows its own.
+        tied: Whether head and embedding are one weight; a vector knows by itself.
+        vector: The parameters, for exact sizes; None for arithmetic on the shape.
+        gradients: The dtypes in which gradients accumulate and travel.
+        adapter: What is trained instead of the model, which is frozen; a vector knows by itself.
+    """
+
+    shape: ModelShape
+    compute_dtype: str = "bfloat16"
+    tied: bool = False
+    vector: ParameterVector | None = None
+    gradients: GradientDtypes = IN_FP32
+    adapter: Adapter | None = None
+
+    @property
+    def layer_costs(self) -> tuple[int, ...]:
+        """Relative cost of each layer, as layouts cut stages with it."""
+        if self.vector is not None:
+            return self.vector.layer_costs
+        return (self.shape.layer_parameters,) * self.shape.num_layers
+
+    @property
+    def head_cost(self) -> int:
+        """Relative cost of the head."""
+        return self.vector.head_cost if self.vector is not None else self.shape.vocab_size * self.shape.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        """All parameters, tied ones once."""
+        if self.vector is not None:
+            return self.vector.numel
+        shape = self.shape
+        vocabulary = shape.vocab_size * shape.hidden_size
+        base = shape.num_layers * shape.layer_parameters + vocabulary * (1 if self.tied else 2) + shape.hidden_size
+        return base + (self.num_trained if self.adapter is not None else 0)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that the optimizer updates, tied ones once."""
+        if self.vector is not None:
+            return sum(segment.numel for segment in self.vector.segments if segment.trainable)
+        if self.adapter is not None:
+            return self.shape.num_layers * self.adapter.parameters
+        return self.num_parameters
+
+    def layers_of_stages(self, pp: int) -> tuple[range, ...]:
+        """The layers of each stage: the same cut as layouts make.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
+        return cut_stages(self.layer_costs, self.head_cost, pp)
+
+    def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        """Sizes of each stage under a strategy.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
+        key = strategy.dp, strategy.tp, strategy.pp
+        if key not in self._stages:
+            self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
+        return self._stages[key]
+
+    @cached_property
+    def _stages(self) -> dict[tuple[int, int, int], tuple[StageSizes, ...]]:
+        return {}
+
+    def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        assert self.vector is not None
+        # all replicas hold the same, so one is enough: a layout of tp * pp ranks
+        one = Strategy(1, strategy.tp, strategy.pp)
+        sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
+        segments = self.vector.segments
+        weights = np.array([dtype_bytes(s.dtype) for s in segments]) @ sizes
+        accumulated = self.gradients.accumulated
+        gradients = np.array([dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]) @ sizes
+        fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
+        found = []
+        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+            rank = stage * strategy.tp + int(fullest[stage])
+            found.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
+        return tuple(found)
+
+    def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
+        shape, tp = self.shape, strategy.tp
+        layer, adapter = self._layer(tp), self.adapter_parameters(tp)
+        vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
+        weight_bytes = dtype_bytes(self.compute_dtype)
+        gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
+        found = []
+        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+            first, last = stage == 0, stage == strategy.pp - 1
+            ends = int(first) + int(last) - int(first and last and self.tied)
+            numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
+            added = len(layers) * adapter
+            trained = added if self.adapter is not None else numel
+            found.append(StageSizes(len(layers), (numel + added) * weight_bytes, trained * gradient_bytes))
+        return tuple(found)
+
+    def _head_shares(self, tp: int) -> tuple[float, float]:
+        """The share of query heads, and of key/value heads, on the fullest of tp coordinates."""
+        heads, kv_heads = self.shape.num_attention_heads, self.shape.num_key_value_heads
+        if tp <= kv_heads:
+            return -(-kv_heads // tp) / kv_heads, -(-kv_heads // tp) / kv_heads
+        return -(-heads // tp) / heads, 1 / kv_heads  # a key/value head is held by several coordinates
+
+    def adapter_parameters(self, tp: int) -> int:
+        """Parameters of the adapter of one layer on the fullest of tp coordinates."""
+        if self.adapter is None:
+            return 0
+        shape, (queries, keys) = self.shape, self._head_shares(tp)
+        cut = {
+            "query": queries + (1 - queries) * shape.whole_attention,
+            "key": keys + (1 - keys) * shape.whole_attention,
+            None: 1 / tp + (1 - 1 / tp) * shape.whole_mlp,
+        }
+        return math.ceil(self.adapter.held(cut) - 1e-3)
+
+    def _layer(self, tp: int) -> int:
+        """Parameters of one layer on the fullest of tp coordinates, by arithmetic."""
+        shape, heads, kv_heads = self.shape, self.shape.num_attention_heads, self.shape.num_key_value_heads
+        norms = min(2 * shape.hidden_size, shape.layer_parameters)
+        attention = min(shape.attention_parameters, shape.layer_parameters - norms)
+        mlp = shape.layer_parameters - norms - attention
+        queries, keys = self._head_shares(tp)
+        share = (heads * queries + kv_heads * keys) / (heads + kv_heads)
+        cut = attention * share * (1 - shape.whole_attention) + mlp / tp * (1 - shape.whole_mlp)
+        whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp
+        return math.ceil(cut + whole - 1e-3)  # what is whole but for rounding is not a parameter more
+
+    def master(self, world_size: int) -> MasterSizes:
+        """The largest share of the master store."""
+        if self.vector is None:
+            frozen = self.num_parameters - self.num_trained
+            share = -(-self.num_trained // world_size)
+            frozen_bytes = -(-frozen // world_size) * dtype_bytes(self.compute_dtype)
+            return MasterSizes(share * _MASTER_BYTES + frozen_bytes, share * _MASTER_BYTES, share)
+        sizes = np.stack([placement.sizes for placement in master_layout(self.vector, world_size).placements])
+        width = np.array([dtype_bytes(s.master_dtype) for s in self.vector.segments])
+        trained = np.array([s.trainable for s in self.vector.segments])
+        weights, elements = width @ sizes, trained.astype(np.int64) @ sizes
+        rank = int((weights + (width * trained) @ sizes).argmax())
+        return MasterSizes(int(weights[rank]), int(((width * trained) @ sizes)[rank]), int(elements[rank]))

@@ -1,0 +1,254 @@
+"""The time model: seconds of packs, of replicas and of phases under a strategy.
+
+One layer costs `a * sum(l_i^2) + b * sum(l_i) + c` seconds a pack for each tensor-parallel degree, its collectives
+included; embedding and head have costs of their own; a pipeline is simulated operation by operation (`pipelines`); the busiest
+replica decides. Where ranks share cores (CPU) the fluid model there says how long a phase takes. Coefficients
+come from measurements (`fit`) or from data sheets (`analytic`). Plain data, no torch.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from hf_hotspa.costs import analytic
+from hf_hotspa.costs.chunks import chunked_seconds
+from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.fitting import Sample, fit_costs
+from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.packing.pipeline_order import choose_passes
+from hf_hotspa.strategy import Strategy
+
+Packs = Sequence[Sequence[int]]
+"""The packs of a replica, each the lengths of its sequences."""
+
+_NO_HOP = Hop()
+
+
+@dataclass(frozen=True)
+class TimeModel:
+    """Seconds of computation. Made by one of the constructors below.
+
+    Args:
+        source: Where the coefficients come from, in words.
+        layer_costs: Relative cost of each layer; stages are cut and layers weighed with it.
+        head_cost: Relative cost of the head; stages are cut with it.
+        layers: One layer (of mean cost), forward and backward, by tp.
+        heads: Final norm, vocabulary projection and loss, by tp.
+        embeddings: The embedding, by tp.
+        hop_intra: Passing a hidden state inside a node.
+        hop_inter: The same between nodes.
+        devices_per_node: Decides which of the two a pipeline has.
+        forward_share: The forward pass's share of the seconds of a pack.
+        fixed_s: Seconds of a phase beside its packs and its switch.
+        slots: How many ranks compute at the same time where ranks share cores; all other seconds are then those of a
+            rank that has a core to itself. Infinite where every rank has a device of its own.
+        pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
+        phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
+            `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+    """
+
+    source: str
+    layer_costs: tuple[int, ...]
+    head_cost: int
+    layers: Mapping[int, Cost] = field(default_factory=dict)
+    heads: Mapping[int, Cost] = field(default_factory=dict)
+    embeddings: Mapping[int, Cost] = field(default_factory=dict)
+    hop_intra: Hop = _NO_HOP
+    hop_inter: Hop = _NO_HOP
+    devices_per_node: int = 1 << 20
+    forward_share: float = 1 / 3
+    fixed_s: float = 0.0
+    slots: float = math.inf
+    pipeline_factor: float = 1.0
+    phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
+    schedule: str = "auto"
+
+    @classmethod
+    def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
+        """From data sheets, see `costs.analytic`.
+
+        Args:
+            sizes: The model.
+            hardware: The machine.
+            dtype: The dtype of computation.
+
+        Raises:
+            HotspaConfigError: the hardware has no speed for the dtype.
+        """
+        shape = sizes.shape
+        degrees = range(1, shape.num_attention_heads + 1)
+        adapters = {tp: sizes.adapter_parameters(tp) if sizes.adapter is not None else None for tp in degrees}
+        layers, heads, embeddings = analytic.costs(shape, hardware, dtype, adapters)
+        intra, inter = analytic.hops(shape, hardware, dtype)
+        return cls(
+            f"data sheet of {hardware.name}, {dtype}",
+            sizes.layer_costs,
+            sizes.head_cost,
+            layers,
+            heads,
+            embeddings,
+            hop_intra=intra,
+            hop_inter=inter,
+            devices_per_node=hardware.devices_per_node,
+            forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
+        )
+
+    @classmethod
+    def fit(
+        cls,
+        samples: Iterable[Sample],
+        sizes: ModelSizes,
+        *,
+        source: str = "measured",
+        heads: Mapping[int, Cost] | None = None,
+        hops: tuple[Hop, Hop] = (_NO_HOP, _NO_HOP),
+        devices_per_node: int = 1 << 20,
+        forward_share: float = 1 / 3,
+    ) -> "TimeModel":
+        """From measurements.
+
+        Args:
+            samples: At least three different packs for each tp. Samples with embedding and head tell these apart
+                from the layers when they were taken with different numbers of layers (or without the ends, too).
+            sizes: The model, whose stages are cut.
+            source: What was measured, in words.
+            heads: Measured costs of the ends, where samples do not hold them.
+            hops: Passing a hidden state inside a node, and between nodes.
+            devices_per_node: Devices of a node.
+            forward_share: The forward pass's share of a pack's seconds.
+
+        Raises:
+            HotspaConfigError: too few or impossible samples.
+        """
+        layers, ends = fit_costs(samples)
+        return cls(
+            source,
+            sizes.layer_costs,
+            sizes.head_cost,
+            layers,
+            {**ends, **(heads or {})},
+            hop_intra=hops[0],
+            hop_inter=hops[1],
+            devices_per_node=devices_per_node,
+            forward_share=forward_share,
+        )
+
+    def knows(self, strategy: Strategy) -> bool:
+        """Whether there are coefficients for a strategy."""
+        return strategy.tp in self.layers
+
+    def kind(self, strategy: Strategy) -> Strategy:
+        """A strategy that takes as long as the given one, the same for all of which that is known.
+
+        Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only.
+        """
+        return replace(strategy, sp=False) if strategy.sp else strategy
+
+    def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
+        """The cost of each stage of a replica.
+
+        Raises:
+            HotspaConfigError: there are no coefficients for the strategy.
+            StrategyError: more stages than layers.
+        """
+        key = strategy.tp, strategy.pp, strategy.rc
+        if key not in self._stage_costs:
+            self._stage_costs[key] = self._sum_stages(*key)
+        return self._stage_costs[key]
+
+    @cached_property
+    def _stage_costs(self) -> dict[tuple[int, int, int], tuple[Cost, ...]]:
+        return {}
+
+    def _sum_stages(self, tp: int, pp: int, rc: int) -> tuple[Cost, ...]:
+        if tp not in self.layers:
+            known = [f"tp{known}" for known in sorted(self.layers)]
+            raise HotspaConfigError(
+                f"the time model ({self.source}) has no coefficients for tp{tp}pp{pp}",
+                fix=f"measure it, or use one of {', '.join(known)}",
+            )
+        mean = sum(self.layer_costs) / len(self.layer_costs)
+        found, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
+        for stage, layers in enumerate(cut_stages(self.layer_costs, self.head_cost, pp)):
+            cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
+            if rc:  # one more forward pass of every rc-th layer
+                cost *= 1 + self.forward_share / rc
+            if stage == 0:
+                cost += self.embeddings.get(tp, Cost())
+            if stage == pp - 1:
+                cost += self.heads.get(tp, Cost())
+            found.append(cost * factor)
+        return tuple(found)
+
+    def _phase_factor(self, tp: int, pp: int) -> float:
+        """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""
+        factors = self.phase_factors
+        if pp == 1 or (tp, pp) in factors:
+            return factors.get((tp, pp), 1.0)
+        depths = [depth for degree, depth in factors if degree == tp and depth > 1]
+        return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
+
+    def hop(self, strategy: Strategy) -> Hop:
+        """What passing a hidden state to the next stage costs: neighbours are dp * tp ranks apart."""
+        apart = strategy.dp * strategy.tp
+        return self.hop_intra if apart < self.devices_per_node else self.hop_inter
+
+    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
+        """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
+
+        Args:
+            strategy: The strategy.
+            replicas: The packs of each replica, in order.
+            most_tokens: The most tokens in flight in a pipeline; None for no limit.
+        """
+        busy = [packs for packs in replicas if packs]
+        if not busy:
+            return 0.0
+        if strategy.tp * strategy.pp * len(busy) > self.slots:
+            return self.fixed_s + self._shared(strategy, busy, most_tokens)
+        return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
+
+    def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
+        if strategy.pp == 1:
+            alone = [self._alone(strategy, packs, None) for packs in replicas]
+            return shared_seconds(alone, strategy.tp, self.slots)
+        piped = [self._pipeline(strategy, packs, most_tokens) for packs in replicas]
+        return shared_pipelines(piped, strategy.tp, self.slots)
+
+    def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
+        """Seconds of a replica whose ranks have a core each."""
+        if strategy.pp > 1:
+            return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
+        (cost,) = self.stage_costs(strategy)
+        if strategy.ck:
+            return chunked_seconds(cost, packs, strategy.ck, self.forward_share)
+        squares = sum(length * length for pack in packs for length in pack)
+        return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
+
+    def _pipeline(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> Pipeline:
+        passes = choose_passes(self.schedule, [sum(pack) for pack in packs], strategy.pp, most_tokens)
+        tokens = passes.tokens
+        # what pads a pack is a sequence of its own
+        squares = [
+            sum([length * length for length in pack]) + (padded - sum(pack)) ** 2
+            for pack, padded in zip(packs, tokens, strict=True)
+        ]
+        costs = self.stage_costs(strategy)
+        share, hop = self.forward_share, self.hop(strategy)
+        forward, backward = {}, {}
+        for cost in set(costs):
+            seconds = [cost.a * q + cost.b * s + cost.c for q, s in zip(squares, tokens, strict=True)]
+            forward[cost], backward[cost] = [share * t for t in seconds], [(1 - share) * t for t in seconds]
+        return Pipeline(
+            [forward[cost] for cost in costs],
+            [backward[cost] for cost in costs],
+            [hop.seconds(s) for s in tokens],
+            passes.reach,
+            passes.depth,
+        )

@@ -1,0 +1,1 @@
+"""The conductor of a mini-batch: phases, switches, the master store."""

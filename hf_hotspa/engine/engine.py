@@ -1,0 +1,342 @@
+"""The conductor of a mini-batch: for each phase load the weights, run the packs, return the gradients.
+
+`HotSPaEngine` is the public entry below the Trainer; any loop can drive it (examples/bare_loop.py):
+
+    engine = HotSPaEngine(model, parse_buckets("dp4:1024@4096,tp4:8192"))
+    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-3)
+    for mini_batch in loader:
+        report = engine.forward_backward(mini_batch)      # gradients are now in the master store
+        engine.clip_grad_norm_(1.0)
+        optimizer.step()
+    engine.write_back(model)
+
+It promises: loss and gradients are those of the plain model on the whole mini-batch, whatever the strategies; only the
+optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
+"""
+
+import os
+import time
+import weakref
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.engine.evaluation import Evaluation
+from hf_hotspa.engine.faults import PhaseFailures
+from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
+from hf_hotspa.engine.loss_check import check_loss
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.measures import Observer, PhaseMeasure, peak_memory, step_report
+from hf_hotspa.engine.non_finite import raise_non_finite
+from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.switching import Switching
+from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.model.model_check import check_model, model_facts
+from hf_hotspa.model.options import EngineOptions, default_device
+from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
+from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.same_rows import check_mini_batch
+from hf_hotspa.report import StepReport
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
+
+
+class HotSPaEngine:
+    """Trains one model with hot-switched strategies. Construction and all methods but the properties are collective.
+
+    Args:
+        model: A transformers causal language model, or a `PeftModel` with a LoRA adapter around one, with its weights,
+            the same on all ranks (else rank 0's are taken).
+        buckets: Length ranges and their strategies, shortest first (`parse_buckets`).
+        options: How it trains; the same on all ranks.
+        weights: Folder of which each rank reads its share of the weights, for a model without them (`open_model`).
+        device: Where this rank computes; its CUDA device when there is one, else the CPU.
+
+    Attributes:
+        agreement: How all ranks agree (`Agreement.run`).
+        observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
+        failures: What ended a phase; knows of a lack of memory on this rank.
+        model_digest: `weights_digest` of the model, where it was read when the engine was made.
+        stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
+
+    Raises:
+        HotspaError: on every rank, naming what does not fit (launch, strategy, model, differing ranks).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buckets: Sequence[Bucket],
+        options: EngineOptions | None = None,
+        *,
+        weights: Path | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        started = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if started else 0
+        self.world_size: int = dist.get_world_size() if started else 1
+        self.buckets = tuple(buckets)
+        options = options or EngineOptions()
+        check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
+        self.device = device = device or default_device()
+        self.overlap = options.overlap(device)
+        self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
+        self._mailbox = Mailbox(self.rank, self.world_size)
+        self.agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
+        self.failures = PhaseFailures(self.rank, self._mailbox)
+        self.description = self._describe(model, options, weights)
+        self._switching = self._plan(options)
+        home = options.master_device(device)
+        self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device)
+        self.model_digest: str | None = None
+        self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
+        if weights is not None:
+            load_weights(weights, model, self.master, self.agreement)
+        else:
+            self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
+            if same:
+                self._frozen_in = weakref.ref(model), self.master.frozen_version
+        buffers = dict(bare_model(model)[0].named_buffers())
+        shared = self._switching, self.master, buffers, self.overlap, options
+        self.phases = {
+            strategy: PhaseRunner(self.description, self._groups.mesh(strategy), *shared)
+            for strategy in self._switching.pool.strategies
+        }
+        self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
+        self._groups.warm_up()
+        self._switching.prepare()
+        self.observer = Observer()
+        self.stop_ranks: tuple[int, ...] = ()
+        self._steps, self._grad_norm = 0, 0.0
+
+    # -- set-up -------------------------------------------------------------------------------------------------------
+
+    def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
+        def described() -> ModelDescription:
+            description = describe_model(model, options.compute_dtype, options.attention_dropout)
+            check_buckets(self.buckets, self.world_size, description.shape)
+            check_model(model, description, weights)
+            check_loss(model, description, options, self.rank, self.device)
+            return description
+
+        facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets))}
+        facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
+        return self.agreement.run("set-up", described, lambda d: {"model": d.digest()}, facts=lambda _: facts)
+
+    def _plan(self, options: EngineOptions) -> Switching:
+        """Plans every switch; all ranks must have made the same plans, and the memory for them."""
+        vector = self.description.vector
+        per_node = options.devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
+        switching = Switching(
+            vector,
+            [bucket.strategy for bucket in self.buckets],
+            Cluster(self.world_size, per_node),
+            self._groups,
+            options,
+            self.failures.explain,
+        )
+        plans = [plan for plan, _ in switching.switches()]
+        digests = {f"plan {plan.name!r}": plan.digest() for plan in plans}
+        self.agreement.run("set-up", switching.check_memory, lambda _: digests)
+        return switching
+
+    def mesh(self, strategy: Strategy) -> DeviceMesh | None:
+        """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `tp` whose degree is
+        above 1; None where all degrees are 1. Collective.
+
+        Its groups of `tp` and `pp` are those that the strategy runs on. Those of `dp` are made by the first call: the
+        engine sums gradients over replicas into the master store, and needs none.
+
+        Raises:
+            HotspaConfigError: the engine has no such strategy.
+        """
+        if strategy not in self.phases:
+            raise HotspaConfigError(
+                f"{strategy} is none of the engine's strategies",
+                fix=f"ask for one of {', '.join(map(str, self.phases))}",
+            )
+        return self._groups.device_mesh(strategy)
+
+    def any_rank(self, flag: bool) -> bool:
+        """Whether any rank says so. Collective."""
+        return bool(self.agreement.gather([float(flag)]).any())
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error that ends training on this rank alone; it is left for the others (`Mailbox`)."""
+        return self._mailbox.tell(error, where)
+
+    # -- optimizer side -----------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's 1-D fp32 share of every trained parameter, by Hugging Face name. Not collective."""
+        return ((name, p) for name, p in self.master.parameters.items() if p.requires_grad)
+
+    def parameter_groups(
+        self, weight_decay: float = 0.0, decayed: Collection[str] | None = None
+    ) -> list[dict[str, Any]]:
+        """Two groups for a torch optimizer: with and without weight decay. Not collective.
+
+        Args:
+            weight_decay: The decay of the first group.
+            decayed: Names of the parameters to decay; when None, all with at least two dims (no biases, no norms).
+        """
+        if decayed is None:
+            decayed = {spec.name for spec in self.description.vector.specs if len(spec.shape) > 1}
+        named = list(self.named_parameters())
+        return [
+            {"params": [p for name, p in named if name in decayed], "weight_decay": weight_decay},
+            {"params": [p for name, p in named if name not in decayed], "weight_decay": 0.0},
+        ]
+
+    @property
+    def grad_norm(self) -> float:
+        """Global 2-norm of the gradient of the last mini-batch, before clipping."""
+        return self._grad_norm
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
+
+        The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1. No communication.
+        """
+        factor = max_norm / (self._grad_norm + 1e-6)
+        if factor < 1.0:
+            self.master.scale_gradients(factor)
+        return self._grad_norm
+
+    # -- a mini-batch -------------------------------------------------------------------------------------------------
+
+    def forward_backward(
+        self, mini_batch: MiniBatch, step: int | None = None, facts: Mapping[str, str] | None = None
+    ) -> StepReport:
+        """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
+
+        Args:
+            mini_batch: The mini-batch.
+            step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
+            facts: What must be the same on all ranks beside it, by name, such as the learning rates.
+
+        Raises:
+            HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
+                differs between ranks or has no label. After the last: `NonFiniteError`. The weights are unchanged.
+        """
+        begin, self._steps = time.perf_counter(), self._steps if step is None else step
+        where = f"mini-batch {self._steps + 1}"
+        error = mini_batch.error
+        if error is None and mini_batch.num_labels == 0:
+            error = DataError(
+                f"none of the {mini_batch.plan.num_rows} rows of the mini-batch has a label token",
+                where=where,
+                why="the loss is a mean over label tokens",
+                fix="use a larger hotspa_mini_batch_size or drop rows without labels",
+            )
+        check_mini_batch(self.agreement, mini_batch, self._switching.held(), error, where, facts)
+        self._agreed = time.perf_counter()  # about the same moment on all ranks
+        self.master.zero_gradients()
+        self.master.bind_gradients()
+        measures: list[PhaseMeasure] = []
+        loss, previous = 0.0, None
+        order = self._order(mini_batch)
+        for index in order:
+            phase = mini_batch.phases[index]
+            runner = self.phases[phase.bucket.strategy]
+            self.failures.phase_begins(phase, runner, self._steps + 1, where)
+            self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
+            try:
+                phase_loss, measured = runner.run(
+                    phase,
+                    1.0 / mini_batch.num_labels,
+                    previous,
+                    step=self._steps,
+                    since=self._agreed,
+                    wait_for_all=self.agreement.barrier,
+                )
+            except BaseException as failure:
+                explained = self._failed(phase, failure, where)
+                if explained is failure:
+                    raise
+                # unwrapped, it keeps its own cause: the wrapper's would be a circle
+                raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
+            loss += phase_loss
+            self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
+            measures.append(measured)
+            previous = runner
+        self._steps += 1
+        return self._finish(mini_batch, order, loss, measures, begin, where)
+
+    def _order(self, mini_batch: MiniBatch) -> list[int]:
+        """The phases in the order in which switching between them costs least (`PlanPool.order`)."""
+        strategies = [phase.bucket.strategy for phase in mini_batch.phases]
+        return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
+
+    def _failed(self, phase: PhaseBatch, failure: BaseException, where: str) -> BaseException:
+        """Ends what is under way; returns what to raise: the failure, or the error of a peer that caused it."""
+        runner, explained = self.phases[phase.bucket.strategy], failure
+        if isinstance(failure, Exception):
+            self.failures.phase_begins(phase, runner, self._steps + 1, where)
+            explained = self.failures.explain(failure)
+        if self._switching.worker is not None:
+            place = f"{where}, strategy {phase.bucket.strategy}"
+            self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
+        runner.release()
+        self._switching.arenas.forget()
+        return explained
+
+    def _finish(
+        self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
+        where: str,
+    ) -> StepReport:  # fmt: skip
+        mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
+        values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
+        rows = self.agreement.gather(values)
+        total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
+        self._grad_norm = squared_norm**0.5
+        self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
+        if not (torch.isfinite(rows[:, :2]).all()):
+            raise_non_finite(mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where)
+        per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
+        total_s = time.perf_counter() - begin
+        frozen = [self.phases[mini_batch.phases[index].bucket.strategy].frozen_bytes for index in order]
+        return step_report(
+            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen
+        )
+
+    def evaluation(self) -> Evaluation:
+        """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
+        return Evaluation(self.phases, self.agreement, self._groups, self._failed, self._switching.held)
+
+    # -- afterwards ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def write_back(self, model: nn.Module) -> None:
+        """Copies the weights into a model of the same structure (one segment at a time), without the frozen ones if it
+        has them: the engine was made of it, or wrote to it last. Collective."""
+        current = weakref.ref(model), self.master.frozen_version
+        write_to_model(model, self.weights(frozen=current != self._frozen_in))
+        self._frozen_in = current
+
+    def weights(self, frozen: bool = True, buffers: Any = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight whole, or every trained one, or other `buffers`, as `MasterStore.gather`. Collective: all take all."""
+        # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
+        self.agreement.barrier()
+        return self.master.gather(self._groups.switch, False, frozen, self.agreement.barrier, buffers)
+
+    @torch.no_grad()
+    def full_gradients(self) -> dict[str, torch.Tensor]:
+        """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
+        self.agreement.barrier()
+        return {name: whole.clone() for name, whole in self.master.gather(self._groups.switch, gradients=True)}
+
+    def close(self) -> None:
+        """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""
+        self._switching.close()
+        self.agreement.barrier()
+        self._switching.arenas.clear()
+        self._groups.close()

@@ -1,0 +1,168 @@
+"""Forward passes over an evaluation set, under the strategies of the mini-batches that it is given.
+
+Owns what happens between two optimizer steps when nothing is trained: weights are loaded when a mini-batch needs
+another strategy than the one before and stay loaded until the end, no gradient or gradient buffer exists, and the model
+is in eval mode. The loss comes back as a sum over labels and their number, so that the mean over a whole set is exact.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.errors import HotspaError, ModelError
+from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.parallel.agreement import Agreement, hotspa_cause
+from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.same_rows import check_mini_batch
+from hf_hotspa.strategy import Coord, Strategy
+
+
+@dataclass(frozen=True)
+class EvaluationResult:
+    """What one mini-batch gave, the same on every rank.
+
+    Args:
+        loss_sum: The sum of the cross entropies (with label smoothing, if the engine has it) over all label tokens.
+        num_labels: How many they are; may be 0.
+        logits: When they were asked for, [length, vocabulary size] of each sequence by (dataset row, first token), in
+            fp32 or wider, on the device.
+    """
+
+    loss_sum: float
+    num_labels: int
+    logits: dict[tuple[int, int], Tensor]
+
+
+class Evaluation:
+    """One pass over an evaluation set; use it in a `with` statement. Everything is collective.
+
+    Args:
+        phases: The runners of the pool.
+        agreement: The agreement of all ranks.
+        failed: Ends what is under way in a phase that failed; returns what to raise.
+        held: What else the ranks must have in common before weights are loaded.
+    """
+
+    def __init__(
+        self,
+        phases: Mapping[Strategy, PhaseRunner],
+        agreement: Agreement,
+        groups: ProcessGroups,
+        failed: Callable[[PhaseBatch, BaseException, str], BaseException],
+        held: Callable[[], dict[str, str]],
+    ) -> None:
+        self._phases, self._agreement, self._groups, self._failed = phases, agreement, groups, failed
+        self._held = held
+        self._loaded: PhaseRunner | None = None
+        self._num_mini_batches = 0
+
+    def __enter__(self) -> "Evaluation":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets go of the weights. Not collective."""
+        if self._loaded is not None:
+            self._loaded.replica.logits = None
+            self._loaded.release()
+            self._loaded = None
+
+    def run(self, mini_batch: MiniBatch, with_logits: bool = False) -> EvaluationResult:
+        """Runs all phases of a mini-batch forward.
+
+        Args:
+            mini_batch: Its strategies must be of the engine's pool. A mini-batch without labels is a normal case.
+            with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
+                bytes on each rank, and the same over the wire.
+
+        Raises:
+            HotspaError: on every rank; the weights are unchanged.
+        """
+        self._num_mini_batches += 1
+        where = f"evaluation mini-batch {self._num_mini_batches}"
+        check_mini_batch(self._agreement, mini_batch, self._held(), mini_batch.error, where)
+        loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
+        for plan, phase in self._in_order(mini_batch):
+            try:
+                loss_sum += self._run_phase(phase, with_logits)
+                if with_logits:
+                    logits.update(self._gather_logits(plan))
+            except BaseException as failure:
+                explained = self._failed(phase, failure, where)
+                self._loaded = None
+                if explained is failure:
+                    raise
+                raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
+        total = float(self._agreement.gather([loss_sum]).sum())
+        return EvaluationResult(total, mini_batch.num_labels, logits)
+
+    def _in_order(self, mini_batch: MiniBatch) -> list[tuple[PhasePlan, PhaseBatch]]:
+        """The phases, those of the strategy that is loaded first."""
+        pairs = list(zip(mini_batch.plan.phases, mini_batch.phases, strict=True))
+        loaded = self._loaded.mesh.strategy if self._loaded is not None else None
+        return sorted(pairs, key=lambda pair: pair[1].bucket.strategy != loaded)
+
+    def _run_phase(self, phase: PhaseBatch, with_logits: bool) -> float:
+        runner = self._phases[phase.bucket.strategy]
+        if runner is not self._loaded:
+            self.close()
+            self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
+            self._loaded = runner
+            runner.load_for_forward()
+        runner.replica.logits = [] if with_logits else None
+        micro_batches = [m.to(self._groups.device, non_blocking=True) for m in phase.micro_batches]
+        return float(runner.compute_forward(micro_batches, 1.0))
+
+    def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
+        """Every sequence's logits on every rank: each shard of each replica is broadcast by the rank that has it."""
+        assert self._loaded is not None
+        replica = self._loaded.replica
+        strategy = replica.mesh.strategy  # in the engine's shard order, which a strategy of the caller's need not have
+        widths = replica.vocabulary_widths
+        dtype = torch.promote_types(replica.compute_dtype, torch.float32)
+
+        logits, replica.logits = replica.logits, None
+
+        def logits_here() -> Tensor | None:
+            if not replica.is_last or not logits:
+                return None
+            mine = torch.cat(logits).to(dtype)
+            shard = strategy.shard_index(replica.mesh.coord.tp)
+            if mine.shape[-1] != widths[shard]:
+                raise self._wrong_width(mine.shape[-1], widths[shard])
+            return mine
+
+        # agreed on: a broadcast of another size would end the process
+        mine = self._agreement.run("evaluation", logits_here)
+        for dp, packs in enumerate(phase.replicas):
+            num_tokens = sum(pack.num_tokens for pack in packs)
+            shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
+            for tp in range(strategy.tp if num_tokens else 0):
+                owner, shard = strategy.rank(Coord(dp, tp, strategy.pp - 1)), strategy.shard_index(tp)
+                if owner == self._groups.rank:
+                    assert mine is not None
+                    shards[shard] = mine
+                if self._groups.switch is not None and widths[shard]:
+                    dist.broadcast(shards[shard], src=owner, group=self._groups.switch)
+            whole = torch.cat(shards, -1)
+            begin = 0
+            for sequence in (s for pack in packs for s in pack.sequences):
+                yield (sequence.row, sequence.start), whole[begin : begin + sequence.num_tokens]
+                begin += sequence.num_tokens
+
+    def _wrong_width(self, found: int, expected: int) -> HotspaError:
+        return ModelError(
+            f"the model gives {found} logits a token and its head has {expected} rows",
+            why="logits are collected by the rows of the vocabulary",
+            fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
+        )

@@ -1,0 +1,409 @@
+"""The executor: runs switch plans on one rank.
+
+What it promises:
+
+* Few messages: long stretches that need no conversion go from buffer to buffer; everything else is fused in one
+  message per (peer, wire dtype, round), packed once and staged (unless it is a single slice, and of the wire's dtype).
+* Two rounds are in flight at a time: one is packed, copied and unpacked while the other is on the wire.
+* Memory: at most `staging_bytes` for received and `staging_bytes` for sent messages, and what the relay buffers of
+  three groups of segments take; allocated once by `prepare`, which can be asked before how much it will be.
+* A gradient return adds the contributions to an element in ascending order of the source ranks, the local one in its
+  place (those summed in a relay buffer first, in the same way): the result depends neither on `staging_bytes` nor on
+  the order of arrival, bit for bit.
+* Elements are converted where source, wire and target dtypes differ, once on each side; equal dtypes move bits.
+* After a failure in flight the executor refuses to run again: both ends may hold half a round.
+"""
+
+import time
+from collections import deque
+from collections.abc import Collection, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from hf_hotspa.engine.messages import Binding, Bindings, Views, wire_of
+from hf_hotspa.engine.transport import TransferHandle, Transport
+from hf_hotspa.errors import PlanError, TransferError
+from hf_hotspa.plan.plan import INTRA, SwitchPlan
+from hf_hotspa.plan.rounds import cut_rounds
+from hf_hotspa.plan.schedule import RELAY_SLOTS, WINDOW_ALIGNMENT, Schedule
+from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
+
+Buffers = Sequence[torch.Tensor | None]
+"""A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
+_ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: what gloo takes as a tag
+
+_IN_FLIGHT = 2
+"""Rounds in flight at a time."""
+
+_STORE_NAMES = {SOURCE: "source", SECOND: "second source", TARGET: "target", RELAY: "relay"}
+
+
+class Progress(Protocol):
+    """Couples a switch to the computation around it, segment by segment. Called from the thread that runs the switch."""
+
+    def await_source(self, segments: Sequence[int]) -> None:
+        """Returns when the source buffers of these segments hold what is to be sent."""
+        return
+
+    def target_complete(self, segments: Sequence[int]) -> None:
+        """These segments' target buffers are complete on this rank."""
+        return
+
+
+class _Uncoupled(Progress):
+    """The progress of a switch that nothing computes beside."""
+
+
+@dataclass
+class SwitchStats:
+    """What one rank did in one switch. Bytes on the wire count wire dtypes, local bytes the target's dtype.
+
+    Args:
+        sent_bytes: Bytes sent to other ranks.
+        received_bytes: Bytes received from other ranks.
+        local_bytes: Bytes moved inside the rank.
+        num_messages: Messages sent and received.
+        num_rounds: Rounds, the same number on every rank.
+        pack_seconds: Packing and converting what is sent.
+        wire_seconds: Waiting for messages to arrive, and posting them.
+        local_seconds: Copies inside the rank of a load; they overlap with messages on the wire.
+        unpack_seconds: Unpacking, converting and adding.
+    """
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    local_bytes: int = 0
+    num_messages: int = 0
+    num_rounds: int = 0
+    pack_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    local_seconds: float = 0.0
+    unpack_seconds: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """The whole switch."""
+        return self.pack_seconds + self.wire_seconds + self.local_seconds + self.unpack_seconds
+
+
+_Flight = tuple[int, TransferHandle]
+"""A round whose messages are on their way: its index, and what to wait for."""
+
+
+class SwitchExecutor:
+    """Runs the plans of one rank over a transport.
+
+    Args:
+        transport: How messages travel.
+        staging_bytes: Bound of each of the two staging buffers. Every rank must have the same: it decides the rounds.
+        device: Where the buffers are.
+        forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses
+            fewer channels); the same way as the others when None.
+        native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that hold what loads send in the dtype of the wire on
+            every rank, if the target does, too: long stretches of these go from buffer to buffer. The same on all ranks.
+        by_layer: Whether groups of segments are kept small, for a computation that goes on beside; else as large as
+            memory allows, for fewest messages. The same on all ranks.
+        master_device: Where the source of loads and the target of returns are; `device` when None. `SOURCE` is not
+            `native` where that is another one.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        rank: int,
+        staging_bytes: int = 64 << 20,
+        device: torch.device | str = "cpu",
+        forward: Transport | None = None,
+        native: Collection[int] = (),
+        by_layer: bool = False,
+        master_device: torch.device | str | None = None,
+    ) -> None:
+        self.transport, self.forward, self.rank = transport, forward or transport, rank
+        self.staging_bytes, self._native, self._by_layer = staging_bytes, frozenset(native), by_layer
+        self.device, self._master_device = torch.device(device), torch.device(master_device or device)
+        # a slot of each for every round in flight, and a relay slot for every group that uses one
+        self._send_staging = [self._empty(0)] * _IN_FLIGHT
+        self._receive_staging = [self._empty(0)] * _IN_FLIGHT
+        self._relay = [self._empty(0)] * RELAY_SLOTS
+        self._schedules: dict[tuple[str, tuple[torch.dtype | None, ...]], Schedule] = {}
+        self._bindings = Bindings()
+        self._failure: str | None = None
+
+    def _empty(self, num_bytes: int) -> torch.Tensor:
+        return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
+
+    def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Sequence[torch.dtype | None]]]) -> int:
+        """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
+
+        Args:
+            switches: Plans with the wire dtypes of their segments. Nothing is allocated for them.
+        """
+        slots = [self._slots(plan, self.schedule(plan, wires), wires) for plan, wires in switches]
+        return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
+
+    def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
+        """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
+        self._grow(self._slots(plan, self.schedule(plan, wire_dtypes), wire_dtypes))
+
+    def forget(self) -> None:
+        """Lets go of the buffers of the switches that ran: their views are kept for the next time."""
+        self._bindings.clear()
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of all staging and relay buffers allocated so far."""
+        return sum(slot.numel() for slot in (*self._send_staging, *self._receive_staging, *self._relay))
+
+    def run(
+        self,
+        plan: SwitchPlan,
+        source: Buffers,
+        target: Buffers,
+        wire_dtypes: Sequence[torch.dtype | None],
+        epoch: int,
+        progress: Progress | None = None,
+        second: Buffers | None = None,
+    ) -> SwitchStats:
+        """Runs this rank's part of a plan and returns when its target buffers are complete.
+
+        Args:
+            plan: The plan; agreed on by all ranks before.
+            source: The buffers of the source layout. Not changed; must not overlap the target buffers.
+            target: The buffers of the target layout; copied into by a load, added to by a gradient return.
+            wire_dtypes: The dtype in which each segment travels, the same on every rank; None only for segments that
+                the plan does not move. Local copies are converted straight from source to target dtype.
+            epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
+            progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent.
+            second: The buffers of the second source layout, for a plan that has one.
+
+        Raises:
+            PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
+            TransferError: a transfer failed; the process group must not be used again.
+        """
+        steps = self.steps(plan, source, target, wire_dtypes, epoch, progress, second)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
+
+    def steps(
+        self,
+        plan: SwitchPlan,
+        source: Buffers,
+        target: Buffers,
+        wire_dtypes: Sequence[torch.dtype | None],
+        epoch: int,
+        progress: Progress | None = None,
+        second: Buffers | None = None,
+    ) -> Generator[None, None, SwitchStats]:
+        """`run` as a generator that yields once a round, between posting its messages and waiting for them.
+
+        Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
+        """
+        if self._failure:
+            raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
+        schedule = self.schedule(plan, wire_dtypes)
+        buffers = self._checked(plan, schedule, {SOURCE: source, TARGET: target, SECOND: second or ()})
+        bound = self._bind(plan, schedule, wire_dtypes, buffers)
+        progress = progress or _Uncoupled()
+        stats = SwitchStats(num_rounds=len(schedule.rounds))
+        flights: deque[_Flight] = deque()
+        self._failure = f"switch {plan.name!r} did not end"  # until it has: also when a signal ends this frame
+        index = 0
+        try:
+            for index, current in enumerate(schedule.rounds):
+                if current.is_empty:
+                    yield
+                    continue
+                while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
+                    self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
+                if current.opens:
+                    self._open(plan, schedule, current.group, bound.buffers, progress)
+                flights.append(self._start(plan, schedule, index, bound, epoch, stats))
+                yield
+            while flights:
+                index = flights[0][0]
+                self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
+        except Exception as error:
+            raise self._failed(plan, schedule, index, error) from error
+        self._failure = None
+        return stats
+
+    def _open(self, plan: SwitchPlan, schedule: Schedule, group: int, buffers: Views, progress: Progress) -> None:
+        segments = schedule.groups[group]
+        progress.await_source(segments)
+        if plan.accumulate:
+            for segment in schedule.relay_extents(group):
+                buffers[RELAY, segment].zero_()
+
+    def _start(
+        self, plan: SwitchPlan, schedule: Schedule, index: int, bound: Binding, epoch: int, stats: SwitchStats
+    ) -> _Flight:
+        """Packs and posts a round, and makes a load's local copies while it is on the wire."""
+        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        assert tensors is not None
+        tensors.pack()
+        clock = _lap(stats, "pack_seconds", clock)
+        base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
+        transport = self.forward if plan.links[current.hop] == INTRA else self.transport
+        for message, tensor in zip(current.receives, tensors.incoming, strict=True):
+            transport.recv(tensor, message.peer, base + message.channel)
+        for message, tensor in zip(current.sends, tensors.outgoing, strict=True):
+            transport.send(tensor, message.peer, base + message.channel)
+        handle = transport.start()
+        clock = _lap(stats, "wire_seconds", clock)
+        if not plan.accumulate:
+            tensors.copy_local()
+            _lap(stats, "local_seconds", clock)
+        stats.sent_bytes += sum(message.num_bytes for message in current.sends)
+        stats.received_bytes += sum(message.num_bytes for message in current.receives)
+        stats.local_bytes += tensors.local_bytes
+        stats.num_messages += len(current.sends) + len(current.receives)
+        return index, handle
+
+    def _finish(
+        self,
+        plan: SwitchPlan,
+        schedule: Schedule,
+        flight: _Flight,
+        bound: Binding,
+        stats: SwitchStats,
+        progress: Progress,
+    ) -> None:
+        """Waits for a round and unpacks it."""
+        index, handle = flight
+        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        assert tensors is not None
+        handle.wait()
+        clock = _lap(stats, "wire_seconds", clock)
+        if plan.accumulate:
+            tensors.add()
+        else:
+            tensors.unpack()
+        _lap(stats, "unpack_seconds", clock)
+        if current.closes:
+            progress.target_complete(schedule.groups[current.group])
+
+    # -- memory -------------------------------------------------------------------------------------------------------
+
+    def schedule(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> Schedule:
+        """This rank's rounds of a plan; cut once and kept."""
+        wire_dtypes = tuple(wire_dtypes)
+        key = plan.digest(), wire_dtypes
+        if key not in self._schedules:
+            wires = [wire_of(dtype) if dtype else None for dtype in wire_dtypes]
+            round_bytes = self.staging_bytes // _IN_FLIGHT
+            # relay buffers are as large as a group
+            group_bytes = round_bytes if self._by_layer or len(plan.links) > 1 else None
+            self._schedules[key] = cut_rounds(plan, self.rank, wires, round_bytes, group_bytes, self._native)
+        return self._schedules[key]
+
+    def _slots(
+        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]
+    ) -> tuple[list[int], list[int], list[int]]:
+        """Bytes of every slot of the send staging, the receive staging and the relay buffers that a schedule needs."""
+        sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
+        for index, current in enumerate(r for r in schedule.rounds if not r.is_empty):
+            slot = index % _IN_FLIGHT
+            sends[slot] = max(sends[slot], current.send_bytes)
+            receives[slot] = max(receives[slot], current.receive_bytes)
+        for group in range(len(schedule.groups)):
+            slot = group % RELAY_SLOTS
+            places = _relay_places(plan, schedule, group, wire_dtypes)
+            relays[slot] = max(relays[slot], max((end for _, _, end, _ in places), default=0))
+        return sends, receives, relays
+
+    def _bind(
+        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None], buffers: Views
+    ) -> Binding:
+        """The rounds with their tensors."""
+        key = plan.digest(), tuple(wire_dtypes)
+        found = self._bindings.find(key, buffers)
+        if found is None:
+            self._grow(self._slots(plan, schedule, wire_dtypes))
+            relay = self._relay_views(plan, schedule, wire_dtypes)
+            stagings = tuple(zip(self._send_staging, self._receive_staging, strict=True))
+            found = self._bindings.add(key, schedule, buffers, relay, stagings, plan.accumulate, self.rank)
+        return found
+
+    def _relay_views(self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]) -> Views:
+        return {
+            (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
+            for group in range(len(schedule.groups))
+            for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes)
+        }
+
+    def _grow(self, slots: tuple[list[int], list[int], list[int]]) -> None:
+        for memory, wanted in zip((self._send_staging, self._receive_staging, self._relay), slots, strict=True):
+            for slot, num_bytes in enumerate(wanted):
+                if memory[slot].numel() < num_bytes:
+                    self._bindings.clear()  # which hold the old slot
+                    memory[slot] = self._empty(0)  # freed first, or both exist at once
+                    memory[slot] = self._empty(num_bytes)
+
+    def _checked(self, plan: SwitchPlan, schedule: Schedule, stores: dict[int, Buffers]) -> Views:
+        """The buffers that the plan touches; checked, because a transport would not."""
+        checked = {}
+        for (store, segment), extent in schedule.extents.items():
+            if store == RELAY:
+                continue
+            buffers, role = stores[store], _STORE_NAMES[store]
+            buffer = buffers[segment] if segment < len(buffers) else None
+            if buffer is None or buffer.dim() != 1 or buffer.numel() < extent or not buffer.is_contiguous():
+                found = "none" if buffer is None else f"{tuple(buffer.shape)} with strides {buffer.stride()}"
+                raise PlanError(
+                    f"switch {plan.name!r} needs a flat {role} buffer of {extent} elements for segment {segment}, found {found}",
+                    where=f"rank {self.rank}",
+                    why="nothing was sent",
+                )
+            device = self._master_device if store == (TARGET if plan.accumulate else SOURCE) else self.device
+            if buffer.device.type != device.type:
+                raise PlanError(
+                    f"switch {plan.name!r}: the {role} buffer of segment {segment} is on {buffer.device}, not {device}",
+                    where=f"rank {self.rank}",
+                    why="nothing was sent",
+                )
+            checked[store, segment] = buffer
+        return checked
+
+    def _failed(self, plan: SwitchPlan, schedule: Schedule, index: int, error: Exception) -> TransferError:
+        current = schedule.rounds[index]
+        peers = sorted({message.peer for message in (*current.sends, *current.receives)})
+        what = f"switch {plan.name!r} failed in round {index + 1} of {len(schedule.rounds)}: {error}"
+        self._failure = what
+        return TransferError(
+            what,
+            where=f"rank {self.rank}, in exchange with ranks {peers}",
+            why="messages may be in flight: the process group must not be used again",
+            fix="end the job and start it again",
+        )
+
+
+def _lap(stats: SwitchStats, field: str, clock: float) -> float:
+    """Adds the host's time since `clock` to a field of the statistics; returns the new clock. Does not wait for an
+    accelerator, which would undo the overlap of rounds."""
+    now = time.perf_counter()
+    setattr(stats, field, getattr(stats, field) + now - clock)
+    return now
+
+
+def _relay_places(
+    plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Sequence[torch.dtype | None]
+) -> list[tuple[int, int, int, torch.dtype]]:
+    """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot.
+
+    What is forwarded keeps the wire's dtype; sums are kept in fp32 at least.
+    """
+    places, end = [], 0
+    for segment, extent in schedule.relay_extents(group).items():
+        dtype = wire_dtypes[segment]
+        assert dtype is not None
+        if plan.accumulate and dtype.is_floating_point:
+            dtype = torch.promote_types(dtype, torch.float32)
+        start = -(-end // WINDOW_ALIGNMENT) * WINDOW_ALIGNMENT
+        end = start + extent * dtype.itemsize
+        places.append((segment, start, end, dtype))
+    return places

@@ -1,0 +1,369 @@
+"""The first fill of the master store: from a model that every rank holds, or from the files of a Hugging Face folder.
+
+`open_model` and `load_weights` serve models that no process could hold. Each rank reads from the safetensors files only
+the elements that it owns, so that beside its share of the store at most its part of one tensor is in memory (the whole
+of the saved ones, where transformers makes a weight of several). The store then holds, bit for bit, what
+`from_pretrained` would have put there. What is missing, unexpected, of another shape or saved as a pickle is refused by
+name, on every rank, before a weight is read.
+"""
+
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from accelerate import init_empty_weights
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    build_glob_alternation,
+    dot_natural_key,
+    rename_source_key,
+)
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
+from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.model.model_check import weights_digest
+from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.model.storage import to_storage
+from hf_hotspa.model.weight_files import WeightFiles
+from hf_hotspa.parallel.agreement import Agreement
+
+logger = logging.getLogger(__name__)
+
+_MAX_LISTED = 3
+
+
+# -- a model in memory ------------------------------------------------------------------------------------------------
+
+
+def fill_from_model(
+    model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
+) -> tuple[str, bool]:
+    """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
+
+    Args:
+        model: The model, with weights.
+        master: The store to fill.
+        agreement: Of all ranks, on the host.
+        group: Of all ranks, on the device.
+
+    Returns:
+        The digest of this rank's model (`weights_digest`), which costs a pass over its weights; and whether all ranks
+        held the same model.
+    """
+    digest = weights_digest(model)
+    tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    # compared on 52 bits, which a float64 carries exactly
+    digests = agreement.gather([float(int(digest[:13], 16))])
+    if len(set(digests[:, 0].tolist())) == 1:
+        master.fill(tensors)
+        return digest, True
+    if agreement.rank == 0:
+        logger.warning("ranks hold different initial weights (seed?): those of rank 0 are used")
+    for spec in master.vector.specs:
+        tensor = tensors[spec.name].to(master.compute_device, copy=True).contiguous()
+        dist.broadcast(tensor, src=0, group=group)
+        master.fill({spec.name: tensor})
+    return digest, False
+
+
+def write_to_model(model: nn.Module, weights: Iterable[tuple[str, Tensor]]) -> None:
+    """Copies weights into the parameters of a model.
+
+    Raises:
+        ModelError: its parameters have no memory.
+    """
+    if not has_weights(model):
+        raise ModelError("the model is on the meta device", fix="give its parameters memory (trainer.materialize())")
+    targets = dict(model.named_parameters(remove_duplicate=False))
+    with torch.no_grad():
+        for name, whole in weights:
+            targets[name].copy_(whole)
+
+
+# -- a model without its weights --------------------------------------------------------------------------------------
+
+
+def open_model(folder: Path, config: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """The model of a folder without its weights: parameters on the meta device, buffers as its class computes them.
+
+    Args:
+        folder: A folder with a `config.json` and weights.
+        config: The config to use instead of the folder's; its dtype is that of the model.
+
+    Returns:
+        The model that `from_pretrained` makes, in the dtype of its config, or else of its weights.
+
+    Raises:
+        HotspaError: the folder holds no causal language model, or one that cannot be read by slices; see `WeightFiles`.
+    """
+    files = WeightFiles(folder)
+    try:
+        if config is None:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        config = deepcopy(config)
+        if getattr(config, "quantization_config", None) is not None:
+            raise UnsupportedError(
+                "the weights are quantized", where=str(folder), fix="train from the original weights"
+            )
+        if config.dtype is None:
+            config.dtype = _first_dtype(files)
+        # buffers are computed, and small
+        with init_empty_weights(include_buffers=False):
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        generation = folder / "generation_config.json"
+        if model.can_generate() and generation.is_file():
+            model.generation_config = GenerationConfig.from_pretrained(folder, local_files_only=True)
+    except HotspaError:
+        raise
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"no causal language model can be made from its config: {error}",
+            where=str(folder),
+            fix="give a folder with the config.json of a model that transformers itself knows",
+        ) from error
+    model.tie_weights()  # moving to the meta device has cut the ties
+    _keep_in_fp32(model)
+    return model
+
+
+def _first_dtype(files: WeightFiles) -> torch.dtype:
+    known = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return next((known[t.dtype] for t in files.tensors.values() if t.dtype in known), torch.float32)
+
+
+def _keep_in_fp32(model: PreTrainedModel) -> None:
+    """Gives those tensors fp32 that the class wants in fp32 in 16-bit models, as `from_pretrained` does."""
+    plan = model._get_dtype_plan(model.dtype)
+    if plan:
+        pattern = build_glob_alternation(list(plan))[0]
+        for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+            if pattern.search(name):
+                tensor.data = tensor.data.float()
+
+
+def has_weights(model: nn.Module) -> bool:
+    """Whether a model holds weights; one on the meta device does not."""
+    return not any(p.is_meta for p in model.parameters())
+
+
+# -- from files to a model's names ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Conversion:
+    """Saved tensors of which transformers makes one or more of the model's (experts that it fuses, and the like)."""
+
+    converter: WeightConverter
+    target: str
+    dtype: torch.dtype
+    sources: list[tuple[str, str]]
+    """`(pattern of the converter, saved name)` in the order of the files."""
+
+    def run(self, model: PreTrainedModel, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+        converter = deepcopy(self.converter)
+        for pattern, name in self.sources:
+            converter.add_tensor(self.target, name, pattern, read(name).to(self.dtype))
+        made = converter.convert(self.target, model=model, config=model.config)
+        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+
+class SavedModel:
+    """The weights of a model in files: which tensors of a folder are which of the model's.
+
+    Args:
+        model: The model, with or without weights; it learns how its names were changed, for `save_pretrained`.
+
+    Raises:
+        ModelError: a weight is missing, of another shape or not a floating-point one, or the files hold another one.
+    """
+
+    def __init__(self, model: PreTrainedModel, files: WeightFiles) -> None:
+        self.files, self._model = files, model
+        self._expected: dict[str, Tensor] = model.state_dict()
+        self._parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self._sources: dict[str, str | _Conversion] = {}
+        self._made: tuple[_Conversion, dict[str, Tensor]] | None = None
+        self._check(self._match())
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The buffers that are saved with the model, whole, by name."""
+        return {
+            name: self._source(name, None, 0, tensor.numel()).view(tensor.shape)
+            for name, tensor in self._expected.items()
+            if name not in self._parameters and name in self._sources
+        }
+
+    def read(self, spec: ParameterSpec, start: int, stop: int) -> Tensor:
+        """Elements `[start, stop)` of a parameter in storage order.
+
+        Returns:
+            1-D, on the CPU, in the dtype of the model. See `WeightFiles.read`.
+
+        Raises:
+            ModelError: tied names were saved with different values.
+            DamagedCheckpointError: a file cannot be read.
+        """
+        name, *others = [name for name in (spec.name, *spec.tied_names) if name in self._sources]
+        found = self._source(name, spec.shard_dim, start, stop)
+        for other in others:
+            if not torch.equal(found, self._source(other, spec.shard_dim, start, stop)):
+                raise ModelError(
+                    f"{other!r} and {name!r} are tied, but saved with different values",
+                    where=str(self.files.folder),
+                    why="training would use one of them for both",
+                    fix="set tie_word_embeddings=False in its config",
+                )
+        return found
+
+    def _match(self) -> dict[str, str]:
+        """Finds the source of every tensor, as transformers does; returns what is left, new name -> saved name."""
+        model, expected, prefix = self._model, self._expected, self._model.base_model_prefix
+        transforms = get_model_conversion_mapping(model)
+        renamings = [t for t in transforms if isinstance(t, WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        conversions: dict[str, _Conversion] = {}
+        unexpected: dict[str, str] = {}
+        for saved in sorted(self.files.tensors, key=dot_natural_key):
+            name, pattern = rename_source_key(saved, renamings, converters, prefix, expected)
+            if name not in expected and saved in expected:  # saved under the names of the model in memory
+                name, pattern = rename_source_key(saved, [], [], prefix, expected)
+            if name not in expected:
+                unexpected[name] = saved
+            elif pattern is None:
+                self._sources.setdefault(name, saved)
+            else:
+                new = _Conversion(by_pattern[pattern], name, expected[name].dtype, [])
+                conversions.setdefault(name, new).sources.append((pattern, saved))
+        for conversion in conversions.values():
+            for name in self._dry_run(conversion):
+                self._sources[name] = conversion
+        model._weight_conversions = [t for t in transforms if t.was_used()]
+        return unexpected
+
+    def _dry_run(self, conversion: _Conversion) -> Mapping[str, Tensor]:
+        """What a conversion makes, without data; its shapes are checked."""
+
+        def empty(name: str) -> Tensor:
+            return torch.empty(self.files.tensors[name].shape, device="meta")
+
+        first = conversion.sources[0][1]
+        try:
+            made = conversion.run(self._model, empty)
+        except Exception as error:  # whatever an operation of transformers raises
+            raise ModelError(
+                f"{conversion.target!r} cannot be made of {first!r} and {len(conversion.sources) - 1} more: {error}",
+                where=self._where(first),
+            ) from error
+        for name, tensor in made.items():
+            self._check_shape(name, tuple(tensor.shape), first)
+        return made
+
+    def _check(self, unexpected: dict[str, str]) -> None:
+        for name, source in self._sources.items():
+            if isinstance(source, str):
+                self._check_shape(name, self.files.tensors[source].shape, source)
+        missing = set(self._expected) - set(self._sources)
+        for names in _tied_names(self._model):
+            if not names <= missing:
+                missing -= names
+        info = LoadStateDictInfo(
+            missing_keys=missing - self._parameters,
+            unexpected_keys=set(unexpected),
+            mismatched_keys=set(),
+            error_msgs=[],
+            conversion_errors={},
+            skipped_pp_keys=set(),
+        )
+        self._model._adjust_missing_and_unexpected_keys(info)  # what the class can do without, and what it ignores
+        lost = sorted((missing & self._parameters) | info.missing_keys)
+        if lost:
+            raise ModelError(
+                f"the files have no tensor for {_some(lost)} of {type(self._model).__name__}",
+                where=str(self.files.folder),
+                why="it would be trained from random values",
+                fix="give a folder with the whole model, or a config that fits it",
+            )
+        if info.unexpected_keys:
+            left = sorted(unexpected[name] for name in info.unexpected_keys)
+            raise ModelError(
+                f"{_some(left)} has no place in {type(self._model).__name__}",
+                where=self._where(left[0]),
+                why="a part of what was saved would be left behind",
+                fix="give a config that fits the files, or save the model without it",
+            )
+
+    def _check_shape(self, name: str, shape: tuple[int, ...], saved: str) -> None:
+        expected, dtype = self._expected.get(name), self.files.tensors[saved].dtype
+        floating = dtype.startswith(("F", "BF"))
+        if expected is not None and shape == expected.shape and (floating or not expected.is_floating_point()):
+            return
+        wanted = "missing" if expected is None else f"{dtype_name(expected.dtype)} {list(expected.shape)}"
+        raise ModelError(
+            f"{saved!r} is {dtype} {list(shape)}, and {name!r} of {type(self._model).__name__} is {wanted}",
+            where=self._where(saved),
+            fix="give the config of the model that was saved",
+        )
+
+    def _source(self, name: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
+        source = self._sources[name]
+        if isinstance(source, str):
+            found = self.files.read(source, shard_dim, start, stop)
+        else:
+            if self._made is None or self._made[0] is not source:
+                self._made = None  # not two at a time
+                self._made = source, source.run(self._model, self.files.whole)
+            found = to_storage(self._made[1][name], shard_dim)[start:stop]
+        return found.to(self._expected[name].dtype)
+
+    def _where(self, saved: str) -> str:
+        return str(self.files.folder / self.files.tensors[saved].file)
+
+
+def _some(names: list[str]) -> str:
+    more = f" (and {len(names) - _MAX_LISTED} more)" if len(names) > _MAX_LISTED else ""
+    return ", ".join(map(repr, names[:_MAX_LISTED])) + more
+
+
+def _tied_names(model: PreTrainedModel) -> list[set[str]]:
+    names: dict[int, set[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), set()).add(name)
+    return list(names.values())
+
+
+@torch.no_grad()
+def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agreement: Agreement) -> None:
+    """Fills this rank's share of the master store, and the model's saved buffers, from a folder. Collective.
+
+    Args:
+        model: The model of `open_model`.
+        master: The store to fill, made from that model.
+
+    Raises:
+        HotspaError: on every rank; see `WeightFiles` and `SavedModel`.
+    """
+    saved = agreement.run(
+        "loading weights",
+        lambda: SavedModel(model, WeightFiles(folder)),
+        lambda saved: {"files of weights": saved.files.digest()},
+    )
+
+    def read() -> None:
+        for name, buffer in saved.buffers().items():
+            model.get_buffer(name).copy_(buffer)
+        for name, (spec, start, stop) in master.owned_ranges().items():
+            if stop > start:
+                master.parameters[name].copy_(saved.read(spec, start, stop))
+
+    agreement.run("loading weights", read)

@@ -1,0 +1,327 @@
+"""Looks at losses before the first step: what would be replaced by something else without a word is refused by name.
+
+Owns two questions, both answered with a few random numbers:
+
+* Is a loss of the user's own a sum over its parts, in value and gradient (`check_own_loss`)? Else it would depend on how
+  the mini-batch is packed and cut.
+* Is the loss that a model's own forward returns the one that will be trained (`check_model_loss`)? Replicas take the
+  logits of that forward and no more.
+"""
+
+import inspect
+import math
+import traceback
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from hf_hotspa.errors import HotspaError, UnsupportedError
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
+from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.loss import IGNORE
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, TokenSlice, WholeSequence
+
+_TOLERANCE = 1e-4
+"""Of the parts of a loss against the whole; what computes in fp32 inside differs by less, what is wrong by more."""
+_OF_MODEL = 2e-5
+"""Of a model's loss against the one computed from the same logits. The terms that people add begin at about 1e-4."""
+_TOKENS, _LENGTHS = 16, (9, 6)
+_CUTS = ((8,), (1,), (5, 11))
+
+
+def check_loss(
+    model: nn.Module, description: ModelDescription, options: EngineOptions, rank: int, device: torch.device
+) -> None:
+    """Refuses a loss that is no sum, and on rank 0 one that would be replaced by another without a word.
+
+    Args:
+        model: The model that was given.
+        description: What was read from it.
+        device: Where it computes: a loss of the user's own may hold tensors there.
+
+    Raises:
+        UnsupportedError: naming the loss.
+    """
+    loss = options.loss
+    if isinstance(loss, SequenceLoss) and description.router_layers:
+        raise UnsupportedError(
+            f"the loss {loss.name} beside output_router_logits=True",
+            why="where a loss is computed from logits, the stock Trainer adds no balance loss of the routers",
+            fix="set config.output_router_logits = False, or use a token_loss, which it is added to",
+        )
+    if loss is not None:
+        check_own_loss(loss, vocabulary_of_logits(description), device)
+    if rank == 0 and not options.label_smoothing and (loss is None or loss.of_model):
+        check_model_loss(model, description, loss if isinstance(loss, SequenceLoss) else None)
+
+
+# -- losses of the user's own -----------------------------------------------------------------------------------------
+
+
+def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torch.device) -> None:
+    """Calls a loss with random numbers, on a whole and on its parts.
+
+    Args:
+        vocab_size: What the model's logits have.
+        device: Where it is called.
+
+    Raises:
+        UnsupportedError: it fails, gives no scalar with a gradient, is not the same twice, or is no sum over its parts.
+    """
+    generator = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        if isinstance(loss, TokenLoss):
+            _check_token_loss(loss, vocab_size, generator, device)
+        else:
+            _check_sequence_loss(loss, vocab_size, generator, device)
+
+
+def _check_token_loss(loss: TokenLoss, vocab_size: int, generator: torch.Generator, device: torch.device) -> None:
+    log_probs = (-6 * torch.rand(_TOKENS, dtype=torch.float64, generator=generator) - 0.01).to(device)
+    whole = TokenSlice(
+        log_probs.requires_grad_(),
+        torch.randint(vocab_size, (_TOKENS,), generator=generator).to(device),
+        torch.tensor([3] * 7 + [0] * (_TOKENS - 7), device=device),
+        torch.tensor([*range(1, 8), *range(1, _TOKENS - 6)], device=device),
+        {name: _column(loss, name, _TOKENS, generator).to(device) for name in loss.columns},
+    )
+
+    def value_of(part: slice) -> tuple[Tensor, Tensor]:
+        value = _called(loss, lambda: loss.function(whole[part]))
+        return value.detach(), torch.autograd.grad(value, log_probs)[0]
+
+    value, gradient = value_of(slice(None))
+    _same(loss, (value, gradient), value_of(slice(None)), "it is not the same when it is called again", _SAME)
+    for cuts in _CUTS:
+        parts = [value_of(slice(a, b)) for a, b in zip((0, *cuts), (*cuts, _TOKENS), strict=True)]
+        _same(
+            loss,
+            (value, gradient),
+            (sum(v for v, _ in parts), sum(g for _, g in parts)),
+            f"its value on {_TOKENS} tokens is not the sum of its values on slices of them",
+            "return the sum over the tokens, such as (weight * log_probs).sum(): it is divided by the label tokens of the "
+            "mini-batch afterwards. A loss that needs whole sequences can be a compute_loss_func",
+        )
+
+
+_SAME = "leave out what is random or changes from call to call (put models of your own into eval mode)"
+
+
+def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.Generator, device: torch.device) -> None:
+    sequences = [_random_sequence(loss, length, vocab_size, generator, device) for length in _LENGTHS]
+    num_items = torch.tensor(sum(int((s.labels != IGNORE).sum()) for s in sequences), device=device)
+
+    def value_of(sequence: WholeSequence, count: Tensor = num_items) -> tuple[Tensor, Tensor]:
+        value = _called(loss, lambda: loss.function(sequence, count))
+        return value.detach(), torch.autograd.grad(value, sequence.logits)[0]
+
+    alone = [value_of(sequence) for sequence in sequences]
+    _same(loss, alone[0], value_of(sequences[0]), "it is not the same when it is called again", _SAME)
+    twice = value_of(sequences[0], 2 * num_items)
+    _same(
+        loss,
+        alone[0],
+        (2 * twice[0], 2 * twice[1]),
+        "it is not divided by num_items_in_batch: with twice the items it is not half as large",
+        "return the sum over all label tokens divided by num_items_in_batch, the label tokens of the whole mini-batch",
+    )
+    first = sequences[0].labels.clone()
+    first[:, 0] = sequences[0].input_ids[:, 0]
+    other = WholeSequence(**{**vars(sequences[0]), "labels": first})
+    _same(
+        loss,
+        alone[0],
+        value_of(other),
+        "the label of the first token counts in it",
+        "shift logits and labels: logits[..., :-1, :] belong to labels[..., 1:]",
+    )
+    both = _batch(sequences)
+    value, gradient = value_of(both)
+    gradients = torch.zeros_like(gradient)
+    for index, (sequence, (_, found)) in enumerate(zip(sequences, alone, strict=True)):
+        gradients[index, : sequence.logits.shape[1]] = found[0]
+    _same(
+        loss,
+        (value, gradient),
+        (alone[0][0] + alone[1][0], gradients),
+        "its value on two sequences is not the sum of its values on each",
+        "sum over sequences and divide by num_items_in_batch; terms that compare the sequences of a batch cannot be exact here",
+    )
+
+
+def _random_sequence(
+    loss: SequenceLoss, length: int, vocab_size: int, generator: torch.Generator, device: torch.device
+) -> WholeSequence:
+    logits = torch.randn(1, length, vocab_size, dtype=torch.float64, generator=generator).to(device)
+    ids = torch.randint(vocab_size, (1, length), generator=generator).to(device)
+    labels = ids.clone()
+    labels[:, :2] = IGNORE
+    columns = {}
+    for name in loss.columns:
+        value = _column(loss, name, length, generator).to(device)
+        columns[name] = value[:1] if _is_per_row(loss, name) else value[None]
+    return WholeSequence(logits.requires_grad_(), ids, labels, torch.ones_like(ids), 0, columns)
+
+
+def _batch(sequences: list[WholeSequence]) -> WholeSequence:
+    """The sequences as one batch, padded on the right."""
+    longest = max(sequence.logits.shape[1] for sequence in sequences)
+
+    def padded(tensor: Tensor, value: float) -> Tensor:
+        missing = longest - tensor.shape[1]
+        return functional.pad(tensor, [0, 0] * (tensor.dim() - 2) + [0, missing], value=value)
+
+    def all_of(name: str, value: float) -> Tensor:
+        return torch.cat([padded(getattr(sequence, name), value) for sequence in sequences])
+
+    columns = {}
+    for name, first in sequences[0].columns.items():
+        parts = [sequence.columns[name] for sequence in sequences]
+        columns[name] = torch.cat(parts if first.dim() == 1 else [padded(part, 0) for part in parts])
+    logits = all_of("logits", 0.5).detach().requires_grad_()
+    return WholeSequence(
+        logits, all_of("input_ids", 0), all_of("labels", IGNORE), all_of("attention_mask", 0), 0, columns
+    )
+
+
+def _is_per_row(loss: TokenLoss | SequenceLoss, name: str) -> bool:
+    return loss.example is not None and np.ndim(loss.example[name]) == 0
+
+
+def _column(loss: TokenLoss | SequenceLoss, name: str, length: int, generator: torch.Generator) -> Tensor:
+    if loss.example is None:
+        return torch.rand(length, dtype=torch.float64, generator=generator) + 0.5
+    return torch.from_numpy(np.resize(np.asarray(loss.example[name]), length).copy())
+
+
+def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
+    """The value of one call: a finite scalar with a gradient."""
+    try:
+        with torch.enable_grad():
+            value = call()
+    except HotspaError:
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        raise _refused(
+            loss,
+            f"it fails on a small example: {type(error).__name__}: {error}",
+            f"{last.filename}:{last.lineno}",
+            "it is called with what the page on losses lists, and with nothing else; name the columns it reads in loss_columns",
+        ) from error
+    if not isinstance(value, Tensor) or value.numel() != 1:
+        shape = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        raise _refused(loss, f"it gives {shape}", None, "return a scalar tensor")
+    if not value.requires_grad or not bool(torch.isfinite(value)):
+        what = "has no gradient" if not value.requires_grad else f"is {value.item()}"
+        raise _refused(
+            loss, f"its value on a small example {what}", None, "compute it from the log-probabilities or logits"
+        )
+    return value.reshape(())
+
+
+def _same(loss: Any, found: tuple[Tensor, Tensor], expected: Any, what: str, fix: str) -> None:
+    for a, b in zip(found, expected, strict=True):
+        if not bool((a - b).norm() <= _TOLERANCE * torch.maximum(a.norm(), b.norm())):
+            raise _refused(loss, what, None, fix)
+
+
+def _refused(loss: Any, what: str, where: str | None, fix: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the loss {loss.name} cannot be honoured: {what}",
+        where=where,
+        why="a mini-batch is packed and spread over ranks, so its loss must be a sum over tokens or sequences",
+        fix=fix,
+    )
+
+
+# -- the loss of a model ----------------------------------------------------------------------------------------------
+
+
+def check_model_loss(model: nn.Module, description: ModelDescription, loss: SequenceLoss | None = None) -> None:
+    """Compares the loss that a model returns for a few tokens with the one that will be made of its logits.
+
+    A model without weights cannot be called: its class must be one of transformers, with that loss.
+
+    Args:
+        model: The model that was given; it is called once, without gradient, and not changed.
+        description: What was read from it.
+        loss: What will be trained on its logits; the cross entropy, and the balance loss of routers, when None.
+
+    Raises:
+        UnsupportedError: they differ.
+    """
+    if any(p.is_meta for p in model.parameters()):
+        _check_class(model, "it has no weights to look at", loss)
+        return
+    ids = torch.arange(3, 11)[None].clamp(max=description.shape.vocab_size - 1)
+    ids = ids.to(next(model.parameters()).device)
+    labels = ids.clone()
+    labels[:, 3] = IGNORE
+    try:
+        out = _one_forward(model, ids, labels, loss is not None)
+    except Exception as error:
+        _check_class(model, f"it fails on {ids.shape[1]} tokens: {type(error).__name__}: {error}", loss)
+        return
+    logits, own = out.get("logits"), out.get("loss")
+    if own is None or logits is None:
+        raise _replaced(model, "returns no loss and logits for rows with labels")
+    expected = _expected(logits, ids, labels, loss)
+    if loss is None and description.router_layers and out.get("aux_loss") is not None:
+        expected = expected + float(bare_model(model)[0].router_aux_loss_coef) * out["aux_loss"].double()
+    own, expected = float(own), float(expected)
+    tolerance = _OF_MODEL if out["loss"].dtype in (torch.float32, torch.float64) else 1e-2
+    same = abs(own - expected) <= tolerance * abs(expected) or (math.isnan(own) and math.isnan(expected))
+    if not same:  # weights that are not finite are found in training, and named
+        raise _replaced(model, f"is {own:.6g} for a row of {ids.shape[1]} tokens where its logits give {expected:.6g}")
+
+
+def _expected(logits: Tensor, ids: Tensor, labels: Tensor, loss: SequenceLoss | None) -> Tensor:
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if loss is None:
+        targets = labels[0, 1:].to(logits.device)
+        return functional.cross_entropy(logits[0, :-1], targets, ignore_index=IGNORE)
+    sequence = WholeSequence(logits, ids, labels, torch.ones_like(ids), 0, {})
+    return loss.function(sequence, (labels[:, 1:] != IGNORE).sum())
+
+
+@torch.no_grad()
+def _one_forward(model: nn.Module, ids: Tensor, labels: Tensor, counted: bool) -> Mapping[str, Any]:
+    """One call in training mode, as training makes it; modes and random numbers are left as they were."""
+    modes = [(module, module.training) for module in model.modules()]
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    model.train()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            items = {"num_items_in_batch": (labels[:, 1:] != IGNORE).sum()} if counted else {}
+            found: Mapping[str, Any] = model(input_ids=ids, labels=labels, use_cache=False, return_dict=True, **items)
+        return found
+    finally:
+        for module, mode in modes:
+            module.training = mode
+
+
+def _check_class(model: nn.Module, why: str, loss: SequenceLoss | None) -> None:
+    """Refuses a model whose forward, or loss function where it is not `loss`, is not that of transformers."""
+    bare = bare_model(model)[0]
+    forward = inspect.unwrap(type(bare).forward)
+    own = [
+        f"{function.__module__}.{function.__qualname__}"
+        for function in (forward, *((bare.loss_function,) if loss is None else ()))
+        if not str(getattr(function, "__module__", "")).startswith("transformers.")
+    ]
+    if own:
+        raise _replaced(model, f"comes from {' and '.join(own)} and cannot be compared with the cross entropy: {why}")
+
+
+def _replaced(model: nn.Module, what: str) -> UnsupportedError:
+    return UnsupportedError(
+        f"the loss that {type(bare_model(model)[0]).__name__} returns cannot be honoured: it {what}",
+        why="only the logits of its forward are taken, and the token mean of their cross entropy is trained",
+        fix="leave the loss of the model as it is, and give yours as token_loss or compute_loss_func",
+    )

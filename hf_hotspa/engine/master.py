@@ -1,0 +1,190 @@
+"""The master store: each element of the parameter vector on exactly one rank, in fp32, with its gradient.
+
+The only authority on the weights: strategies load from it, gradients come back to it, and only the optimizer step
+changes it. Optimizers see one 1-D view per parameter under its Hugging Face name, so parameter groups and schedulers
+work as usual, but only elementwise optimizers are exact on such shards.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_hotspa.layout.placement import Layout, master_layout
+from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
+from hf_hotspa.model.storage import from_storage, to_storage
+
+
+class MasterStore:
+    """This rank's share of the weights and gradients.
+
+    Args:
+        world_size: Ranks that share the store.
+        device: Where the share lives.
+        compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
+            beside an accelerator is pinned.
+
+    Attributes:
+        weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
+        gradients: The same for trained segments.
+        parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
+            view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
+        frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
+    """
+
+    def __init__(
+        self,
+        vector: ParameterVector,
+        rank: int,
+        world_size: int,
+        device: torch.device,
+        compute_device: torch.device | None = None,
+    ) -> None:
+        self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
+        self.compute_device = compute_device or device
+        pinned = device.type == "cpu" and self.compute_device.type == "cuda"
+        self.layout: Layout = master_layout(vector, world_size)
+        self.frozen_version = 0
+        self.weights: list[Tensor | None] = []
+        self.gradients: list[Tensor | None] = []
+        self._owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
+        for segment in vector.segments:
+            size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
+            memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
+            self.weights.append(torch.empty(size, **memory) if size else None)
+            trained = size and segment.trainable
+            self.gradients.append(torch.zeros(size, **memory) if trained else None)
+        self.parameters: dict[str, nn.Parameter] = {}
+        self._views: list[tuple[nn.Parameter, Tensor]] = []
+        for spec, segment_index, low, high in self._shares():
+            buffer, grad = self.weights[segment_index], self.gradients[segment_index]
+            segment = vector.segments[segment_index]
+            dtype = getattr(torch, segment.master_dtype)
+            view = buffer[low:high] if buffer is not None else torch.empty(0, dtype=dtype, device=device)
+            parameter = nn.Parameter(view, requires_grad=spec.trainable)
+            self.parameters[spec.name] = parameter
+            if spec.trainable:
+                self._views.append((parameter, grad[low:high] if grad is not None else torch.empty_like(view)))
+
+    def _shares(self) -> Iterator[tuple[ParameterSpec, int, int, int]]:
+        """`(spec, segment, low, high)`: what this rank's buffer of the segment holds of each parameter."""
+        for spec in self.vector.specs:
+            segment = self.vector.segment_of(spec)
+            held = self._owned.get(segment.index)
+            if held is None:
+                yield spec, segment.index, 0, 0
+                continue
+            low = min(max(spec.offset, held.start), held.stop) - held.start
+            high = max(min(spec.stop, held.stop), held.start) - held.start
+            yield spec, segment.index, low, max(low, high)
+
+    def trained_shares(self) -> Iterator[tuple[nn.Parameter, tuple[int, int, int]]]:
+        """Each trained parameter, and `(segment, low, high)`: where this rank's share of it lies in the segment's buffer."""
+        for spec, segment_index, low, high in self._shares():
+            if spec.trainable:
+                yield self.parameters[spec.name], (segment_index, low, high)
+
+    def empty_buffers(self) -> list[Tensor | None]:
+        """Zeros, laid out as this rank's trained weights: by segment, None where it owns nothing or nothing is trained."""
+        pairs = zip(self.vector.segments, self.weights, strict=True)
+        return [torch.zeros_like(own) if own is not None and segment.trainable else None for segment, own in pairs]
+
+    def owned_ranges(self) -> dict[str, tuple[ParameterSpec, int, int]]:
+        """Parameter name -> `(spec, start, stop)`: the elements of its storage that this rank owns (perhaps none)."""
+        ranges = {}
+        for spec, segment_index, low, high in self._shares():
+            held = self._owned.get(segment_index)
+            start = held.start + low - spec.offset if held is not None and high > low else 0
+            ranges[spec.name] = (spec, start, start + high - low)
+        return ranges
+
+    @torch.no_grad()
+    def fill(self, tensors: Mapping[str, Tensor]) -> None:
+        """Takes this rank's share of full parameters, one parameter at a time.
+
+        Args:
+            tensors: Full parameters by Hugging Face name, on any device; those left out keep their values.
+        """
+        self.frozen_version += 1
+        for spec, segment_index, low, high in self._shares():
+            held, buffer = self._owned.get(segment_index), self.weights[segment_index]
+            if held is not None and buffer is not None and high > low and spec.name in tensors:
+                start = held.start + low - spec.offset
+                buffer[low:high].copy_(to_storage(tensors[spec.name], spec.shard_dim)[start : start + high - low])
+
+    @torch.no_grad()
+    def gather(
+        self,
+        group: dist.ProcessGroup | None,
+        gradients: bool = False,
+        frozen: bool = True,
+        before: Callable[[], None] = lambda: None,
+        buffers: Sequence[Tensor | None] | None = None,
+    ) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter whole, on every rank, in master precision; at most one segment exists at a time. Collective.
+
+        Args:
+            group: All ranks; None with one rank.
+            gradients: Gather the gradients of the trained parameters instead of the weights.
+            frozen: Whether frozen weights are gathered, too.
+            before: Called ahead of each segment.
+            buffers: Something else to gather, that is laid out as the weights and has their dtypes (`empty_buffers`).
+
+        Yields:
+            The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
+            one.
+        """
+        if buffers is None:
+            buffers = self.gradients if gradients else self.weights
+        for segment in self.vector.segments:
+            if not segment.trainable and (gradients or not frozen):
+                continue
+            sizes = [self.layout.sizes[rank][segment.index] for rank in range(self.world_size)]
+            dtype = getattr(torch, segment.master_dtype)
+            own = buffers[segment.index]
+            before()
+            if group is None:
+                assert own is not None
+                flat = own
+            else:
+                # gloo wants equal sizes
+                padded = torch.zeros(max(sizes), dtype=dtype, device=self.compute_device)
+                if own is not None:
+                    padded[: own.numel()] = own
+                parts = [torch.empty_like(padded) for _ in sizes]
+                dist.all_gather(parts, padded, group=group)
+                flat = torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
+            for spec in self.vector.specs:
+                if segment.start <= spec.offset < segment.stop:
+                    own_flat = flat[spec.offset - segment.start : spec.stop - segment.start]
+                    whole = from_storage(own_flat, spec.shape, spec.shard_dim)
+                    for name in (spec.name, *spec.tied_names):
+                        yield name, whole
+
+    def zero_gradients(self) -> None:
+        """Starts the accumulation of a mini-batch."""
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.zero_()
+
+    def bind_gradients(self) -> None:
+        """Hangs the gradients on the parameters (an optimizer's `zero_grad` may have dropped them)."""
+        for parameter, gradient in self._views:
+            parameter.grad = gradient
+
+    def squared_norm(self) -> float:
+        """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.gradients if g is not None]
+        return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies all gradients (clipping)."""
+        for gradient in self.gradients:
+            if gradient is not None:
+                gradient.mul_(factor)
+
+    def non_finite_parameters(self) -> list[str]:
+        """Names of the parameters whose gradient on this rank is NaN or infinite."""
+        names = {id(p): name for name, p in self.parameters.items()}
+        return [names[id(p)] for p, gradient in self._views if not torch.isfinite(gradient).all()]

@@ -1,0 +1,281 @@
+"""Everything of one strategy on this rank: its replica, its buffers, its schedule. Runs one phase at a time.
+
+A phase (`run`) has three acts: `load` (weights from the master store, or from there and the phase before, into this
+strategy's layout), `compute` (forward and backward of the replica's micro-batches), `return_gradients` (gradients summed
+into the master store). Between phases nothing of the strategy is left but an empty model, and its weights where the next
+phase may draw on them.
+
+Where switches run beside the computation (`Overlap`), `load` only starts one, `compute` starts the return, waits for each
+weight and lets each gradient go. It returns only when the load is over; `return_gradients` then waits for the rest of the
+return.
+"""
+
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_hotspa.data.collator import MicroBatch, PhaseBatch
+from hf_hotspa.engine.executor import Buffers
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.measures import PhaseMeasure
+from hf_hotspa.engine.memory import MemoryForecast
+from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
+from hf_hotspa.engine.switching import Switching
+from hf_hotspa.engine.worker import SegmentGate, SwitchJob
+from hf_hotspa.layout.placement import stage_of_unit
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.options import EngineOptions, Overlap
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.parallel.mesh import StrategyMesh
+from hf_hotspa.parallel.pipeline import PipelineRunner
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.strategy import Strategy
+
+
+class PhaseRunner:
+    """One strategy on this rank.
+
+    Args:
+        description: The model as plain data.
+        mesh: The strategy and its groups.
+        switching: The plans of all strategies, and what runs them.
+        master: The master store.
+        buffers: The model's buffers by name.
+        overlap: Which switches will be submitted to a worker.
+        options: The engine's options. Its pipeline schedule is replaced by `own` where the first stage is frozen.
+
+    Attributes:
+        act: What it does, or did last: `load`, `compute` or `return`.
+        frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        mesh: StrategyMesh,
+        switching: Switching,
+        master: MasterStore,
+        buffers: Mapping[str, Tensor],
+        overlap: Overlap,
+        options: EngineOptions,
+    ) -> None:
+        self.mesh, self._switching, self._master = mesh, switching, master
+        self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
+        self.weights: list[Tensor | None] = []
+        self.replica = Replica(description, mesh, master.compute_device, buffers, options)
+        # torch's schedules differentiate the first stage's output
+        trains_first = _trains_first_stage(description.vector, mesh.strategy)
+        schedule = options.pipeline_schedule if trains_first else "own"
+        pad = description.config.get_text_config().pad_token_id
+        self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
+        self._gradients: list[Tensor | None] = []
+        self._guard: WeightGuard | None = None
+        if overlap.load:
+            self._guard = WeightGuard(self.replica.model, self.replica.layers, self.replica.parameters)
+            self.replica.check_weights = self._guard.check
+        self._watch = GradientWatch(self.replica.parameters) if overlap.give_back else None
+        self._load_job: SwitchJob | None = None
+        self._return_job: SwitchJob | None = None
+        self.act = "load"
+        self.frozen_bytes = 0
+        self._holder: Hashable = None
+        self._there: frozenset[int] = frozenset()
+
+    def run(
+        self,
+        phase: PhaseBatch,
+        scale: float,
+        previous: "PhaseRunner | None",
+        *,
+        step: int,
+        since: float,
+        wait_for_all: Callable[[], None],
+    ) -> tuple[float, PhaseMeasure]:
+        """The whole phase: load, compute, return. Collective.
+
+        Args:
+            phase: What this rank runs.
+            scale: 1 / (label tokens of the mini-batch).
+            previous: The phase before of the same mini-batch.
+            step: How many mini-batches came before.
+            since: The moment from which its start is counted.
+            wait_for_all: Returns when all ranks are here.
+
+        Returns:
+            This rank's part of the loss, and what it measured.
+        """
+        self.replica.begin_step(step)
+        clock = [time.perf_counter()]
+
+        def lap() -> float:
+            self._synchronize()
+            clock.append(time.perf_counter())
+            return clock[-1] - clock[-2]
+
+        load = self.load(previous)
+        load_s = lap()
+        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens))
+        compute_s = lap()
+        # without it, waiting for the busiest replica would be counted as switching
+        wait_for_all()
+        wait_s = lap()
+        returned = self.return_gradients()
+        return_s = lap()
+        return loss, PhaseMeasure(
+            load_s + load.exposed_s,
+            compute_s - load.exposed_s,
+            wait_s,
+            return_s,
+            load.busy_s,
+            returned.busy_s,
+            float(load.result().sent_bytes),
+            float(returned.result().sent_bytes),
+            clock[0] - since,
+        )
+
+    def _synchronize(self) -> None:
+        device = self.replica.device
+        if device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
+            torch.cuda.current_stream(device).synchronize()
+
+    def load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
+        """Fills this strategy's weights and clears its gradients. Collective.
+
+        Args:
+            previous: The phase before of the same mini-batch, whose weights serve as a second source if they are kept.
+
+        Returns:
+            The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
+        """
+        plan, second = self._take(previous)
+        self._take_gradients()
+        beside = self._guard is not None
+        job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
+        if self._guard is not None:
+            self._guard.arm(job, self._there)
+        else:
+            self._is_loaded()
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.zero_()
+        self.replica.bind(self.weights, self._gradients)
+        return job
+
+    def load_for_forward(self) -> None:
+        """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
+        plan, _ = self._take(None)
+        self._load_job = self._switching.load(plan, self._master.weights, self.weights)
+        self._is_loaded()
+        self.replica.bind(self.weights, None)
+        self.replica.model.eval()
+
+    def _is_loaded(self) -> None:
+        """Waits for the load, and for good."""
+        if self._load_job is not None:
+            self._load_job.result()
+            self._switching.arenas.loaded(self._holder)
+            self._load_job = None
+
+    def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
+        """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
+
+        Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
+        """
+        self.act, switching, strategy = "load", self._switching, self.mesh.strategy
+        kept = previous if switching.arenas.keeps_last else None
+        self._holder = (str(strategy), self._master.frozen_version) if switching.pool.has_frozen else None
+        self.weights, again = switching.arenas.take_weights(self._sizes, switching.weight_dtypes, self._holder)
+        plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
+        self.frozen_bytes = switching.frozen_bytes(plan)
+        self._there = switching.frozen_segments if again else frozenset()
+        return plan, kept.weights if kept else None
+
+    def _take_gradients(self) -> None:
+        switching = self._switching
+        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
+
+    def compute(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
+        """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
+
+        Args:
+            micro_batches: What this rank's replica runs.
+            scale: 1 / (label tokens of the mini-batch).
+            most_tokens: The most tokens in flight in a pipeline; None for no limit.
+        """
+        if self._watch is not None:  # gradients leave as soon as they are final, and after the load
+            gate = SegmentGate(self._watch.segments, self.replica.device)
+            self._watch.arm(gate, self._runner.num_backwards(micro_batches))
+            self._return_job = self._return(gate)
+        self.act = "compute"
+        loss = self._runner.run(micro_batches, scale, most_tokens)
+        self._is_loaded()  # a replica without micro-batches has waited for nothing yet
+        self._disarm()
+        if self._watch is not None:
+            self._watch.disarm()
+        return self._counted(loss)
+
+    def compute_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it."""
+        self.act = "compute"
+        return self._counted(self._runner.run_forward(micro_batches, scale))
+
+    def _counted(self, loss: Tensor) -> Tensor:
+        # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
+        if self.mesh.coord.tp:
+            return torch.zeros_like(loss)
+        # the last stage's loss has the balance loss of its routers in it
+        return loss if self.replica.is_last else self.replica.balance_loss.to(loss)
+
+    @property
+    def forecast(self) -> MemoryForecast:
+        """The memory that this rank was found to need before anything was allocated."""
+        return self._switching.forecast
+
+    @property
+    def overlapped_act(self) -> str:
+        """What the switch does that runs, or ran last, beside the computation; `act` where there is none.
+
+        A return begins when the load is over, which may be before the computation begins.
+        """
+        if self._load_job is not None and not self._load_job.succeeded:
+            return "load"
+        return "return" if self._return_job is not None else self.act
+
+    def return_gradients(self) -> SwitchJob:
+        """Adds this strategy's gradients to the master store and lets go of its storage. Collective.
+
+        Returns:
+            The return, which is done: it began in `compute`, or begins here.
+        """
+        self.act = "return"
+        job = self._return_job or self._return(None)
+        job.result()
+        self.release()
+        return job
+
+    def _return(self, gate: SegmentGate | None) -> SwitchJob:
+        return self._switching.return_gradients(self.mesh.strategy, self._gradients, self._master.gradients, gate)
+
+    def release(self) -> None:
+        """Unbinds the storage; also after a failed phase, whose jobs must have been cancelled before."""
+        self._disarm()
+        if self._watch is not None:
+            self._watch.drop()
+        self._return_job = None
+        self.replica.release()
+        self.replica.model.train()
+        self._gradients = []
+
+    def _disarm(self) -> None:
+        self._load_job = None
+        if self._guard is not None:
+            self._guard.disarm()
+
+
+def _trains_first_stage(vector: ParameterVector, strategy: Strategy) -> bool:
+    trained = [segment.unit for segment in vector.segments if segment.trainable]
+    return any(stage_of_unit(vector, strategy, unit) == 0 for unit in dict.fromkeys(trained))

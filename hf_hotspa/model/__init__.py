@@ -1,0 +1,1 @@
+"""A family's own class, cut for one strategy."""

@@ -1,0 +1,139 @@
+"""Checks of the model that a user hands over: what replicas would silently leave behind is refused by name.
+
+Replicas are built from the model's class and config, so everything else that someone may have changed on the object
+after it was made (hooks, resized embeddings, replaced layers) has to be found here.
+"""
+
+import hashlib
+import json
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.specs import ModelDescription, dtype_name
+from hf_hotspa.parallel.adapters import bare_model, bit_sum
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+def check_model(model: nn.Module, description: ModelDescription, weights: Path | None = None) -> None:
+    """Compares the model with what its class builds from its config.
+
+    Args:
+        model: The model.
+        description: What was read from it.
+        weights: The folder that its weights will be read from; None where it holds them.
+
+    Raises:
+        UnsupportedError: it carries hooks, has no weights, or has weights although they are to be read from a folder.
+        ModelError: it was changed after it was built.
+    """
+    check_hooks(model)
+    meta = [name for name, p in model.named_parameters() if p.is_meta]
+    if meta and weights is None:
+        raise UnsupportedError(
+            f"the parameters {meta[:3]} are on the meta device",
+            fix="load the model's weights before training, or name the folder that has them (hotspa_model_path)",
+        )
+    if weights is not None and not meta:
+        raise UnsupportedError(
+            f"the model has weights, and others are to be read from {str(weights)!r}",
+            fix="pass the one or the other: open_model gives a model without weights",
+        )
+    meta = [name for name, b in model.named_buffers() if b.is_meta]
+    if meta:
+        raise UnsupportedError(
+            f"the buffers {meta[:3]} are on the meta device", fix="compute them: open_model builds the model so"
+        )
+    fresh = build_skeleton(description)
+    expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
+    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if found != expected:
+        names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+        first = names[0]
+        raise ModelError(
+            f"parameter {first!r} is {found.get(first, 'missing')} in the model and {expected.get(first, 'missing')} in a "
+            f"{description.model_class.__name__} built from its config ({len(names)} differ)",
+            fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
+        )
+    _check_scalings(fresh, description)
+
+
+def check_hooks(model: nn.Module) -> None:
+    """Looks for what was hung on modules and parameters, which replicas do not have.
+
+    Raises:
+        UnsupportedError: naming the module or parameter.
+    """
+    for name, module in model.named_modules():
+        for kind in _HOOKS:
+            if any(not _records_outputs(hook) for hook in (getattr(module, kind, None) or {}).values()):
+                raise UnsupportedError(
+                    f"module {name or 'model'!r} has {kind.strip('_').replace('_', ' ')}",
+                    why="the model is rebuilt for every strategy and hooks would be lost",
+                    fix="remove the hooks before training",
+                )
+        if "forward" in vars(module):
+            raise UnsupportedError(
+                f"the forward of module {name or 'model'!r} was replaced on the object",
+                why="the model is rebuilt for every strategy and the replacement would be lost",
+                fix="subclass the model instead",
+            )
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+            raise UnsupportedError(
+                f"parameter {name!r} has a gradient hook",
+                why="the gradients are in the master store, and parameters of the model never get any",
+                fix="remove the hook; trainer.engine.full_gradients() gives the gradients of a step, on every rank",
+            )
+
+
+def _check_scalings(fresh: nn.Module, description: ModelDescription) -> None:
+    """Refuses a LoRA layer whose factor was changed after it was made (`set_scale`, `scale_layer`)."""
+    adapters = description.adapters
+    for name, scaling in adapters.scalings.items() if adapters is not None else ():
+        assert adapters is not None
+        expected = float(fresh.get_submodule(name).scaling[adapters.name])
+        if scaling != expected:
+            raise ModelError(
+                f"the LoRA layer {name!r} scales by {scaling}, and by {expected} as its config makes it",
+                why="the model is rebuilt for every strategy and the change would be lost",
+                fix="set r and lora_alpha (or rank_pattern and alpha_pattern) in the LoraConfig",
+            )
+
+
+def _records_outputs(hook: Any) -> bool:
+    """Whether a hook is one that transformers leaves on a model when it was once asked for hidden states and the like."""
+    function = hook.func if isinstance(hook, partial) else hook
+    return getattr(function, "__module__", None) == "transformers.utils.output_capturing"
+
+
+_OF_A_COPY = ("_name_or_path", "architectures", "dtype", "torch_dtype")
+"""Fields of a config that decide nothing: each rank may have a copy of its own, and saving, which the main process does
+alone, fills in the others. The dtypes of the weights are compared with the parameters."""
+
+
+def model_facts(model: nn.Module) -> dict[str, str]:
+    """What decides training beside parameters and layouts, and must be the same on all ranks: config values, buffers."""
+    model = bare_model(model)[0]
+    config = model.config.to_dict()
+    facts = {
+        f"{key} of the model's config": json.dumps(value, sort_keys=True, default=str)
+        for key, value in config.items()
+        if key not in _OF_A_COPY
+    }
+    for name, buffer in model.named_buffers():
+        facts[f"buffer {name}"] = (
+            f"{dtype_name(buffer.dtype)} {list(buffer.shape)} with the sum of bits {bit_sum(buffer)}"
+        )
+    return facts
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A digest of all parameters' bits, to find ranks that built their model from different seeds. Zeros on meta."""
+    sums = [(name, bit_sum(p.detach())) for name, p in model.named_parameters()]
+    return hashlib.sha256(repr(sums).encode()).hexdigest()

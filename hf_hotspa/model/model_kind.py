@@ -1,0 +1,58 @@
+"""Which models are causal language models that can be trained here at all, seen from the object alone.
+
+Asked before anything is built from a model, so that another kind is refused by its name and not by what fails first.
+"""
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.attention import calls_attention
+
+_FIX = "pass what AutoModelForCausalLM.from_config or from_pretrained returns, or a subclass of such a model"
+
+
+def refuse_other_models(model: nn.Module) -> None:
+    """Refuses what is no causal language model, and weights in float16.
+
+    Args:
+        model: What the user gave, perhaps in PEFT's wrapper; on any device.
+
+    Raises:
+        ModelError: it is another kind of model; the message says which.
+        UnsupportedError: it was loaded in float16.
+    """
+    bare, _ = bare_model(model)
+    if not isinstance(bare, PreTrainedModel):
+        raise ModelError(f"the model is a {type(bare).__name__}, not a transformers PreTrainedModel", fix=_FIX)
+    if why := _other_kind(bare):
+        raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
+    half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)
+    if half is not None:
+        raise UnsupportedError(
+            f"the model was loaded in float16 (parameter {half!r})",
+            why="there is no loss scaling, without which small gradients vanish in float16",
+            fix="load it with dtype=torch.float32, or dtype=torch.bfloat16 and bf16=True",
+        )
+
+
+def _other_kind(model: PreTrainedModel) -> str | None:
+    """Why a model is not a causal language model; None where it looks like one."""
+    if getattr(model.config, "is_encoder_decoder", False):
+        return "it has an encoder and a decoder"
+    names = set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
+    own = type(model).__module__.startswith("transformers.")
+    if own and not any(kind.__name__ in names for kind in type(model).__mro__):
+        return "AutoModelForCausalLM knows no class of that name"
+    try:
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+    except (NotImplementedError, AttributeError):
+        return "it does not say which module embeds its tokens (get_input_embeddings)"
+    if ends[0] is None or ends[1] is None:
+        return f"it has no {'input embedding' if ends[0] is None else 'output embedding (language-model head)'}"
+    looks_ahead = next((m for m in model.modules() if calls_attention(m) and not getattr(m, "is_causal", True)), None)
+    if looks_ahead is not None:
+        return f"the attention of {type(looks_ahead).__name__} sees the tokens after a token, too"
+    return None

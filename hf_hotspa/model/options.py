@@ -1,0 +1,145 @@
+"""The options of an engine: checked when they are made, handed through unchanged, and with their defaults resolved."""
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.packing.pipeline_order import check_schedule
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.plan.planner import check_planner
+
+LONGEST_TIMEOUT_S = 1e8
+"""Three years: beyond, it must be a mistake, and process groups cannot count so far."""
+_SECOND_SOURCE_SHARE = 8
+
+
+def default_device() -> torch.device:
+    """This process's CUDA device when there is one, else the CPU."""
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Which switches run beside the computation.
+
+    Args:
+        load: A phase computes as soon as the weights of its first modules have arrived.
+        give_back: Gradients leave while earlier layers still run backward.
+    """
+
+    load: bool = False
+    give_back: bool = False
+
+    def __bool__(self) -> bool:
+        return self.load or self.give_back
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine trains. The same on all ranks. What a strategy does of its own (`+sp`, `+rc`) is in its name.
+
+    Args:
+        compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
+        pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        staging_bytes: Bound of each of the two staging buffers of a switch.
+        timeout_s: How long an operation may wait for a peer.
+        devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
+        overlap_load: Whether a phase computes as soon as its first modules have weights. None: on accelerators.
+        overlap_return: Whether gradients leave while earlier layers still run backward. None: on accelerators.
+        switch_timeout_s: How long a switch may wait for a peer. With `overlap_return`, `timeout_s` holds instead:
+            waiting for a peer's gradients is then waiting for its computation.
+        planner: How switches are planned: `relay`, `algorithm1`, `round_robin`, `first_owner`.
+        second_source: Whether a phase also loads from those of the phase before. None: where a second copy is small.
+        memory_limit: Bytes that weights, gradients, master store and switch buffers may take on this rank. None: what
+            is free on an accelerator; no limit on CPU.
+        label_smoothing: As `label_smoothing_factor` of transformers.
+        neftune_alpha: Magnitude of NEFTune's noise on the embeddings in training (`parallel/noise.py`); None for none.
+        seed: Seed of that noise, and of dropout (`parallel/dropout.py`).
+        loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
+        gradients: The dtypes in which gradients accumulate and travel.
+        offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
+        loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
+        attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
+
+    Raises:
+        HotspaConfigError: a value cannot be meant; names the option.
+    """
+
+    compute_dtype: torch.dtype | None = None
+    pipeline_schedule: str = "auto"
+    staging_bytes: int = 16 << 20
+    timeout_s: float = 1800.0
+    devices_per_node: int | None = None
+    overlap_load: bool | None = None
+    overlap_return: bool | None = None
+    switch_timeout_s: float = 120.0
+    planner: str = "relay"
+    second_source: bool | None = None
+    memory_limit: int | None = None
+    label_smoothing: float = 0.0
+    neftune_alpha: float | None = None
+    seed: int = 0
+    loss_chunk_tokens: int | None = None
+    gradients: GradientDtypes = IN_FP32
+    offload_master: bool = False
+    loss: TokenLoss | SequenceLoss | None = None
+    attention_dropout: bool = True
+
+    def __post_init__(self) -> None:
+        check_schedule(self.pipeline_schedule)
+        check_planner(self.planner)
+        for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
+            if not 0 < seconds <= LONGEST_TIMEOUT_S:
+                raise HotspaConfigError(
+                    f"{what} is {seconds} s", fix="use some minutes; 120 is the default of switches"
+                )
+        if self.memory_limit is not None and self.memory_limit < 1:
+            raise HotspaConfigError(f"the memory limit is {self.memory_limit} bytes", fix="leave it out for no limit")
+        if not 0.0 <= self.label_smoothing <= 1.0:
+            raise HotspaConfigError(f"the label smoothing is {self.label_smoothing}", fix="use a number from 0 to 1")
+        if self.loss is not None and self.label_smoothing:
+            raise HotspaConfigError(
+                f"the label smoothing is {self.label_smoothing}, and the loss is {self.loss.name}",
+                why="a loss of your own replaces the smoothed cross entropy",
+                fix="leave label smoothing at 0",
+            )
+        if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
+            raise HotspaConfigError(
+                f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"
+            )
+
+    def master_device(self, device: torch.device) -> torch.device:
+        """Where the master store is, for a rank that computes on this device."""
+        return torch.device("cpu") if self.offload_master else device
+
+    def overlap(self, device: torch.device) -> Overlap:
+        """Which switches run beside the computation."""
+        beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
+        load, give_back = self.overlap_load, self.overlap_return
+        return Overlap(beside if load is None else load, beside if give_back is None else give_back)
+
+    def timeouts(self, device: torch.device) -> tuple[timedelta, timedelta]:
+        """Of everything, and of switches: with overlapped returns these wait for computations, too."""
+        switch = self.timeout_s if self.overlap(device).give_back else self.switch_timeout_s
+        return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
+
+    def uses_second_source(self, device: torch.device, num_strategies: int, copy_bytes: int) -> bool:
+        """Whether the weights of two strategies are kept at a time.
+
+        Args:
+            device: Where they are kept.
+            num_strategies: Strategies of the pool.
+            copy_bytes: Bytes of the largest strategy's weights on the fullest rank.
+        """
+        if num_strategies < 2 or self.second_source is False:
+            return False
+        if self.second_source is None:
+            if device.type != "cuda":
+                return False
+            return copy_bytes * _SECOND_SOURCE_SHARE <= torch.cuda.get_device_properties(device).total_memory
+        return True

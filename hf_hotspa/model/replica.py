@@ -1,0 +1,397 @@
+"""The model of one strategy on this rank: the family's own class, reduced to this rank's layers and shards.
+
+Built once, on the meta device; its storage comes and goes. `bind` makes every parameter a view into the flat buffers of
+the strategy's layout, `release` lets go of them, and a released replica raises when it is touched.
+Layers of other stages become pass-throughs at the same index (families look up `config.layer_types` by index),
+and later stages get the hidden state as `inputs_embeds`: no family needs a forward of ours.
+"""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from hf_hotspa.costs.sizes import loss_chunk_tokens
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.layout.placement import Slot, rank_slots
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.skeleton import build_skeleton
+from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
+from hf_hotspa.model.storage import slot_view
+from hf_hotspa.parallel.attention import PackedSequences, Prefix
+from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
+from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
+from hf_hotspa.parallel.isolation import run_alone
+from hf_hotspa.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_log_probabilities
+from hf_hotspa.parallel.mesh import StrategyMesh
+from hf_hotspa.parallel.noise import EmbeddingNoise
+from hf_hotspa.parallel.own_loss import SequenceLoss, tokens_of
+from hf_hotspa.parallel.recompute import recompute_layers
+from hf_hotspa.parallel.router_loss import AttachLoss, RouterLoss
+from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens
+from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
+from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, gather_shards, set_local_heads
+
+
+class Replica:
+    """This rank's part of the model under one strategy.
+
+    Args:
+        description: The model as plain data.
+        mesh: The strategy, this rank's place in it, and its groups.
+        device: Where it computes.
+        buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
+        options: The engine's options: label smoothing, recomputation, noise and dropout are applied here.
+
+    Attributes:
+        losses: On the last stage, the scaled loss of each micro-batch since the last `bind`, in their order.
+        logits: When a list, the last stage adds the logits of each micro-batch, [T, local vocabulary rows].
+        noise: The noise on embeddings, on the first stage.
+        dropout: What its dropout modules have in common; None without any.
+        vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
+        layers: The decoder layers, pass-throughs of other stages among them.
+        parameters: The parameters on this rank, and where they lie.
+        check_weights: Called at the end of every forward that has a loss or leaves the stage.
+    """
+
+    def __init__(
+        self,
+        description: ModelDescription,
+        mesh: StrategyMesh,
+        device: torch.device,
+        buffers: Mapping[str, Tensor],
+        options: EngineOptions | None = None,
+    ) -> None:
+        options = options or EngineOptions()
+        self.mesh, self.device = mesh, device
+        self.losses: list[Tensor] = []
+        self.logits: list[Tensor] | None = None
+        self._vocab_size = vocabulary_of_logits(description)
+        self._smoothing, self._own_loss = options.label_smoothing, options.loss
+        strategy, coord = mesh.strategy, mesh.coord
+        self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
+        self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
+        self.slots = rank_slots(description.vector, strategy, mesh.rank)
+        self._gradients = options.gradients
+        mine = cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
+        kinds = [description.layer_kinds[index] for index in mine]
+        self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
+        self.model = self._build(description)
+        self._base = getattr(self.model, description.base)
+        self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
+        self.parameters = self._own_parameters(description)
+        self.check_weights: Callable[[], None] = lambda: None
+        for name, buffer in dict(self.model.named_buffers()).items():
+            module, _, leaf = name.rpartition(".")
+            source = buffers.get(name, buffer)
+            setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
+        specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
+        heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
+        dropped = use_keyed_dropout(self.model, masks, specs, self.hidden_size, mesh.tensor)
+        dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
+        self.dropout = masks if dropped else None
+        self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
+        self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
+        self._tail = Tail(self.model, description.base) if self.is_last else None
+        whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
+        rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
+        self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
+        if strategy.ck and whole:
+            raise UnsupportedError(
+                f"the loss {options.loss} under {strategy}",
+                why="it is called with the logits of whole sequences, and +ck computes these in parts",
+                fix="leave +ck out, or give a TokenLoss",
+            )
+        if strategy.rc:
+            again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
+            recompute_layers(self.model, again, every=strategy.rc)
+        self.noise: EmbeddingNoise | None = None
+        self._router_loss: RouterLoss | None = None
+        if description.router_layers:
+            self._router_loss = RouterLoss(self.model, description.router_layers)
+        if options.neftune_alpha is not None and self.is_first:
+            if strategy.sp:
+                raise UnsupportedError(
+                    f"noise on embeddings (neftune_noise_alpha) under {strategy}",
+                    why="each rank embeds the tokens of all and keeps its share; the noise is drawn for whole sequences",
+                    fix="leave +sp out, or neftune_noise_alpha",
+                )
+            self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
+            self.model.get_input_embeddings().register_forward_hook(self.noise)
+        self.release()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _build(self, description: ModelDescription) -> Any:
+        model = build_skeleton(description)
+        if not self._fits_grouped_kernels():
+            model.config._experts_implementation = "eager"
+        model.train()
+        base = getattr(model, description.base)
+        places = [
+            (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
+        ]
+        strategy, vector = self.mesh.strategy, description.vector
+        mine = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)[self.mesh.coord.pp]
+        for unit, (layers, index) in enumerate(places):
+            if unit not in mine:
+                layers[index] = PassThrough()
+            elif (kind := description.layer_kinds[unit]).alone:
+                run_alone(layers[index], kind)
+        if not self.is_first:
+            take_hidden_state(base, description.embeddings)
+        if not self.is_last:
+            for name in description.norms:
+                setattr(base, name, PassThrough())
+            model.set_submodule(description.head, PassThrough())
+        return model
+
+    def _fits_grouped_kernels(self) -> bool:
+        """Whether the fused kernel of experts takes this rank's shards: rows of whole 16 bytes, and no fp64."""
+        if self.compute_dtype == torch.float64:
+            return False
+        experts = [slot for slot in self.slots if len(slot.shape) == 3]
+        return all(size * self.compute_dtype.itemsize % 16 == 0 for slot in experts for size in slot.shape[1:])
+
+    def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
+        """Puts a fresh parameter in place of each meta one; tied names on this stage share it."""
+        modules = dict(self.model.named_modules())
+        owned = []
+        for slot in self.slots:
+            spec = slot.spec
+            dtype = getattr(torch, spec.dtype)
+            parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
+            if spec.trainable:
+                # else autograd wants gradients of the dtype of the weights
+                parameter.grad_dtype = getattr(torch, self._gradients.accumulated(spec.dtype))
+            for name in (spec.name, *spec.tied_names):
+                module, _, leaf = description.local_name(name).rpartition(".")
+                if leaf in getattr(modules.get(module), "_parameters", {}):
+                    modules[module]._parameters[leaf] = parameter
+            owned.append((parameter, slot))
+        left = [name for name, p in self.model.named_parameters() if p.is_meta]
+        if left:
+            raise ModelError(
+                f"the model's class creates the parameters {left[:3]}, which the model passed in does not have",
+                fix="pass a model as its class builds it from its config",
+            )
+        return owned
+
+    def _shard(self, description: ModelDescription) -> Any:
+        strategy, tensor = self.mesh.strategy, self.mesh.tensor
+        assert tensor is not None
+        specs = {spec.name: spec for spec in description.vector.specs}
+        specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
+        widths = {
+            module: tuple(
+                sum(b - a for a, b in specs[weight].shard_rows(strategy.tp, shard)) for shard in range(strategy.tp)
+            )
+            for module in description.styles
+            for weight in [description.weight_of(module)]
+            if weight in specs and specs[weight].shard_dim is not None
+        }
+        modules = dict(self.model.named_modules())
+        self.vocabulary_widths = widths[description.head]
+        self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
+        for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
+            if name in modules:
+                set_local_heads(modules[name], heads, kv_heads)
+        if self._vocab_size < sum(self.vocabulary_widths):
+            self.model.config = copy.copy(self.model.config)
+            left = self._vocab_size - self._first_vocabulary_row
+            self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
+        # pass-throughs of other stages must not be wrapped
+        present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+        if strategy.sp:
+            apply_sequence_parallel(present, description.styles, widths, tensor)
+            return lambda: None
+        return apply_tensor_parallel(present, description.styles, widths, tensor)
+
+    # -- storage ------------------------------------------------------------------------------------------------------
+
+    def bind(self, weights: Sequence[Tensor | None], gradients: Sequence[Tensor | None] | None) -> None:
+        """Makes the parameters views into flat buffers.
+
+        Args:
+            weights: By segment, 1-D, of the segment's dtype; None where this rank holds nothing.
+            gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
+                trained. None altogether where only forwards will run.
+        """
+        self.losses = []
+        if self._router_loss is not None:
+            self._router_loss.reset()
+        for parameter, slot in self.parameters:
+            parameter.data = slot_view(weights[slot.segment], slot)
+            if gradients is None or not slot.spec.trainable:
+                parameter.grad = None
+            else:
+                parameter.grad = slot_view(gradients[slot.segment], slot)
+
+    def release(self) -> None:
+        """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
+        for parameter, _ in self.parameters:
+            parameter.data = parameter.data.new_empty(0)
+            parameter.grad = None
+
+    # -- one pipeline stage -------------------------------------------------------------------------------------------
+
+    def forward(
+        self,
+        micro_batch: MicroBatch,
+        hidden: Tensor | None,
+        scale: float,
+        prefix: Prefix | None = None,
+        with_loss: bool = True,
+    ) -> Tensor:
+        """Runs this rank's stage on one micro-batch.
+
+        Args:
+            micro_batch: One pack, T tokens.
+            hidden: [1, T, hidden size] from the stage before; None on the first stage.
+            scale: 1 / (label tokens of the mini-batch).
+            prefix: What comes before the first sequence, where that is a part of one.
+            with_loss: Whether a last stage goes on to the loss.
+
+        Returns:
+            [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
+        """
+        num_tokens = micro_batch.num_tokens
+        micro_batch = self._divisible(micro_batch)
+        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix)
+        if self.dropout is not None:
+            self.dropout.begin(pack, micro_batch)
+        if self._router_loss is not None:
+            self._router_loss.clear()
+        inputs: dict[str, Any] = {
+            "position_ids": micro_batch.position_ids,
+            "attention_mask": None,
+            "use_cache": False,
+            "hotspa_pack": pack,
+        }
+        if self.is_first:
+            inputs["input_ids"] = micro_batch.input_ids
+            if self.noise is not None:
+                self.noise.micro_batch = micro_batch
+        else:
+            inputs["inputs_embeds"] = hidden
+        if self.is_last and with_loss:
+            out = self._loss(inputs, micro_batch, scale, num_tokens)
+            beside = self._balance(micro_batch, scale)
+            if beside is not None:
+                out = out + beside
+            self.losses.append(out.detach())
+        else:
+            out = self._base(**inputs).last_hidden_state
+            beside = self._balance(micro_batch, scale)
+            if beside is not None:
+                out = AttachLoss.apply(out, beside)
+        self._after_forward()
+        if with_loss:
+            self.check_weights()
+        pack.check_calls(self._num_attentions, type(self.model).__name__)
+        return out
+
+    def begin_step(self, step: int) -> None:
+        """What is random draws from the number of the mini-batch that begins."""
+        for random in (self.noise, self.dropout):
+            if random is not None:
+                random.step = step
+
+    def _loss_of_logits(self, micro_batch: MicroBatch, scale: float) -> Callable[[Tensor, slice], Tensor]:
+        """What makes of the logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
+        tensor, own, labels = self.mesh.tensor, self._own_loss, micro_batch.labels[0]
+        first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
+        if isinstance(own, SequenceLoss):
+            widths = self._logit_widths()
+
+            def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
+                whole = logits if tensor is None else gather_shards(logits, widths, tensor)
+                return own.of(whole, micro_batch, tokens, scale)
+
+            return of_sequences
+        if own is not None:
+            pack = tokens_of(micro_batch)
+
+            def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
+                found = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
+                return own.of(found, pack, tokens, scale)
+
+            return of_tokens
+
+        def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
+            return vocab_parallel_cross_entropy(
+                logits,
+                labels[tokens],
+                scale,
+                first_row,
+                group,
+                smoothing=self._smoothing,
+                vocab_size=self._vocab_size,
+            )
+
+        return cross_entropy
+
+    def _logit_widths(self) -> tuple[int, ...]:
+        """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
+        widths, left = [], self._vocab_size
+        for width in self.vocabulary_widths:
+            widths.append(min(width, max(left, 0)))
+            left -= width
+        return tuple(widths)
+
+    def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, scale: float, num_tokens: int) -> Tensor:
+        """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
+        loss_of, tensor = self._loss_of_logits(micro_batch, scale), self.mesh.tensor
+        tail, sp = self._tail, self.mesh.strategy.sp
+        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
+        if in_chunks or sp:
+            assert tail is not None
+            hidden = self._base(**inputs).last_hidden_state
+            if sp:
+                assert tensor is not None
+                hidden = gather_tokens(hidden, tensor.group)
+            if in_chunks:
+                most = self._chunk_tokens
+                if isinstance(self._own_loss, SequenceLoss):
+                    chunks = chunks_of_sequences(micro_batch.lengths, most)
+                else:
+                    chunks = chunks_of_tokens(micro_batch.num_tokens, most)
+                return chunked_loss(
+                    lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks
+                )
+            logits = tail(hidden, inputs)
+        else:
+            # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
+            logits = self.model(**inputs).logits.squeeze(0)
+        if self.logits is not None:
+            self.logits.append(logits[:num_tokens])
+        return loss_of(logits, slice(0, micro_batch.num_tokens))
+
+    def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
+        """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
+        strategy = self.mesh.strategy
+        if not strategy.sp:
+            return micro_batch
+        return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
+
+    def _balance(self, micro_batch: MicroBatch, scale: float) -> Tensor | None:
+        if self._router_loss is None:
+            return None
+        return self._router_loss.of(micro_batch.lengths, micro_batch.labels[0], scale)
+
+    @property
+    def balance_loss(self) -> Tensor:
+        """fp64 scalar: the balance loss of this rank's routers since the last `bind`."""
+        return torch.zeros((), dtype=torch.float64) if self._router_loss is None else self._router_loss.value
+
+    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
+        """The shape of what travels between stages."""
+        sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
+        return (1, -(-micro_batch.num_tokens // sharers), self.hidden_size)

@@ -1,0 +1,28 @@
+"""The model as its class builds it from its config, adapters included, without weights: what every replica starts as."""
+
+import copy
+from typing import Any
+
+from accelerate import init_empty_weights
+
+from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.parallel.adapters import inject
+from hf_hotspa.parallel.attention import ATTENTION
+
+
+def build_skeleton(description: ModelDescription) -> Any:
+    """The whole model with parameters on the meta device and buffers as the class computes them.
+
+    Args:
+        description: The model as plain data.
+
+    Returns:
+        An instance of `description.model_class` that attends with the packed attention, without a PEFT wrapper.
+    """
+    with init_empty_weights(include_buffers=False):
+        model = description.model_class._from_config(
+            copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
+        )
+        if description.adapters is not None:
+            inject(model, description.adapters)
+    return model

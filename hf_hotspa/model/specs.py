@@ -1,0 +1,376 @@
+"""From a Hugging Face model to plain data: the one place that reads plans, configs and module names.
+
+`describe_model` turns a causal language model into a `ModelDescription`: the parameter vector, the model's shape,
+and which style each module has under tensor parallelism. Nothing else in the package looks at a family.
+What cannot be exact is refused here, by name, before anything is built.
+"""
+
+import copy
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.model.model_kind import refuse_other_models
+from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.parallel import sequence_parallel
+from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
+from hf_hotspa.parallel.attention import calls_attention
+from hf_hotspa.parallel.dropout_settings import refuse_dropout, without_attention_dropout
+from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
+from hf_hotspa.parallel.router_loss import router_layers
+from hf_hotspa.parallel.stage_input import stage_obstacle
+
+_RANDOM_ROUTERS = {"phimoe"}
+_MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
+_POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
+
+
+@dataclass(frozen=True)
+class ModelDescription:
+    """A model as the engine sees it.
+
+    Args:
+        model_class: Its own class; replicas are instances of it.
+        config: Its config, with the packed attention set.
+        vector: Its parameter vector.
+        shape: Counts and sizes.
+        base: Name of the base model inside it (``model``).
+        layers: Names of the lists of decoder layers inside the base model; one, but for stacks that run in cycles.
+        embeddings: Names, inside the base model, of the modules before the layers.
+        norms: Names, inside the base model, of the modules after them.
+        head: Name of the output embedding.
+        styles: Tensor-parallel style by module name.
+        attention_heads: Query heads and key/value heads of the attention modules whose heads are cut, by name.
+        layer_kinds: How each decoder layer treats the sequences of a pack.
+        router_layers: Routers whose balance loss is part of the loss; 0 for none.
+        whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
+        compute_dtype: The dtype of activations.
+        prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
+        adapters: Its LoRA adapter; None without one.
+    """
+
+    model_class: type[PreTrainedModel]
+    config: PreTrainedConfig
+    vector: ParameterVector
+    shape: ModelShape
+    base: str
+    layers: tuple[str, ...]
+    embeddings: tuple[str, ...]
+    norms: tuple[str, ...]
+    head: str
+    styles: Mapping[str, str]
+    attention_heads: Mapping[str, tuple[int, int]]
+    layer_kinds: tuple[LayerKind, ...]
+    router_layers: int
+    whole: Mapping[str, str]
+    compute_dtype: torch.dtype
+    prefix: str = ""
+    adapters: Adapters | None = None
+
+    def digest(self) -> str:
+        """Equal on ranks whose models and layouts agree."""
+        adapters = self.adapters.digest() if self.adapters is not None else ""
+        return f"{self.model_class.__name__} {self.vector.digest()} {sorted(self.styles.items())} {adapters}"
+
+    def local_name(self, name: str) -> str:
+        """A parameter's name in `model_class`."""
+        return name.removeprefix(self.prefix)
+
+    def weight_of(self, module: str) -> str:
+        """The name in the parameter vector of the weight of a module of `styles`; of a LoRA layer, that of its base."""
+        inside = ".base_layer" if self.adapters is not None and module in self.adapters.scalings else ""
+        return f"{self.prefix}{module}{inside}.weight"
+
+    def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
+        """For attention modules whose heads are cut: a shard's first query head, and its query and key/value heads."""
+        found = {}
+        for name, (heads, kv_heads) in self.attention_heads.items():
+            low, high = Part(heads, kv_heads, heads).cut(tp, shard)
+            first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, shard)
+            found[name] = low, high - low, last - first
+        return found
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``float32`` for ``torch.float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def vocabulary_of_logits(description: ModelDescription) -> int:
+    """Logits of a token; some heads are wider than the vocabulary, and the family drops the rest."""
+    text = description.config.get_text_config()
+    return getattr(text, "unpadded_vocab_size", None) or description.shape.vocab_size
+
+
+def refuse_inexact(config: PreTrainedConfig) -> None:
+    """Refuses what cannot train exactly in packs or across layouts.
+
+    Raises:
+        UnsupportedError: naming the setting of the config.
+    """
+    text = config.get_text_config()
+    name = text.model_type
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {str(r.get("rope_type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
+    if bad := kinds & _POSITION_DEPENDENT_ROPE:
+        raise UnsupportedError(
+            f"{name} config has rope_type={sorted(bad)}",
+            why="it is computed from the longest position of the whole row, so sequences of a pack would change each other",
+            fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
+        )
+    if name in _RANDOM_ROUTERS:
+        raise UnsupportedError(
+            f"the router of {name} draws random numbers in training",
+            why="it would draw others under every layout, so hot-switched training would not be exact",
+        )
+
+
+def base_name(model: PreTrainedModel) -> str:
+    """The name of the base model (embeddings, layers, norm) inside a causal language model.
+
+    Raises:
+        ModelError: there is none.
+    """
+    embedding = model.get_input_embeddings()
+    for name in (model.base_model_prefix, *(name for name, _ in model.named_children())):
+        child = getattr(model, name, None) if name else None
+        if isinstance(child, nn.Module) and any(module is embedding for module in child.modules()):
+            return name
+    raise ModelError(
+        f"{type(model).__name__} is not a causal language model with one list of decoder layers",
+        fix="pass an AutoModelForCausalLM model",
+    )
+
+
+def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
+    """Names, inside the base model, of its lists of decoder layers: one, or those of stacks that run in cycles."""
+    base, count = getattr(model, base_name(model)), model.config.get_text_config().num_hidden_layers
+    lists = {name: child for name, child in base.named_modules() if isinstance(child, nn.ModuleList)}
+    whole = [name for name, child in lists.items() if "." not in name and len(child) == count]
+    if len(whole) == 1:
+        return (whole[0],)
+    stacks = [
+        name
+        for name, child in lists.items()
+        if len(child) and all(any(calls_attention(m) for m in layer.modules()) for layer in child)
+    ]
+    outer = tuple(name for name in stacks if not name.startswith(tuple(f"{other}." for other in stacks)))
+    if whole or not outer or (len(outer) > 1 and any(name.count(".") != 1 for name in outer)):
+        raise ModelError(
+            f"{type(model).__name__} is not a causal language model with one list of decoder layers",
+            fix="pass an AutoModelForCausalLM model",
+        )
+    return outer
+
+
+def _base_parts(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The lists of layers of the base model, what comes before them and what comes after them."""
+    lists = _layer_lists(model)
+    # a norm may have no parameters (OLMo) and is part of one stage all the same; dropout is that of the embeddings
+    staged = model.config.get_text_config().base_model_pp_plan or {}
+    children = [
+        name
+        for name, child in getattr(model, base_name(model)).named_children()
+        if not isinstance(child, nn.Dropout) and (name in staged or any(True for _ in child.parameters()))
+    ]
+    tops = [name.partition(".")[0] for name in lists]
+    at = children.index(tops[0])
+    return lists, tuple(children[:at]), tuple(name for name in children[at + 1 :] if name not in tops)
+
+
+def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
+    for name, candidate in model.named_modules():
+        if candidate is module and module is not None:
+            return name
+    raise ModelError(f"{type(model).__name__} has no {what}", fix="pass an AutoModelForCausalLM model")
+
+
+def describe_model(
+    model: nn.Module, compute_dtype: torch.dtype | None = None, attention_dropout: bool = True
+) -> ModelDescription:
+    """Reads everything the engine needs from a model. The model is not changed and no tensor is copied.
+
+    Args:
+        model: A causal language model, on any device; or a `PeftModel` with a LoRA adapter around one.
+        compute_dtype: The dtype of the strategies' weights and activations; the model's own when None.
+        attention_dropout: Whether attention probabilities are dropped as its config says; else none are.
+
+    Raises:
+        ModelError: its structure cannot be laid out.
+        UnsupportedError: its config asks for something that cannot be exact.
+    """
+    bare, prefix, adapters = unwrap(model)
+    refuse_other_models(model)
+    refuse_inexact(bare.config)
+    layers, before, after = _base_parts(bare)
+    base, text = base_name(bare), bare.config.get_text_config()
+    base_model = getattr(bare, base)
+    embedding = _module_name(bare, bare.get_input_embeddings(), "input embedding")
+    head = _module_name(bare, bare.get_output_embeddings(), "output embedding (language-model head)")
+    prefixes = tuple(f"{base}.{name}." for name in layers)
+    modules = [layer for name in layers for layer in base_model.get_submodule(name).children()]
+    layer_units = {
+        f"{prefix}{index}.": unit
+        for unit, (prefix, index) in enumerate(
+            (prefix, index)
+            for prefix, name in zip(prefixes, layers, strict=True)
+            for index, _ in base_model.get_submodule(name).named_children()
+        )
+    }
+    plan = TensorPlan(bare, prefixes, embedding, head)
+    kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
+    refuse_dropout(bare, modules, kinds, attention_dropout)
+    heads, kv_heads = head_counts(bare.config)
+
+    names: dict[int, list[str]] = {}
+    tensors: dict[int, nn.Parameter] = {}
+    for name, parameter in bare.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+        tensors[id(parameter)] = parameter
+    specs, costs = [], [0] * len(modules)
+    for key, (name, *tied) in names.items():
+        parameter = tensors[key]
+        if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"}:
+            raise ModelError(f"parameters {[name, *tied]} are tied; only input and output embeddings may be")
+        unit = _unit(name, layer_units, [f"{base}.{child}." for child in before])
+        spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, head, adapters)
+        if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
+            costs[unit] += parameter.numel()  # an adapter costs next to nothing
+        specs.append(replace(spec, name=prefix + name, tied_names=tuple(prefix + other for other in tied)))
+    vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
+    whole_attention, whole_mlp = _whole_shares(bare, plan)
+    shape = ModelShape(
+        family=text.model_type,
+        num_layers=len(modules),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=text.hidden_size,
+        attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
+        vocab_size=bare.get_parameter(f"{embedding}.weight").shape[0],
+        layer_parameters=sum(costs) // len(costs),
+        max_position_embeddings=getattr(text, "max_position_embeddings", None),
+        has_tp_plan=plan.has_plan,
+        has_pp_plan=bool(text.base_model_pp_plan),
+        pp_obstacle=stage_obstacle(base_model, layers, before, after),
+        sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
+        ck_obstacle=_chunk_obstacle(text.model_type, base_model, kinds, layers, routers),
+        whole_attention=whole_attention,
+        whole_mlp=whole_mlp,
+    )
+    config = copy.deepcopy(bare.config) if attention_dropout else without_attention_dropout(bare.config)
+    if routers:  # replicas add the loss themselves
+        config.get_text_config().output_router_logits = False
+    return ModelDescription(
+        model_class=type(bare),
+        config=config,
+        vector=vector,
+        shape=shape,
+        base=base,
+        layers=layers,
+        embeddings=before,
+        norms=after,
+        head=head,
+        styles=plan.styles,
+        attention_heads=plan.heads,
+        layer_kinds=kinds,
+        router_layers=routers,
+        whole=plan.whole,
+        compute_dtype=compute_dtype or bare.dtype,
+        prefix=prefix,
+        adapters=adapters,
+    )
+
+
+def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
+    """Of the matrices of attention and of MLPs, the shares of elements that tensor parallelism does not cut."""
+    counted = [0, 0], [0, 0]
+    for name, parameter in plain_parameters(model):
+        prefix = next((prefix for prefix in plan.layer_prefixes if name.startswith(prefix)), None)
+        if prefix is not None and parameter.dim() > 1:
+            block = name.removeprefix(prefix).partition(".")[2]
+            kind = counted[1 if _MLP.search(block) else 0]
+            kind[0] += parameter.numel() * (name not in plan.cuts)
+            kind[1] += parameter.numel()
+    attention, mlp = (whole / total if total else 0.0 for whole, total in counted)
+    return attention, mlp
+
+
+def _sequence_obstacle(
+    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str]
+) -> str | None:
+    """Why tensor parallelism of the model cannot be sequence parallel, or None."""
+    if any(kind.alone for kind in kinds) or routers:
+        return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
+    for name, module in plan.modules.items():
+        early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
+        if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
+    return sequence_parallel.obstacle(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes)
+
+
+def _chunk_obstacle(
+    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], routers: int
+) -> str | None:
+    """Why sequences of the model cannot be cut into chunks of tokens, or None."""
+    alone = [index for index, kind in enumerate(kinds) if kind.alone]
+    if alone:
+        layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
+        return (
+            f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
+            "attention or a mask of its own), so they cannot be computed in chunks (+ck)"
+        )
+    if len(layers) > 1:
+        return f"the layers of {family} run in cycles, so sequences cannot be computed in chunks (+ck)"
+    if routers:
+        return (
+            f"the balance loss of the routers of {family} is of whole sequences, so these cannot be computed in chunks "
+            "(+ck); set config.output_router_logits = False for it"
+        )
+    return None
+
+
+def _unit(name: str, layer_units: Mapping[str, int], before: list[str]) -> int:
+    unit = next((unit for prefix, unit in layer_units.items() if name.startswith(prefix)), None)
+    if unit is not None:
+        return unit
+    return EMBEDDING if any(name.startswith(prefix) for prefix in before) else HEAD
+
+
+def _spec(
+    name: str,
+    tied: tuple[str, ...],
+    parameter: nn.Parameter,
+    unit: int,
+    plan: TensorPlan,
+    compute_dtype: torch.dtype | None,
+    head: str,
+    adapters: Adapters | None,
+) -> ParameterSpec:
+    module, _, leaf = name.rpartition(".")
+    module, role = adapters.layer_of(module) if adapters is not None else (module, None)
+    name_in_plan = f"{module}.{leaf}"
+    cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
+    if role is not None and cut is not None:
+        # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
+        is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)
+        cut = None if is_partial else cut
+    return ParameterSpec(
+        name=name,
+        shape=tuple(parameter.shape),
+        dtype=dtype_name(compute_dtype or parameter.dtype),
+        unit=unit,
+        shard_dim=cut.dim if cut is not None else None,
+        parts=cut.parts if cut is not None else (),
+        partial_gradient=is_partial,
+        trainable=parameter.requires_grad,
+        tied_names=tied,
+        in_head=f"{head}.weight" in tied,
+        frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
+    )

@@ -1,0 +1,401 @@
+"""The family's tensor-parallel plan, read block by block: which parameters are cut, and which every rank holds whole.
+
+A *block* is a module that directly owns planned modules or parameters: an attention, an MLP, the experts of a mixture.
+A block is cut only when every parameter in it is understood; then each is sharded, replicated with the same gradient
+everywhere, or replicated with a partial gradient (norms of queries and keys see only their rank's heads). Any other
+block is held whole by all tensor-parallel ranks, which all compute it: nothing is saved there, and it is exact. The
+reason is kept, so that a user can see what tp does not divide.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_hotspa.layout.vector import Part
+from hf_hotspa.parallel.adapters import base_layer, plain_parameters, without_adapters
+from hf_hotspa.parallel.attention import calls_attention
+from hf_hotspa.parallel.tensor_parallel import (
+    COLWISE,
+    COLWISE_GATHER,
+    EXPERTS,
+    IDENTITY_EXPERT,
+    LATENT,
+    ROWWISE,
+    ROWWISE_SPLIT,
+    VOCABULARY_EMBEDDING,
+    VOCABULARY_HEAD,
+)
+
+PLAN_STYLES = {
+    "colwise": COLWISE,
+    "colwise_rep": COLWISE_GATHER,
+    "colwise_gather_output": COLWISE_GATHER,
+    "rowwise": ROWWISE,
+    "rowwise_rep": ROWWISE_SPLIT,
+    "rowwise_split_input": ROWWISE_SPLIT,
+}
+PARTIAL_GRADIENT, LATENT_STYLE = "replicated_with_grad_allreduce", "mla_kv_a_proj"
+EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_expert", "local_params"
+PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
+
+_GATHERED = (COLWISE_GATHER, ROWWISE_SPLIT)
+_KEY_VALUE = ("k_proj", "v_proj")
+_BEFORE_LATENT = (
+    "q_a_proj",
+    "q_a_layernorm",
+    "kv_a_proj_with_mqa",
+    "kv_a_layernorm",
+    "q_a_norm",
+    "kv_a_norm",
+    "indexer",
+)
+_HEAD_NORM = re.compile(r"(q|k|v|query|key|value)_?(layer)?_?norm")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How tensor parallelism cuts one parameter: the tensor dim, and its parts."""
+
+    dim: int
+    parts: tuple[Part, ...]
+
+
+class _WholeError(Exception):
+    """This block cannot be cut; the message says why."""
+
+
+@dataclass
+class _Block:
+    """The planned members of one module, by leaf name, and the style of the module itself."""
+
+    modules: dict[str, str] = field(default_factory=dict)
+    parameters: dict[str, str] = field(default_factory=dict)
+    own: str | None = None
+
+
+@dataclass
+class _Found:
+    """What one block turned into."""
+
+    styles: dict[str, str] = field(default_factory=dict)
+    cuts: dict[str, Cut] = field(default_factory=dict)
+    partial: set[str] = field(default_factory=set)
+    heads: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def head_counts(config: PreTrainedConfig) -> tuple[int, int]:
+    """Query heads and key/value heads. Latent attention expands keys and values to as many heads as queries."""
+    text = config.get_text_config()
+    heads: int = config_value(text, "num_attention_heads")
+    if config_value(text, "kv_lora_rank"):
+        return heads, heads
+    return heads, config_value(text, "num_key_value_heads") or heads
+
+
+def config_value(config: PreTrainedConfig, name: str) -> Any:
+    """A setting of a config; the smallest of the layers where they differ in it (Gemma 4), None where it is missing."""
+    try:
+        return getattr(config, name, None)
+    except RuntimeError:  # of transformers: the setting has no single value
+        return min(getattr(layer, name) for layer in config.per_layer_config)
+
+
+class TensorPlan:
+    """A model's plan.
+
+    Args:
+        layer_prefixes: What the names of its layers' modules begin with.
+        embedding: Name of the input embedding.
+        head: Name of the output embedding.
+
+    Attributes:
+        styles: The style (of `parallel.tensor_parallel`) of every module whose forward is wrapped.
+        cuts: How each cut parameter is cut, by name; what is not here is held whole.
+        partial: Names of replicated parameters whose gradient is a part of the sum on each rank.
+        heads: Query heads and key/value heads of every attention module that is cut.
+        whole: Why a planned block is held whole, by its name with `*` for layer numbers.
+    """
+
+    def __init__(self, model: PreTrainedModel, layer_prefixes: tuple[str, ...], embedding: str, head: str) -> None:
+        # a LoRA layer is what its base is; the adapter follows it (`model.specs`)
+        self.modules = without_adapters(model)
+        self.layer_prefixes = layer_prefixes
+        self.has_plan = bool(model.config.get_text_config().base_model_tp_plan)
+        self._plan: Mapping[str, str] = dict(model.tp_plan or {})
+        self._num_heads, self._num_kv_heads = head_counts(model.config)
+        self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
+        self.cuts: dict[str, Cut] = {}
+        self.partial: set[str] = set()
+        self.heads: dict[str, tuple[int, int]] = {}
+        self.whole: dict[str, str] = {}
+        for name in (embedding, head):
+            rows = self.modules[name].weight.shape[0]
+            for leaf, _ in self.modules[name].named_parameters():
+                if leaf in ("weight", "bias"):
+                    self.cuts[f"{name}.{leaf}"] = Cut(0, (Part(rows, rows, rows),))
+                else:
+                    self.partial.add(f"{name}.{leaf}")  # a norm in the embedding sees the tokens of this rank's rows
+        self._blocks = self._find_blocks(layer_prefixes)
+        for name, block in self._blocks.items():
+            try:
+                found = self._cut(name, block)
+            except _WholeError as reason:
+                self.whole[_pattern(name)] = str(reason)
+                continue
+            self.styles |= found.styles
+            self.cuts |= found.cuts
+            self.partial |= found.partial
+            self.heads |= found.heads
+
+    # -- blocks -------------------------------------------------------------------------------------------------------
+
+    def _planned(self, name: str) -> str | None:
+        return self._plan.get(_pattern(name))
+
+    def _find_blocks(self, layer_prefixes: tuple[str, ...]) -> dict[str, _Block]:
+        blocks: dict[str, _Block] = {}
+        for name, module in self.modules.items():
+            if not name.startswith(layer_prefixes):
+                continue
+            planned = self._planned(name)
+            if planned in (EXPERTS_STYLE, LOCAL_STYLE):
+                blocks.setdefault(name, _Block()).own = planned
+            elif planned is not None:
+                parent, _, leaf = name.rpartition(".")
+                blocks.setdefault(parent, _Block()).modules[leaf] = planned
+            for leaf, _ in module.named_parameters(recurse=False):
+                if style := self._planned(f"{name}.{leaf}"):
+                    blocks.setdefault(name, _Block()).parameters[leaf] = style
+        return blocks
+
+    def _cut(self, name: str, block: _Block) -> _Found:
+        if block.own == EXPERTS_STYLE or set(block.parameters.values()) & {PACKED_COLWISE, PACKED_ROWWISE}:
+            return self._cut_experts(name, block)
+        found = _Found()
+        local: dict[str, str] = {}
+        for leaf, planned in block.modules.items():
+            style = PLAN_STYLES.get(planned, planned)
+            if style in _GATHERED and self._stays_local(name, leaf):
+                style = COLWISE if style == COLWISE_GATHER else ROWWISE
+            if style in _GATHERED:
+                # what it reads and writes is whole on every rank, so any cut will do
+                self._cut_linear(found, f"{name}.{leaf}", style, None)
+            else:
+                local[leaf] = style
+        if local or block.parameters:
+            attends = calls_attention(self.modules[name]) or "o_proj" in local
+            (self._cut_attention if attends else self._cut_mlp)(found, name, local, block)
+        return found
+
+    def _linear(self, name: str) -> nn.Linear:
+        module = self.modules[name]
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            raise _WholeError(f"{name.rpartition('.')[2]} is a {type(module).__name__}, not a linear layer")
+        return module
+
+    def _cut_linear(self, found: _Found, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
+        module = self._linear(name)
+        rows = module.in_features if style in (ROWWISE, ROWWISE_SPLIT) else module.out_features
+        parts = parts or (Part(rows, rows, rows),)
+        found.styles[name] = style
+        if style in (ROWWISE, ROWWISE_SPLIT):
+            found.cuts[f"{name}.weight"] = Cut(1, parts)  # the bias is added once, after the sum
+        else:
+            found.cuts[f"{name}.weight"] = Cut(0, parts)
+            if module.bias is not None:
+                found.cuts[f"{name}.bias"] = Cut(0, parts)
+
+    def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
+        """Parameters inside a block, by their name in it, that neither its plan nor that of a block in it names."""
+        inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]
+        found = []
+        for leaf, parameter in plain_parameters(self.modules[name]):
+            planned = leaf in block.parameters or leaf.rpartition(".")[0] in block.modules
+            if not planned and not f"{name}.{leaf}".startswith(tuple(inner)):
+                found.append((leaf, parameter))
+        return found
+
+    # -- fused projections that the plan gathers ----------------------------------------------------------------------
+
+    def _stays_local(self, name: str, leaf: str) -> bool:
+        """Whether a projection that the plan gathers (or splits) can work on its shard alone.
+
+        transformers gathers fused projections (phi3, glm), because the family slices or halves their output; cutting
+        each part of the weight keeps attention and MLP activations sharded, and the slices still fit.
+        """
+        if leaf in ("qkv_proj", "o_proj"):
+            return self._fused_attention(name)
+        return leaf in ("gate_up_proj", "down_proj") and self._fused_mlp(name)
+
+    def _gathered_pair(self, first: str, second: str) -> bool:
+        styles = [PLAN_STYLES.get(self._planned(name) or "") for name in (first, second)]
+        return styles == [COLWISE_GATHER, ROWWISE_SPLIT]
+
+    def _fused_attention(self, name: str) -> bool:
+        attention, qkv = self.modules[name], self.modules.get(f"{name}.qkv_proj")
+        head_dim = getattr(attention, "head_dim", 0)
+        return (
+            isinstance(qkv, nn.Linear)
+            and hasattr(attention, "config")
+            and hasattr(attention, "num_key_value_heads")
+            and qkv.out_features == (self._num_heads + 2 * self._num_kv_heads) * head_dim
+            and self._gathered_pair(f"{name}.qkv_proj", f"{name}.o_proj")
+        )
+
+    def _fused_mlp(self, name: str) -> bool:
+        gate_up, down = self.modules.get(f"{name}.gate_up_proj"), self.modules.get(f"{name}.down_proj")
+        return (
+            isinstance(gate_up, nn.Linear)
+            and isinstance(down, nn.Linear)
+            and gate_up.out_features == 2 * down.in_features
+            and self._gathered_pair(f"{name}.gate_up_proj", f"{name}.down_proj")
+        )
+
+    # -- attention ----------------------------------------------------------------------------------------------------
+
+    def _cut_attention(self, found: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+        attention = self.modules[name]
+        latent = "kv_b_proj" in local
+        heads, kv_heads = self._num_heads, self._num_kv_heads
+        if latent:
+            heads = kv_heads = getattr(attention, "num_heads", heads)
+        self._check_heads(name, attention, kv_heads, latent)
+        for leaf, style in local.items():
+            full = f"{name}.{leaf}"
+            if style == LATENT_STYLE:
+                if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
+                    raise _WholeError("it does not say how wide its rotary keys are")
+                found.styles[full] = LATENT
+            elif style == PARTIAL_GRADIENT:
+                for inner, parameter in self.modules[full].named_parameters():
+                    self._cut_norm(found, f"{full}.{inner}", parameter, leaf, attention, heads, kv_heads)
+            elif style in (COLWISE, ROWWISE):
+                module = self._linear(full)
+                rows = module.in_features if style == ROWWISE else module.out_features
+                self._cut_linear(found, full, style, _head_parts(leaf, rows, heads, kv_heads))
+            else:
+                raise _WholeError(f"the plan's style {style!r} of {leaf} is not known")
+        for leaf, style in block.parameters.items():
+            parameter = attention.get_parameter(leaf)
+            if style != "colwise" or parameter.shape[0] % heads:
+                raise _WholeError(f"the plan's style {style!r} of the parameter {leaf} is not known")
+            found.cuts[f"{name}.{leaf}"] = Cut(0, (Part(parameter.shape[0], kv_heads, heads),))
+        for leaf, parameter in self._unplanned(name, block):
+            first = leaf.partition(".")[0]
+            if latent and first in _BEFORE_LATENT:
+                continue
+            if not _HEAD_NORM.fullmatch(first):
+                raise _WholeError(f"the plan says nothing of {leaf}")
+            self._cut_norm(found, f"{name}.{leaf}", parameter, first, attention, heads, kv_heads)
+        if not {COLWISE, ROWWISE} <= set(found.styles.values()):
+            raise _WholeError("the plan names no projections on both sides of it")
+        for leaf, buffer in attention.named_buffers():
+            if buffer.numel() > 1 and "rotary" not in leaf:
+                raise _WholeError(f"its buffer {leaf} may belong to heads")
+        found.heads[name] = (heads, kv_heads)
+
+    def _check_heads(self, name: str, attention: nn.Module, kv_heads: int, latent: bool) -> None:
+        """Refuses layers with other heads than the config says, which would be cut through a head."""
+        key = self.modules.get(f"{name}.k_proj")
+        head_dim = getattr(attention, "head_dim", None)
+        if latent or not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
+            return
+        if key.out_features != kv_heads * head_dim:
+            raise _WholeError(f"it has {key.out_features / head_dim:g} key/value heads where the config has {kv_heads}")
+
+    def _cut_norm(
+        self,
+        found: _Found,
+        name: str,
+        parameter: nn.Parameter,
+        leaf: str,
+        attention: nn.Module,
+        heads: int,
+        kv_heads: int,
+    ) -> None:
+        """A norm of queries, keys or values between the cut projections: per head, or with weights for each head."""
+        count = heads if leaf.startswith("q") else kv_heads
+        if parameter.ndim == 2 and parameter.shape[0] == count:
+            found.cuts[name] = Cut(0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),))
+            return
+        linear = base_layer(getattr(attention, f"{leaf[0]}_proj", None))
+        width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
+        if isinstance(linear, nn.Linear) and width is None:
+            width = linear.out_features // count
+        if parameter.ndim != 1 or (count > 1 and width is not None and parameter.numel() > width):
+            raise _WholeError(f"{leaf} is over all heads")
+        found.partial.add(name)
+
+    # -- MLP and experts ----------------------------------------------------------------------------------------------
+
+    def _cut_mlp(self, found: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+        if block.parameters:
+            raise _WholeError(f"the plan's styles of the parameters {sorted(block.parameters)} are not known")
+        if unknown := sorted(leaf for leaf, style in local.items() if style not in (COLWISE, ROWWISE)):
+            raise _WholeError(f"the plan's style {local[unknown[0]]!r} of {unknown[0]} is not known")
+        if getattr(self.modules[name], "activation_sparsity", 0):
+            raise _WholeError("its activation looks at the whole width")
+        widths = {self._linear(f"{name}.{leaf}").in_features for leaf, style in local.items() if style == ROWWISE}
+        if len(widths) != 1 or COLWISE not in local.values():
+            raise _WholeError("the plan names no pair of projections into and out of it")
+        (width,) = widths
+        for leaf, style in local.items():
+            rows = self._linear(f"{name}.{leaf}").out_features
+            fused = style == COLWISE and leaf == "gate_up_proj" and rows == 2 * width
+            if style == COLWISE and rows != width and not fused:
+                raise _WholeError(f"{leaf} is {rows} wide where {width} are expected")
+            parts = (Part(width, width, width),) * (2 if fused else 1)
+            self._cut_linear(found, f"{name}.{leaf}", style, parts)
+        for leaf, parameter in self._unplanned(name, block):
+            if parameter.numel() != 1:
+                raise _WholeError(f"the plan says nothing of {leaf}")
+            found.partial.add(f"{name}.{leaf}")  # of an activation function, which sees this rank's columns
+
+    def _cut_experts(self, name: str, block: _Block) -> _Found:
+        experts: Any = self.modules[name]
+        found = _Found()
+        down = block.parameters.get("down_proj")
+        if down not in ("rowwise", "colwise"):
+            raise _WholeError("its weights are not fused over the experts")
+        if unplanned := self._unplanned(name, block):
+            raise _WholeError(f"the plan says nothing of {unplanned[0][0]}")
+        if unknown := {leaf: s for leaf, s in block.modules.items() if s != IDENTITY_STYLE}:
+            raise _WholeError(f"the plan's styles {unknown} are not known")
+        width = experts.down_proj.shape[-1 if down == "rowwise" else -2]
+        for leaf, style in block.parameters.items():
+            parameter = experts.get_parameter(leaf)
+            dim = parameter.ndim - (1 if style in ("rowwise", PACKED_ROWWISE) else 2)
+            rows = parameter.shape[dim]
+            # some plans call it column-wise; in memory transformers keeps all gates before all ups
+            packed = style in (PACKED_COLWISE, PACKED_ROWWISE) or (leaf == "gate_up_proj" and rows == 2 * width)
+            if parameter.ndim != 3 or rows % width or (packed and rows != 2 * width):
+                raise _WholeError(f"{leaf} has the shape {tuple(parameter.shape)}")
+            part = Part(width, width, width) if packed else Part(rows, width, width)
+            found.cuts[f"{name}.{leaf}"] = Cut(dim, (part, part) if packed else (part,))
+        found.styles[name] = EXPERTS
+        found.styles |= {f"{name}.{leaf}": IDENTITY_EXPERT for leaf in block.modules}
+        return found
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\.\d+(?=\.|$)", ".*", name)
+
+
+def _kv_part(rows: int, kv_heads: int) -> Part:
+    return Part(rows, kv_heads, kv_heads, replicate=True)
+
+
+def _head_parts(leaf: str, rows: int, heads: int, kv_heads: int) -> tuple[Part, ...]:
+    """The parts of a projection from or to heads."""
+    if leaf == "qkv_proj":
+        size = rows // (heads + 2 * kv_heads)
+        key_value = _kv_part(kv_heads * size, kv_heads)
+        return (Part(heads * size, kv_heads, heads), key_value, key_value)
+    count = kv_heads if leaf in _KEY_VALUE else heads
+    if rows % count:
+        raise _WholeError(f"{leaf} has {rows} rows for {count} heads")
+    return (_kv_part(rows, kv_heads) if leaf in _KEY_VALUE else Part(rows, kv_heads, heads),)

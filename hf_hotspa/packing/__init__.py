@@ -1,0 +1,1 @@
+"""Lengths in, buckets, packs and micro-batches out: plain numbers, the same on every rank."""

@@ -1,0 +1,209 @@
+"""From the rows of a mini-batch to its plan: over-long rows, buckets, packs.
+
+Owns the policies for rows longer than the longest bucket, the choice of the bucket of a sequence, and
+`plan_mini_batch`, a pure function of plain data which every rank computes for itself with the same result. It reads the
+scanned lengths only, never the rows.
+
+Policies for a row of more tokens than the longest bucket takes:
+
+* ``error``: refused by name.
+* ``truncate``: the first `longest` tokens are trained, the rest is not.
+* ``split``: pieces of `longest` tokens (the last one shorter), each trained as a sequence of its own that does not see
+  the others. The first token of a piece has nothing before it in that piece, so it carries no label. Should the last
+  piece be a single token, it is planned and counted like any other and weighs nothing in the loss.
+* ``drop``: the row is left out.
+
+Every use of a policy is counted in the plan. Rows of one token are sequences without a label. Rows without any token
+are left out under every policy and counted as empty. Where rows are packed already, each of their documents is a sequence
+of its own: in a bucket by its own length, cut and counted by its own length, never joined with another.
+"""
+
+from bisect import bisect_left
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
+from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.strategy import Bucket
+
+OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
+
+
+@dataclass(frozen=True)
+class CutRows:
+    """The rows of a mini-batch as sequences that fit, in row order, and what it took.
+
+    Args:
+        sequences: All sequences, none longer than the limit.
+        num_rows: Rows that came in; the other counters are as in `MiniBatchPlan`.
+    """
+
+    sequences: tuple[Sequence, ...]
+    num_rows: int
+    num_truncated: int
+    num_split: int
+    num_dropped: int
+    num_empty: int
+
+
+def check_policy(policy: str) -> None:
+    """Refuses an unknown policy.
+
+    Raises:
+        HotspaConfigError: `policy` is not one of `OVERLONG_POLICIES`.
+    """
+    if policy not in OVERLONG_POLICIES:
+        raise HotspaConfigError(
+            f"{policy!r} is not a policy for over-long sequences", fix=f"use one of {', '.join(OVERLONG_POLICIES)}"
+        )
+
+
+def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:
+    """Under the policy `error`, looks at the whole table before training starts; other policies accept any length.
+
+    Args:
+        table: The scanned lengths.
+        longest: The limit, in tokens.
+        policy: One of `OVERLONG_POLICIES`.
+        chosen: Whether the buckets are those of `hotspa_strategies="auto"`: the message says what to change.
+
+    Raises:
+        HotspaConfigError: unknown policy.
+        OverlongError: naming the longest row, and how many are over the limit.
+    """
+    check_policy(policy)
+    lengths = table.longest_of_rows
+    if policy == "error" and int(lengths.max()) > longest:
+        num_over = int((lengths > longest).sum())
+        row = int(lengths.argmax())
+        room = _AUTO if chosen else _GIVEN
+        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit", room)
+
+
+def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error") -> CutRows:
+    """Turns rows into sequences of at most `longest` tokens.
+
+    Args:
+        rows: Dataset rows, in the order of the mini-batch.
+        table: The scanned lengths and labels.
+        longest: The limit, in tokens: the longest bucket.
+        policy: One of `OVERLONG_POLICIES`.
+
+    Raises:
+        HotspaConfigError: unknown policy.
+        OverlongError: policy `error` and a row over the limit.
+    """
+    check_policy(policy)
+    rows = list(rows)
+    lengths: list[int] = table.lengths[rows].tolist()
+    labels: list[int] = table.label_counts[rows].tolist()
+    packed = len(table.cuts) > 0
+    sequences: list[Sequence] = []
+    num_truncated = num_split = num_dropped = num_empty = 0
+    for row, row_length, row_labels in zip(rows, lengths, labels, strict=True):
+        if row_length == 0:
+            num_empty += 1
+            continue
+        for first, end in table.documents(row) if packed else ((0, row_length),):
+            length = end - first
+            if length <= longest:
+                whole = length == row_length
+                num_labels = row_labels if whole else table.num_labels(row, first, end)
+                sequences.append(Sequence(row, first, end, num_labels))
+            elif policy == "error":
+                raise _overlong(row, length, longest, "no bucket takes it", f"{_GIVEN} (under auto: {_AUTO})")
+            elif policy == "drop":
+                num_dropped += 1
+            elif policy == "truncate":
+                num_truncated += 1
+                stop = first + longest
+                sequences.append(Sequence(row, first, stop, table.num_labels(row, first, stop)))
+            else:
+                num_split += 1
+                for start in range(first, end, longest):
+                    stop = min(start + longest, end)
+                    sequences.append(Sequence(row, start, stop, table.num_labels(row, start, stop)))
+    return CutRows(tuple(sequences), len(rows), num_truncated, num_split, num_dropped, num_empty)
+
+
+def assign_buckets(sequences: Iterable[Sequence], buckets: tuple[Bucket, ...]) -> tuple[tuple[Sequence, ...], ...]:
+    """The sequences of each bucket, in the order given; a sequence goes to the shortest bucket that takes it.
+
+    Args:
+        sequences: None longer than the longest bucket.
+        buckets: In any order; the result has the same one.
+    """
+    by_length = sorted(range(len(buckets)), key=lambda b: buckets[b].longest)
+    edges = [buckets[b].longest for b in by_length]
+    members: list[list[Sequence]] = [[] for _ in buckets]
+    for sequence in sequences:
+        members[by_length[bisect_left(edges, sequence.num_tokens)]].append(sequence)
+    return tuple(tuple(m) for m in members)
+
+
+def plan_mini_batch(
+    rows: Iterable[int],
+    table: SequenceTable,
+    buckets: tuple[Bucket, ...],
+    *,
+    quadratic_cost: float = 0.0,
+    policy: str = "error",
+) -> MiniBatchPlan:
+    """Plans one mini-batch. Pure: the same arguments give the same plan on every rank.
+
+    Args:
+        rows: Dataset rows of the mini-batch, in order.
+        table: The scanned lengths and labels.
+        buckets: The buckets; phases come in their order.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        policy: One of `OVERLONG_POLICIES`, for rows above the longest bucket.
+
+    Raises:
+        HotspaConfigError: no bucket, or an unknown policy.
+        OverlongError: policy `error` and a row over the limit.
+    """
+    if not buckets:
+        raise HotspaConfigError("there is no bucket", fix="name at least one, such as dp1:2048")
+    cut = cut_rows(rows, table, max(b.longest for b in buckets), policy)
+    phases = []
+    for bucket, members in zip(buckets, assign_buckets(cut.sequences, buckets), strict=True):
+        if not members:
+            continue
+        replicas = pack_sequences(
+            [s.stop - s.start for s in members],
+            capacity=bucket.pack_tokens,
+            dp=bucket.strategy.dp,
+            pp=bucket.strategy.pp,
+            quadratic_cost=quadratic_cost,
+            longest=bucket.longest,
+        )
+        phases.append(
+            PhasePlan(
+                bucket,
+                tuple(tuple(Pack(tuple(members[i] for i in pack)) for pack in packs) for packs in replicas),
+            )
+        )
+    return MiniBatchPlan(
+        phases=tuple(phases),
+        num_labels=sum(s.num_labels for s in cut.sequences),
+        num_rows=cut.num_rows,
+        num_truncated=cut.num_truncated,
+        num_split=cut.num_split,
+        num_dropped=cut.num_dropped,
+        num_empty=cut.num_empty,
+    )
+
+
+_GIVEN = "let the last bucket of hotspa_strategies take {} tokens"
+_AUTO = "raise hotspa_longest to {} or leave it out"
+
+
+def _overlong(row: int, length: int, longest: int, why: str, room: str) -> OverlongError:
+    return OverlongError(
+        f"a sequence of {length} tokens is longer than the longest bucket, {longest} tokens",
+        where=f"dataset row {row}",
+        why=why,
+        fix=f"set hotspa_overlong to truncate, split or drop, or {room.replace('{}', str(length))}",
+    )

@@ -1,0 +1,1 @@
+"""What ranks do together inside of a strategy."""

@@ -1,0 +1,367 @@
+"""Agreement between ranks: nobody starts what another rank cannot finish, and an error of one is raised by all.
+
+`Agreement.run` is how ranks do a thing that may fail on some of them: its value, or one error on every rank. Below it,
+`Agreement.check` is the one small collective at the start of a mini-batch (and of the set-up): ranks compare named
+digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
+peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
+connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
+roll call in the same store, and the one that does not answer is named (`SilentPeerError`). An error that a script has
+caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
+"""
+
+import hashlib
+import json
+import re
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, TransferError
+from hf_hotspa.parallel.roll_call import RollCall
+
+T = TypeVar("T")
+_MAILBOX_KEY = "hotspa_first_error"
+_MAX_LISTED, _MAX_RANKS, _MAX_SHOWN = 5, 8, 120
+_HALF = 1 << 63
+_LOST = re.compile(
+    "[Cc]onnection (closed|reset|refused)|pair closure|[Bb]roken pipe|[Tt]imed? ?out|[Ss]ocket (closed|timeout)"
+)
+"""What gloo and NCCL say where a peer is gone or silent."""
+
+
+def _word(text: str) -> int:
+    """64 bits of a text's SHA-256, as an int64 takes them."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
+
+
+def rank_names(ranks: Sequence[int]) -> str:
+    """`rank 2`, `ranks 0, 1 and 3`; of many the first ones and their number."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) > _MAX_RANKS:
+        return f"ranks {', '.join(map(str, ranks[:_MAX_RANKS]))} and {len(ranks) - _MAX_RANKS} more"
+    return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"
+
+
+def odd_ones(columns: Sequence[Sequence[Hashable]]) -> list[int] | None:
+    """Who is not with the majority.
+
+    Args:
+        columns: For each of several things what each one has.
+
+    Returns:
+        The positions of those that differ from the rest in any; None where no more than half of all have the same.
+    """
+    odd = set[int]()
+    for seen in columns:
+        usual, count = Counter(seen).most_common(1)[0]
+        if 2 * count <= len(seen):
+            return None
+        odd.update(at for at, value in enumerate(seen) if value != usual)
+    return sorted(odd)
+
+
+def _mismatch(seen: Mapping[str, list[Any]], where: str, shows_values: bool = False) -> PlanMismatchError:
+    """The error for names of which not all ranks have the same (one entry a rank)."""
+    seen = {name: values for name, values in seen.items() if len(set(values)) > 1}
+    sides = []
+    for name, values in list(seen.items())[:_MAX_LISTED]:
+        holders = {value: [rank for rank, other in enumerate(values) if other == value] for value in values}
+        if shows_values:
+            parts = (f"{_shown(value)} on {rank_names(ranks)}" for value, ranks in holders.items())
+        else:
+            parts = (f"ranks {ranks} agree" for ranks in holders.values())
+        sides.append(f"{name}: {', '.join(parts)}")
+    odd = odd_ones(list(seen.values()))
+    who = f"{rank_names(odd)} {'differs' if len(odd) == 1 else 'differ'} from the others" if odd else "ranks differ"
+    more = f" (and {len(seen) - _MAX_LISTED} more)" if len(seen) > _MAX_LISTED else ""
+    return PlanMismatchError(
+        f"{who} in the {'; in the '.join(sides)}{more}",
+        where=where,
+        why="every rank must compute the same from it; nothing was sent",
+        fix="start every rank with the same script, arguments, files, environment and library versions",
+    )
+
+
+def _shown(value: str | None) -> str:
+    if value is None:
+        return "missing"
+    return value if len(value) <= _MAX_SHOWN else value[: _MAX_SHOWN - 3] + "..."
+
+
+def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
+    """The error itself when it is of our family, else a `PeerError` that quotes it, or what it was raised from."""
+    if isinstance(error, HotspaError):
+        return error
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return PeerError(
+        f"{type(error).__name__}: {error}",
+        where=where,
+        why="what ends one rank ends all",
+        fix="repair what this rank says; its traceback is in its log",
+    )
+
+
+def hotspa_cause(error: BaseException) -> HotspaError | None:
+    """The error of our family that this one is, or that a library wrapped (`raise RuntimeError from ours`)."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, HotspaError):
+        found = found.__cause__
+    return found
+
+
+def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
+    """The error of our family for a collective that broke because a peer is gone or silent; None for other errors."""
+    if not isinstance(error, RuntimeError) or isinstance(error, HotspaError):
+        return None
+    text = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if not isinstance(error, dist.DistBackendError) and not _LOST.search(str(error)):
+        return None
+    return PeerError(
+        f"another rank is gone, or did not answer in time: {text[:300]}",
+        where=f"rank {rank}, {where}",
+        why="a process that dies or hangs leaves no message; the master weights of this rank are unchanged",
+        fix="look at the logs of the other ranks, and start again with resume_from_checkpoint=True",
+    )
+
+
+def _located(error: HotspaError, rank: int) -> HotspaError:
+    data = error.to_dict()
+    if not re.match(rf"rank {rank}\b", data["where"] or ""):
+        data["where"] = f"rank {rank}" + (f", {data['where']}" if data["where"] else "")
+    return HotspaError.from_dict(data)
+
+
+class Agreement:
+    """Compares digests and exchanges errors over a host-side process group.
+
+    Args:
+        group: A group of all ranks for host tensors; None with one rank.
+        mailbox: Asked for the reason when a peer is gone.
+
+    All its methods raise, where a peer is gone or silent, `PeerError`, or the error that the peer left in the mailbox.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, rank: int, mailbox: "Mailbox | None" = None) -> None:
+        self.group, self.rank, self._mailbox = group, rank, mailbox
+
+    def run(
+        self,
+        where: str,
+        function: Callable[[], T],
+        digests: Callable[[T], Mapping[str, str]] | None = None,
+        *,
+        facts: Callable[[T], Mapping[str, str]] | None = None,
+        otherwise: Callable[[Exception], HotspaError] | None = None,
+    ) -> T:
+        """Calls the function on every rank; returns its value where all of them have one. A collective call.
+
+        Args:
+            where: The place, for messages: `set-up`.
+            function: What this rank does.
+            digests: What of the value must be equal on all ranks, by name (`check`).
+            facts: The same, to be shown where it is not.
+            otherwise: Makes an error for all ranks of what is no `HotspaError`; without it such a one is raised on this
+                rank alone, at once, and the others find it in the mailbox.
+
+        Raises:
+            HotspaError: on every rank, the error of the first rank on which one of the functions raised.
+            PlanMismatchError: on every rank, when something differs.
+        """
+        outcome: list[T] = []  # empty after an error: a value may be None
+        error, compared, shown = None, dict[str, str](), dict[str, str]()
+        try:
+            value = function()
+            compared |= digests(value) if digests is not None else {}
+            shown |= facts(value) if facts is not None else {}
+            outcome.append(value)
+        except HotspaError as failure:
+            error = failure
+        except Exception as failure:
+            if otherwise is None:
+                raise
+            error = otherwise(failure)
+        self.check(compared, error, where, facts=shown)
+        return outcome[0]
+
+    def check(
+        self,
+        digests: Mapping[str, str],
+        error: HotspaError | None,
+        where: str,
+        *,
+        facts: Mapping[str, str] | None = None,
+        balance: int = 0,
+        explain: Callable[[], HotspaError] | None = None,
+    ) -> None:
+        """Returns when no rank has an error and all digests are equal. One small collective, where all is well.
+
+        Args:
+            digests: What must be equal, by name.
+            error: What this rank found wrong, or None.
+            where: The place, for messages: `mini-batch 12`.
+            facts: What must be equal, too, and be shown where it is not; the names may differ as well.
+            balance: A number; those of all ranks must add up to 0 modulo 2^64 (`same_rows.py`).
+            explain: The error to raise where they do not. Called on every rank, so it may communicate.
+
+        Raises:
+            HotspaError: on every rank, the error of the first rank that has one.
+            PlanMismatchError: on every rank, when something differs. Nothing has been sent.
+        """
+        if self.group is None:
+            if error is not None:
+                raise error
+            return
+        text = json.dumps(error.to_dict()).encode() if error is not None else b""
+        names = ", ".join(digests)
+        # of a fixed size, whatever is compared: tensors of different sizes cannot be gathered together
+        words = [
+            len(text),
+            _word(repr(sorted((facts or {}).items()))),
+            _word(names),
+            _word(repr(list(digests.values()))),
+            (balance + _HALF) % (2 * _HALF) - _HALF,
+            self._mailbox.next_era if self._mailbox is not None else 0,
+        ]
+        errors, shown, listed, compared, balances, eras = zip(
+            *(row.tolist() for row in self._gather(torch.tensor(words, dtype=torch.int64))), strict=True
+        )
+        if self._mailbox is not None:  # all ranks are here, so no error from before concerns any of them
+            self._mailbox.begin_era(max(eras))
+        if any(errors):
+            self._raise_first(text, max(errors))
+        if len(set(shown)) > 1:
+            everyone = [json.loads(found) for found in self.texts(json.dumps(dict(facts or {})))]
+            every_name = dict.fromkeys(name for found in everyone for name in found)
+            raise _mismatch({name: [found.get(name) for found in everyone] for name in every_name}, where, True)
+        if len(set(listed)) > 1:
+            raise _mismatch({"list of what to compare": list(listed)}, where)
+        if len(set(compared)) > 1:
+            details = self._gather(torch.tensor([_word(digest) for digest in digests.values()], dtype=torch.int64))
+            raise _mismatch({name: [int(row[i]) for row in details] for i, name in enumerate(digests)}, where)
+        if explain is not None and sum(balances) % (2 * _HALF):
+            raise explain()
+
+    def gather(self, values: list[float]) -> torch.Tensor:
+        """fp64 [world size, number of values] of every rank's values; a collective call."""
+        return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64)))
+
+    def barrier(self) -> None:
+        """Waits for all ranks."""
+        if self.group is not None:
+            self._collective(lambda: dist.barrier(group=self.group))
+
+    def _collective(self, run: Callable[[], object]) -> None:
+        try:
+            run()
+        except RuntimeError as failure:
+            error = lost_peer(failure, self.rank, "agreement of all ranks")
+            if error is None:
+                raise
+            raise (self._mailbox.explain(error, "") if self._mailbox is not None else error) from failure
+
+    def _gather(self, values: torch.Tensor) -> list[torch.Tensor]:
+        if self.group is None:
+            return [values]
+        rows = [torch.empty_like(values) for _ in range(dist.get_world_size(self.group))]
+        self._collective(lambda: dist.all_gather(rows, values, group=self.group))
+        return rows
+
+    def texts(self, text: str) -> list[str]:
+        """Every rank's text; a collective call."""
+        data = text.encode()
+        sizes = [int(size) for size in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
+        return [found[:size].decode() for found, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
+
+    def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
+        """Every rank's bytes, filled with zeros to the longest."""
+        padded = torch.frombuffer(bytearray(data.ljust(max(longest, 1), b"\0")), dtype=torch.uint8)
+        return [row.numpy().tobytes() for row in self._gather(padded)]
+
+    def _raise_first(self, text: bytes, longest: int) -> NoReturn:
+        texts = [found.rstrip(b"\0") for found in self._gather_bytes(text, longest)]
+        first = next(rank for rank, found in enumerate(texts) if found)
+        raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
+
+
+@dataclass
+class _Era:
+    """Which error the mailboxes of a store wait for, counted from 0, and whether this process knows it."""
+
+    number: int = 0
+    known: bool = False
+
+
+_eras: weakref.WeakKeyDictionary[dist.Store, _Era] = weakref.WeakKeyDictionary()
+"""Of the process: an engine that is made after an error goes on from where the one before was."""
+
+
+class Mailbox:
+    """The first error of a run, kept in the rendezvous store for ranks whose peers vanish.
+
+    A script may catch it on all ranks and go on. The ranks have done so when they agree on something again; from then on
+    the mailbox is empty, for the next error.
+
+    Args:
+        world_size: With 1 nothing is posted.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank = rank
+        # the store behind the default group: private in torch, and the only channel that outlives a broken group
+        self._store = dist.distributed_c10d._get_default_store() if world_size > 1 else None
+        self._world_size = world_size
+        self._era = _eras.setdefault(self._store, _Era()) if self._store is not None else _Era()
+        self._mine: Exception | None = None
+
+    @property
+    def next_era(self) -> int:
+        """The number of the first error that this rank does not know."""
+        return self._era.number + self._era.known
+
+    def begin_era(self, number: int) -> None:
+        """All ranks have left the errors before this one behind them."""
+        if number > self._era.number:
+            self._era.number, self._era.known = number, False
+
+    def explain(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
+
+        May be called more than once for an error, and from any thread. For a lost peer it takes seconds: see `RollCall`.
+        """
+        if self._store is None or error is self._mine:
+            return error
+        store = dist.PrefixStore(f"hotspa_era_{self._era.number}", self._store)
+        if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)):
+            error = RollCall(store, self.rank, self._world_size, _MAILBOX_KEY).named(error)
+        mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
+        try:
+            # only the first one in stays
+            first = store.compare_set(_MAILBOX_KEY, "", mine).decode()
+        except Exception:
+            return error
+        self._era.known = True
+        if first != mine:
+            return HotspaError.from_dict(json.loads(first))
+        self._mine = error
+        return error
+
+    def tell(self, error: Exception, where: str) -> Exception:
+        """What to raise for an error that ends training on this rank outside a phase.
+
+        What was agreed on is raised as it is. A collective that broke is explained. Anything else is this rank's own:
+        left for the others, and raised as it is.
+        """
+        if hotspa_cause(error) is not None:
+            return error
+        lost = lost_peer(error, self.rank, where)
+        if lost is not None:
+            return self.explain(lost, where)
+        self.explain(error, where)
+        return error

@@ -1,0 +1,306 @@
+"""Attention over packed rows: every sequence of a pack sees itself only, and the cost is the sum of squared lengths.
+
+Registered with transformers under the name `ATTENTION`, so that a family's own attention module calls it. The sequences
+of the pack arrive as the keyword argument `hotspa_pack`, which every family passes through unchanged; no mask is ever
+built. A sequence of the row may be the continuation of one that began elsewhere: its queries then see the keys of its
+`Prefix`, too, which come from there, and the mask is aligned at the last query and the last key. Three kernels, one
+meaning:
+
+* a variable-length kernel (`torch.nn.attention.varlen`) on CUDA in 16-bit without a soft cap, for the heads that it
+  takes,
+* `scaled_dot_product_attention` per sequence everywhere else,
+* `explicit_attention` where the family caps its attention scores (Gemma 2), adds sinks to them, or drops attention
+  probabilities in training, whose masks must not depend on the layout: no fused kernel computes these.
+
+Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
+"""
+
+import inspect
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, zip_longest
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from hf_hotspa.errors import ModelError
+from hf_hotspa.parallel.explicit_attention import AttentionDropout, Scores, explicit_attention
+from hf_hotspa.parallel.prefix_attention import attend_with_prefix, kernel_takes
+
+ATTENTION = "hotspa_packed"
+"""The `attn_implementation` of every replica."""
+
+_HARMLESS = {"position_ids", "cache_position", "input_ids"}
+"""Tensors that families pass to attention without a meaning for the scores."""
+
+
+class DropsAttention(Protocol):
+    """What knows which attention probabilities of a pack stay (`parallel.dropout`)."""
+
+    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
+        """The dropout of the next call of an attention module with so many heads; `p` is the probability to be dropped."""
+        ...
+
+
+class Prefix(Protocol):
+    """The tokens before those of a row: where their keys and values come from, and where the gradients of these go.
+
+    Attributes:
+        lengths: Tokens before each sequence of the row, 0 where it begins there; those left out at the end have 0.
+    """
+
+    lengths: tuple[int, ...]
+
+    def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
+
+        Args:
+            module: The attention module.
+            key: [1, K, T, D], of the row's own tokens.
+            value: [1, K, T, D].
+        """
+        ...
+
+
+@dataclass
+class PackedSequences:
+    """The sequences of one pack, as the attention kernels need them.
+
+    Args:
+        lengths: Tokens of each sequence, in the order in which they stand in the row.
+        cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
+        prefix: What came before, where a sequence began elsewhere; else None.
+        num_calls: How often a layer attended to this pack: the check that a family really comes through here.
+        token_keys: What dropout draws from, see `parallel.dropout`; None without dropout.
+        calls: How often each dropout module has drawn for the tokens that it saw.
+        visible: Which tokens of the row the running layer sees, `(first, last + 1)`; None for all.
+        attention_dropout: Which attention probabilities are dropped; None where none are.
+        first_tokens: The place of each sequence's first token in its row, for that.
+    """
+
+    lengths: tuple[int, ...]
+    cu_seqlens: Tensor
+    prefix: Prefix | None = field(default=None, compare=False)
+    num_calls: int = field(default=0, compare=False)
+    token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
+    calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
+    visible: tuple[int, int] | None = field(default=None, compare=False)
+    attention_dropout: DropsAttention | None = field(default=None, compare=False)
+    first_tokens: tuple[int, ...] = field(default=(), compare=False)
+
+    @cached_property
+    def key_lengths(self) -> tuple[int, ...]:
+        """Keys of each sequence: its prefix and its own tokens."""
+        before = self.prefix.lengths if self.prefix is not None else ()
+        return tuple(own + more for own, more in zip_longest(self.lengths, before, fillvalue=0))
+
+    @cached_property
+    def cu_keys(self) -> Tensor:
+        """The running sum of `key_lengths`, as `cu_seqlens`."""
+        if self.key_lengths == self.lengths:
+            return self.cu_seqlens
+        sums = torch.tensor((0, *accumulate(self.key_lengths)), dtype=torch.int32)
+        return sums.to(self.cu_seqlens.device, non_blocking=True)
+
+    def prefixes(self, before: tuple[Tensor, Tensor] | None) -> list[tuple[Tensor, Tensor] | None]:
+        """For each sequence its part of what a `Prefix` gives; None where it has none."""
+        none: list[tuple[Tensor, Tensor] | None] = [None] * len(self.lengths)
+        if self.prefix is None or before is None:
+            return none
+        parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
+        found = [(k, v) if k.shape[2] else None for k, v in parts]
+        return [*found, *none[len(found) :]]
+
+    def joined(self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [1, K, S, D]: of each sequence those of its prefix, then its own."""
+        if before is None:
+            return key, value
+        prefixes, rows = self.prefixes(before), []
+        for index, x in enumerate((key, value)):
+            own = x.split(self.lengths, dim=2)
+            parts = [part for p, o in zip(prefixes, own, strict=True) for part in ((p[index], o) if p else (o,))]
+            rows.append(torch.cat(parts, 2))
+        return rows[0], rows[1]
+
+    def check_calls(self, num_attentions: int, model: str) -> None:
+        """Checks, after a forward of a model, that all of its attentions came through here.
+
+        Raises:
+            ModelError: one did not.
+        """
+        # layers that run in cycles attend several times
+        if self.num_calls < num_attentions or self.num_calls % max(num_attentions, 1):
+            raise ModelError(
+                f"{model} attended {self.num_calls} times instead of {num_attentions}",
+                why="layers that do not use the packed attention would mix the sequences of a pack",
+            )
+
+
+def calls_attention(module: nn.Module) -> bool:
+    """Whether a module's own forward goes through the attention interface of transformers, hence comes here."""
+    return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
+
+
+def names_in_forward(module: nn.Module) -> frozenset[str]:
+    """The names that a module's own forward uses: globals, attributes, and keywords of calls."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    if code is None:
+        return frozenset()
+    keywords = (name for const in code.co_consts if isinstance(const, tuple) for name in const if isinstance(name, str))
+    return frozenset((*code.co_names, *keywords))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    hotspa_pack: PackedSequences | None = None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention inside each sequence of a packed row.
+
+    Args:
+        module: The family's attention module.
+        query: [1, H, T, D].
+        key: [1, K, T, D]; H is a multiple of K.
+        value: [1, K, T, D].
+        attention_mask: Must be None: a mask would join or cut sequences in another way than the pack says.
+        hotspa_pack: The sequences of the row.
+        dropout: The probability of attention probabilities to be dropped, where the module is trained.
+        scaling: Factor on the scores; 1 / sqrt(D) when None.
+        sliding_window: Tokens that a position sees, itself included; all before it when None.
+        softcap: Scores become `softcap * tanh(scores / softcap)` when given.
+        s_aux: [H] sinks: further scores of each head, which take part in the softmax and add no value.
+        **kwargs: What else a family passes (position ids, flags); a tensor that is not known is refused.
+
+    Returns:
+        [1, T, H, D] and None (no attention weights).
+
+    Raises:
+        ModelError: the family passes something that this attention cannot honour, or does not pass the pack on.
+    """
+    if hotspa_pack is None or attention_mask is not None or query.shape[0] != 1:
+        raise ModelError(
+            f"{type(module).__name__} calls attention with "
+            f"{'no pack' if hotspa_pack is None else f'mask={attention_mask is not None}'}, batch {query.shape[0]}",
+            why="the sequences of a pack would attend to each other",
+            fix="this family cannot be trained packed; report its model_type",
+        )
+    refused = [name for name, value in kwargs.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    if refused or not getattr(module, "is_causal", True):
+        raise ModelError(
+            f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
+        )
+    hotspa_pack.num_calls += 1
+    before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
+    drops = dropout > 0 and module.training
+    if drops or softcap is not None or s_aux is not None:
+        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
+        scores = Scores(scaling, sliding_window, softcap, dropped)
+        key, value = hotspa_pack.joined(before, key, value)
+        lengths, key_lengths = hotspa_pack.lengths, hotspa_pack.key_lengths
+        out = explicit_attention(query[0], key[0], value[0], s_aux, lengths, scores, key_lengths)
+        return out.transpose(0, 1)[None], None
+    if _kernel_takes(query, value):
+        key, value = hotspa_pack.joined(before, key, value)
+        return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
+    lengths, prefixes = hotspa_pack.lengths, hotspa_pack.prefixes(before)
+    per_sequence = [
+        _one_sequence(q, k, v, prefix, scaling, sliding_window)
+        for q, k, v, prefix in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), prefixes, strict=True)
+    ]
+    return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
+
+
+def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:
+    if pack.attention_dropout is None:
+        raise ModelError(
+            f"{type(module).__name__} drops attention probabilities ({p}), and its config does not say so",
+            why="the masks would be others under every layout",
+            fix="set the probability in the model's config, and leave it alone on the object",
+        )
+    return pack.attention_dropout.of_call(module, p, heads)
+
+
+def _kernel_takes(query: Tensor, value: Tensor) -> bool:
+    """Whether the variable-length kernel, FlashAttention-2, computes these heads (its README, "Installation and features")."""
+    width = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and width == value.shape[-1]  # families that compress keys and values have narrower values
+        and width % 8 == 0
+        and width <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, scaling: float | None, sliding_window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
+
+    out = varlen_attn(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        pack.cu_seqlens,
+        pack.cu_keys,
+        max(pack.lengths),
+        max(pack.key_lengths),
+        scale=scaling,
+        # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
+        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return out[None]
+
+
+def _one_sequence(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    prefix: tuple[Tensor, Tensor] | None,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> Tensor:
+    """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
+    if prefix is not None:
+        num_before, length = prefix[0].shape[2], query.shape[2]
+        unlimited = sliding_window is None or sliding_window >= num_before + length
+        if unlimited and kernel_takes(query, value):
+            return attend_with_prefix(query, key, value, prefix, scaling)
+        # the first query sees a window less itself of what is before it
+        seen = num_before if sliding_window is None else min(num_before, sliding_window - 1)
+        key, value = (
+            torch.cat([p[:, :, num_before - seen :], x], 2) for p, x in zip(prefix, (key, value), strict=True)
+        )
+    length, key_length = query.shape[2], key.shape[2]
+    mask = None
+    if length != key_length or (sliding_window is not None and sliding_window < length):
+        position = torch.arange(key_length, device=query.device)
+        distance = position[key_length - length :, None] - position[None, :]
+        mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+    return functional.scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+
+
+AttentionInterface.register(ATTENTION, packed_attention)
+AttentionMaskInterface.register(ATTENTION, lambda *args, **kwargs: None)

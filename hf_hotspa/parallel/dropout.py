@@ -1,0 +1,332 @@
+"""Dropout whose masks are the same under every layout: a function of what is dropped, not of the order of drawing.
+
+Whether an element of an activation is dropped is decided by a hash of (seed, mini-batch, dataset row, token in the row)
+and of (module, feature): counter-based random numbers (Salmon et al., 2011, "Parallel Random Numbers: As Easy as 1, 2,
+3"), with the mixing steps of MurmurHash3 and SplitMix64. So every strategy, pack, order of micro-batches, tensor-parallel
+shard, recomputation and resumed run drops the same elements, and a module that is called twice other ones. They are
+others than torch's own generator would give: with the stock modules only the distribution agrees.
+
+`use_keyed_dropout` puts `KeyedDropout` in the place of every `nn.Dropout` of a replica: the model's own between its
+layers, and those of LoRA layers. Of attention probabilities, the hash is of the query token as above and of (module,
+head in the whole model, key token in the row): `DropoutMasks.of_call`, for attention that goes through the interface of
+transformers. What draws from torch's generator in another way is refused.
+"""
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.errors import ModelError
+from hf_hotspa.layout.vector import ParameterSpec
+from hf_hotspa.parallel.adapters import LORA_A
+from hf_hotspa.parallel.attention import PackedSequences, calls_attention
+from hf_hotspa.parallel.dropout_settings import attention_dropouts, held_rates
+from hf_hotspa.parallel.explicit_attention import AttentionDropout
+from hf_hotspa.parallel.mesh import TensorGroup
+
+_GOLDEN = -7046029254386353131
+"""2^64 divided by the golden ratio, as int64: the step of SplitMix64."""
+_MIX_1, _MIX_2 = -4658895280553007687, -7723592293110705685
+_MUR_1, _MUR_2 = -2048144789, -1028477387
+_AT_A_TIME = 1 << 18
+"""Elements whose hashes exist at a time on CPU, where what fits into a cache is several times faster."""
+_LORA = ".lora_dropout."
+
+
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """Shifted to the right, zeros from the left (torch copies the sign)."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """The finalizer of SplitMix64 of each int64; products wrap around."""
+    x = (x ^ _shifted(x, 30)) * _MIX_1
+    x = (x ^ _shifted(x, 27)) * _MIX_2
+    return x ^ _shifted(x, 31)
+
+
+def _halves(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The lower and the upper 32 bits of each int64, as int32."""
+    low = ((x & 0xFFFFFFFF) ^ 0x80000000) - 0x80000000
+    return low.to(torch.int32), (x >> 32).to(torch.int32)
+
+
+def _key(*parts: object) -> int:
+    digest = hashlib.sha256(" ".join(map(str, parts)).encode()).digest()
+    return int.from_bytes(digest[:8], "little", signed=True)
+
+
+def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Two int32 [T, 1] for the tokens of a pack, on its device: equal for equal tokens of a row in every pack.
+
+    Args:
+        seed: Of the run.
+        step: The mini-batch.
+        micro_batch: The pack. Sequences of padding, and those of a pack without keys, count as row -1.
+    """
+    keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
+    device = micro_batch.position_ids.device
+    rows = torch.tensor([_key(seed, step, row) for row, _ in keys], dtype=torch.int64)
+    first = torch.tensor([start for _, start in keys], dtype=torch.int64)
+    repeats = torch.tensor(micro_batch.lengths)
+    of_row = rows.repeat_interleave(repeats).to(device, non_blocking=True)
+    begin = first.repeat_interleave(repeats).to(device, non_blocking=True)
+    low, high = _halves(_mixed(of_row + (begin + micro_batch.position_ids[0]) * _GOLDEN))
+    return low[:, None], high[:, None]
+
+
+def feature_keys(module: str, features: Tensor) -> tuple[Tensor, Tensor]:
+    """Two int32 [F] for features of a module.
+
+    Args:
+        module: Its name in the whole model.
+        features: int64 [F], their indices in the whole module; or of any other shape.
+    """
+    return _halves(_mixed(features * _GOLDEN + _key(module)))
+
+
+def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: float) -> Tensor:
+    """Which elements stay: bool [T, F], each with probability 1 - p.
+
+    Args:
+        tokens: `token_keys` of T tokens.
+        features: `feature_keys` of F features.
+        p: The probability to be dropped, below 1.
+    """
+    (low_t, high_t), (low_f, _) = tokens, features
+    least = round(p * 2**32) - 2**31
+    num_tokens, width = low_t.shape[0], low_f.shape[0]
+    found = torch.empty(num_tokens, width, dtype=torch.bool, device=low_t.device)
+    rows = max(1, _AT_A_TIME // max(width, 1)) if low_t.device.type == "cpu" else max(num_tokens, 1)
+    for begin in range(0, num_tokens, rows):
+        place = slice(begin, begin + rows)
+        _hash_at_least(least, (low_t[place], high_t[place]), features, found[place])
+    return found
+
+
+def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
+    """Whether the hashes of tokens and features, which broadcast to the shape of `out`, are at least that."""
+    (low_t, high_t), (low_f, high_f) = tokens, features
+    x = low_t ^ low_f
+    x *= _MUR_1
+    x ^= (x >> 15) & 0x1FFFF
+    x += high_t
+    x ^= high_f
+    x *= _MUR_2
+    torch.ge(x, least, out=out)
+
+
+class _PairMasks:
+    """Which attention probabilities of one call of a module stay.
+
+    Args:
+        module: A name of the call.
+        p: The probability to be dropped, below 1.
+        heads: The heads that this rank computes, counted in the whole model.
+        pack: The pack, with its token keys.
+    """
+
+    def __init__(self, module: str, p: float, heads: range, pack: PackedSequences) -> None:
+        self._module, self._least, self._heads, self._pack = module, round(p * 2**32) - 2**31, heads, pack
+        self._keys: tuple[int, tuple[Tensor, Tensor]] | None = None
+
+    def __call__(self, index: int, queries: tuple[int, int], keys: tuple[int, int]) -> Tensor:
+        """bool [H, queries, keys], see `AttentionDropout`."""
+        pack, (low, high) = self._pack, keys
+        assert pack.token_keys is not None
+        start = sum(pack.lengths[:index])
+        tokens = [part[start + queries[0] : start + queries[1]] for part in pack.token_keys]
+        low_k, high_k = (part[:, None, low:high] for part in self._keys_of(index, tokens[0].device))
+        found = torch.empty(
+            len(self._heads), queries[1] - queries[0], high - low, dtype=torch.bool, device=tokens[0].device
+        )
+        _hash_at_least(self._least, (tokens[0], tokens[1]), (low_k, high_k), found)
+        return found
+
+    def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Two int32 [H, keys] for the heads and key tokens of a sequence, those of its prefix first."""
+        if self._keys is None or self._keys[0] != index:
+            first = self._pack.first_tokens[index]
+            position = torch.arange(first, first + self._pack.key_lengths[index], device=device)
+            heads = torch.tensor(list(self._heads), dtype=torch.int64, device=device)
+            self._keys = index, feature_keys(self._module, (heads[:, None] << 32) + position)
+        return self._keys[1]
+
+
+class DropoutMasks:
+    """What the dropout modules of a replica have in common.
+
+    Args:
+        seed: Of the run.
+        tensor: The tensor-parallel group, if there is one.
+        sequence_parallel: Whether tensors between blocks hold this rank's share of the tokens only.
+
+    Attributes:
+        step: The number of the mini-batch, to be set before its first forward.
+        pack: The pack that is computed, with its token keys; to be set before each forward.
+        attentions: The attention modules that may drop probabilities: the name of each in the whole model, and the first
+            head of the whole model that this rank computes.
+    """
+
+    def __init__(self, seed: int, tensor: TensorGroup | None, sequence_parallel: bool) -> None:
+        self._seed, self.step = seed, 0
+        self.pack: PackedSequences | None = None
+        self.attentions: dict[nn.Module, tuple[str, int]] = {}
+        self._sharers, self._place = 1, 0
+        if tensor is not None and sequence_parallel:
+            self._sharers, self._place = tensor.size, tensor.order[tensor.shard]
+
+    def begin(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
+        """A forward of this pack begins."""
+        pack.token_keys = token_keys(self._seed, self.step, micro_batch)
+        pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
+        pack.attention_dropout = self if self.attentions else None
+        self.pack = pack
+
+    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
+        """See `DropsAttention`."""
+        assert self.pack is not None
+        name, first = self.attentions[module]
+        call = self.next_call(f"{name} probabilities")
+        return AttentionDropout(
+            p, _PairMasks(f"{name} probabilities {call}", p, range(first, first + heads), self.pack)
+        )
+
+    def keys_of(self, num_tokens: int) -> tuple[Tensor, Tensor] | None:
+        """The keys of the tokens that a module sees; None when it does not see as many as it should."""
+        assert self.pack is not None
+        assert self.pack.token_keys is not None
+        begin, end = self.pack.visible or (0, self.pack.token_keys[0].shape[0])
+        if num_tokens * self._sharers == end - begin:
+            begin += self._place * num_tokens
+        elif num_tokens != end - begin:
+            return None
+        low, high = (keys[begin : begin + num_tokens] for keys in self.pack.token_keys)
+        return low, high
+
+    def next_call(self, module: str) -> int:
+        """How often the module has seen these tokens before: each time it draws anew."""
+        assert self.pack is not None
+        place = module, self.pack.visible
+        count = self.pack.calls.get(place, 0)
+        self.pack.calls[place] = count + 1
+        return count
+
+    def recompute(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """torch's checkpoint of a layer that draws the same masks again, whichever pack is computed by then."""
+        pack = self.pack
+        assert pack is not None
+        visible, calls = pack.visible, dict(pack.calls)  # of a layer that runs one sequence at a time, this one's
+
+        def with_pack(*inputs: Any, **named: Any) -> Any:
+            now, self.pack = self.pack, pack
+            (seen, pack.visible), (counted, pack.calls) = (pack.visible, visible), (pack.calls, dict(calls))
+            try:
+                return function(*inputs, **named)
+            finally:  # a recomputation ends with an exception when it has all that it needs
+                self.pack, pack.visible, pack.calls = now, seen, {**counted, **pack.calls}
+
+        return checkpoint(with_pack, *args, use_reentrant=False, **kwargs)
+
+
+class KeyedDropout(nn.Module):
+    """In the place of an `nn.Dropout`: the identity in eval mode.
+
+    Args:
+        name: The module's name in the whole model.
+        p: The probability to be dropped.
+        masks: What it has in common with others.
+        features: int64 [F], the indices of the features that this rank sees; None when it sees all.
+        width: How many there are, where that is known.
+    """
+
+    def __init__(
+        self, name: str, p: float, masks: DropoutMasks, features: Tensor | None = None, width: int | None = None
+    ) -> None:
+        super().__init__()
+        self.name, self.p = name, p
+        self._masks, self._features = masks, features
+        self._width = len(features) if features is not None else width
+        self._feature_keys: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., T, F] with elements dropped, and the others scaled by 1 / (1 - p).
+
+        Raises:
+            ModelError: the input is not tokens by features, or has others than expected.
+        """
+        if not self.training:
+            return x
+        tokens = self._masks.keys_of(x.shape[-2]) if x.dim() in (2, 3) and x.shape[:-2].numel() == 1 else None
+        if tokens is None or (self._width is not None and x.shape[-1] != self._width):
+            raise ModelError(
+                f"the dropout {self.name} got a tensor of the shape {tuple(x.shape)}",
+                why="masks are the same under every strategy only where a module sees all features of the tokens of a pack",
+                fix=f"set the probability of {self.name} to 0 in the model's config",
+            )
+        if self.p >= 1.0:
+            return x * 0.0
+        keep = kept(tokens, self._keys_of(x, self._masks.next_call(self.name)), self.p)
+        return torch.where(keep, x, 0.0) * (1.0 / (1.0 - self.p))
+
+    def _keys_of(self, x: Tensor, call: int) -> tuple[Tensor, Tensor]:
+        """The keys of the features of a tensor in the module's n-th call."""
+        place = call, x.shape[-1]
+        if place not in self._feature_keys:
+            features = self._features if self._features is not None else torch.arange(x.shape[-1])
+            name = f"{self.name} {call}" if call else self.name
+            self._feature_keys[place] = feature_keys(name, features.to(x.device))
+        return self._feature_keys[place]
+
+
+def use_keyed_dropout(
+    model: nn.Module,
+    masks: DropoutMasks,
+    specs: Mapping[str, ParameterSpec],
+    hidden_size: int,
+    tensor: TensorGroup | None,
+) -> bool:
+    """Replaces the dropout modules of a replica; whether there are any.
+
+    Args:
+        model: The replica's model; changed.
+        masks: What its dropout modules will have in common.
+        specs: The parameters by their names in the model: A of a LoRA layer tells which features the layer sees.
+        hidden_size: The width of what dropout between layers sees.
+        tensor: The tensor-parallel group, if there is one.
+    """
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    for name, module in found:
+        features, width = None, hidden_size if tensor is not None else None
+        if _LORA in name:
+            spec = specs[f"{name.replace(_LORA, f'.{LORA_A}.')}.weight"]
+            width = spec.shape[1]
+            if tensor is not None and spec.shard_dim == 1:
+                features = _indices(spec.shard_rows(tensor.size, tensor.shard))
+        model.set_submodule(name, KeyedDropout(name, module.p, masks, features, width))
+    return bool(found)
+
+
+def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_heads: Mapping[str, int]) -> bool:
+    """Lets the attention modules of a replica draw from the masks; whether any of them drops.
+
+    Args:
+        model: The replica's model.
+        masks: What its dropout modules have in common; learns of the attention modules.
+        first_heads: For modules of which this rank computes some of the heads, the first of them.
+    """
+    found = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
+    if not attention_dropouts(model.config) and not any(rate > 0 for m in found for rate in held_rates(m).values()):
+        return False
+    masks.attentions = found
+    return bool(found)
+
+
+def _indices(ranges: Sequence[tuple[int, int]]) -> Tensor:
+    return torch.cat([torch.arange(low, high) for low, high in ranges])

@@ -1,0 +1,143 @@
+"""The balance loss of mixture-of-experts routers, defined so that it does not depend on the packing.
+
+transformers adds `router_aux_loss_coef * load_balancing_loss_func(...)` to the loss of each micro-batch when
+`output_router_logits` is set. That function is a product of two means over the tokens of the micro-batch and of all
+layers, so it is no sum over micro-batches, and differs with their make-up. Here it is the family's own function of each
+sequence and each layer alone, and
+
+    aux = coefficient * sum over sequences s of (n_s / N) * mean over router layers l of f(logits of l for s)
+
+with n_s the label tokens of the sequence and N those of the mini-batch: a mean over sequences, weighted like the cross
+entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds what its own routers give.
+For one sequence and one layer it is what transformers computes. (A balance loss of each sequence is what DeepSeek-V3
+trains with, Liu et al. 2024, section 2.1.2.)
+"""
+
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.parallel.attention import names_in_forward
+from hf_hotspa.parallel.loss import IGNORE
+
+_FUNCTION = "load_balancing_loss_func"
+_ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+
+
+def router_layers(model: PreTrainedModel) -> int:
+    """How many routers of a model add to its loss; 0 where none does.
+
+    Raises:
+        UnsupportedError: the family has a balance loss of another kind.
+    """
+    if not getattr(model.config.get_text_config(), "output_router_logits", False):
+        return 0
+    if _FUNCTION not in names_in_forward(model):
+        return 0  # the family records its router's logits and adds nothing
+    family = model.config.get_text_config().model_type
+    recorder = _recorder(model)
+    count = 0
+    if recorder is not None and hasattr(model, "router_aux_loss_coef"):
+        count = sum(isinstance(module, recorder.target_class) for module in model.modules())
+    if not count or list(inspect.signature(_function(model)).parameters) != _ARGUMENTS:
+        raise UnsupportedError(
+            f"{family} config has output_router_logits=True",
+            why="the family's router loss is not defined for each sequence, so it would depend on how the mini-batch is packed",
+            fix="set config.output_router_logits = False",
+        )
+    return count
+
+
+def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
+    function: Callable[..., Tensor] = inspect.unwrap(type(model).forward).__globals__[_FUNCTION]
+    return function
+
+
+def _recorder(model: PreTrainedModel) -> Any:
+    """Where the family's base model records the logits of its routers: a class of modules, and which output."""
+    for module in (model, *model.children()):
+        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if getattr(found, "target_class", None) is not None:
+            return found
+    return None
+
+
+class RouterLoss:
+    """The balance loss of the routers of this rank's layers.
+
+    Args:
+        num_layers: The routers of the whole model.
+
+    Attributes:
+        value: fp64 scalar, what was added since `reset`.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
+        recorder = _recorder(model)
+        self._function = _function(model)
+        self._num_layers = num_layers
+        self._coefficient = float(model.router_aux_loss_coef)
+        self._num_experts, self._top_k = int(model.num_experts), int(model.num_experts_per_tok)
+        routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
+        self._logits: list[list[Tensor]] = [[] for _ in routers]
+        for index, router in enumerate(routers):
+            router.register_forward_hook(partial(self._record, index, recorder.index))
+        self.value = torch.zeros((), dtype=torch.float64)
+
+    def reset(self) -> None:
+        """Begins a phase."""
+        self.value = torch.zeros((), dtype=torch.float64)
+
+    def _record(self, index: int, output: int, module: nn.Module, args: Any, out: Any) -> None:
+        logits = out[output] if isinstance(out, tuple | list) else out
+        self._logits[index].append(logits.reshape(-1, logits.shape[-1]))
+
+    def clear(self) -> None:
+        """Before each forward: drops what a recomputation may have recorded."""
+        for logits in self._logits:
+            logits.clear()
+
+    def of(self, lengths: Sequence[int], labels: Tensor, scale: float) -> Tensor | None:
+        """The loss of the forward that has just run; None where this rank has no router.
+
+        Args:
+            lengths: Of the pack's sequences.
+            labels: int64 [T], `IGNORE` where there is none.
+            scale: 1 / (label tokens of the mini-batch).
+
+        Returns:
+            fp64 scalar, with gradients to the routers.
+        """
+        if not self._logits:
+            return None
+        counts = [int((own != IGNORE).sum()) for own in labels.split(list(lengths))]
+        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+        for recorded in self._logits:
+            whole = torch.cat(recorded)
+            for own, count in zip(whole.split(list(lengths)), counts, strict=True):
+                if count:
+                    found = self._function((own,), self._num_experts, self._top_k)
+                    total = total + found.double() * (count * scale * self._coefficient / self._num_layers)
+        self.clear()
+        self.value = self.value.to(total.device) + total.detach()
+        return total
+
+
+class AttachLoss(torch.autograd.Function):
+    """A hidden state that carries a loss: passed on as it is, and the loss gets the gradient 1 in the backward."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
+        ctx.loss = loss.dtype, loss.device
+        return hidden.view_as(hidden)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        dtype, device = ctx.loss
+        return grad, torch.ones((), dtype=dtype, device=device)

@@ -1,0 +1,166 @@
+"""Sequence parallelism: between the parts of a layer that tp divides, each rank holds only its share of the tokens.
+
+The residual stream, the norms and everything else that works token by token runs on T/t of the T tokens of a pack. The
+tokens are gathered where an attention or MLP block begins and before the head (`Replica`), and summed and scattered where a
+row-parallel projection ends (and after the embedding): the all-reduce of plain tensor parallelism in two halves, for
+the same bytes (Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section
+4.2.2). Nothing here needs to know a family: a block is the module that owns the projections the plan cuts.
+
+Promise: T is a multiple of t (`Replica.forward` pads a pack with an isolated sequence). Every parameter outside of
+blocks, and every bias of a row-parallel projection, has a gradient that is a part of a sum over the tp group; the
+gradient layout adds it up.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_hotspa.parallel.mesh import TensorGroup
+from hf_hotspa.parallel.tensor_parallel import (
+    COLWISE,
+    ROWWISE,
+    VOCABULARY_EMBEDDING,
+    product_without_bias,
+    wrap_embedding,
+)
+
+SHARDED = frozenset({COLWISE, ROWWISE})
+"""The styles of projections that a block may have."""
+
+# torch before 2.13 has these collectives under their older names only
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T/t, h] on every rank to [1, T, h], in the order of the group's ranks."""
+    x = x.contiguous()
+    whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[2])
+    _all_gather(whole, x[0], group=group)
+    return whole[None]
+
+
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """[1, T, h] on every rank to this rank's [1, T/t, h] of their sum."""
+    x = x.contiguous()
+    mine = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[2])
+    _reduce_scatter(mine, x[0], group=group)
+    return mine[None]
+
+
+class _GatherTokens(torch.autograd.Function):
+    """All tokens forward; backward the sum of all ranks' gradients, of this rank's tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _scatter_sum(grad, ctx.group), None
+
+
+class _ScatterSum(torch.autograd.Function):
+    """This rank's tokens of the sum forward; backward the gradients of all tokens."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _scatter_sum(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return _gather(grad, ctx.group), None
+
+
+def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Every rank's tokens.
+
+    Args:
+        x: [1, T/t, h], this rank's.
+        group: The tensor-parallel group, of t ranks.
+
+    Returns:
+        [1, T, h], for column-parallel consumers: their gradients are summed over the group.
+    """
+    return _GatherTokens.apply(x, group)
+
+
+def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **kwargs: Any) -> Any:
+    if "hidden_states" in kwargs:
+        kwargs["hidden_states"] = gather_tokens(kwargs["hidden_states"], group)
+    else:
+        args = (gather_tokens(args[0], group), *args[1:])
+    return forward(*args, **kwargs)
+
+
+def _rowwise(x: Tensor, *, product: Callable[[Tensor], Tensor], linear: nn.Linear, group: dist.ProcessGroup) -> Tensor:
+    y = _ScatterSum.apply(product(x), group)
+    return y if linear.bias is None else y + linear.bias
+
+
+def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
+    """The modules that gather their input: those that own projections which tp cuts."""
+    return frozenset(name.rpartition(".")[0] for name, style in styles.items() if style in SHARDED)
+
+
+def obstacle(
+    modules: Mapping[str, nn.Module], styles: Mapping[str, str], own: set[str], layers: tuple[str, ...]
+) -> str | None:
+    """Why a model cannot be sequence parallel, or None.
+
+    Args:
+        modules: Its modules by name.
+        own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
+        layers: What the names of layers begin with.
+    """
+    blocks = blocks_of(styles)
+    for name, module in modules.items():
+        if not name.startswith(layers) or not any(True for _ in module.parameters(recurse=False)):
+            continue
+        block = next((block for block in blocks if name.startswith(f"{block}.")), None)
+        if name in styles and styles[name] not in SHARDED:
+            return f"{name} is not cut into shards that work alone ({styles[name]}), so it cannot be sequence parallel"
+        if block is None and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            return f"{name} works on whole rows and is not cut by tp, so it cannot be sequence parallel"
+        parameters = {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
+        if block is not None and styles.get(name) not in SHARDED and not parameters <= own:
+            return f"{name} inside of {block} is not cut by tp, so its gradient would not be exact under +sp"
+    nested = [inner for inner in blocks for outer in blocks if inner.startswith(f"{outer}.")]
+    if nested:
+        return f"{nested[0]} is inside of another module that gathers its input under +sp"
+    return None
+
+
+def apply_sequence_parallel(
+    modules: Mapping[str, nn.Module],
+    styles: Mapping[str, str],
+    widths: Mapping[str, tuple[int, ...]],
+    tensor_group: TensorGroup,
+) -> None:
+    """Wraps the forward of every block, row-parallel projection and embedding.
+
+    Args:
+        modules: The replica's modules by name; those of other stages are missing.
+        styles: Tensor-parallel style by module name.
+        widths: By module name, the size of every shard along the dim that is cut.
+        tensor_group: The group and this rank's shard.
+    """
+    group = tensor_group.group
+    for name in sorted(blocks_of(styles)):
+        if name in modules:
+            modules[name].forward = partial(_block, forward=modules[name].forward, group=group)
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            continue
+        if style == ROWWISE:
+            product, linear = product_without_bias(module)
+            module.forward = partial(_rowwise, product=product, linear=linear, group=group)
+        elif style == VOCABULARY_EMBEDDING:
+            wrap_embedding(module, widths[name], tensor_group, _ScatterSum.apply)

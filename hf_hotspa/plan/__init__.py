@@ -1,0 +1,1 @@
+"""Which bytes move where when a strategy takes over: plans of switches, made and proved without torch."""

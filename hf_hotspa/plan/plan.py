@@ -1,0 +1,125 @@
+"""Switch plans: which rank sends which elements to whom, as frozen plain data that proves itself.
+
+A plan is a table of transfers for each *kind* of segment and *hop*. Segments that are placed alike on both sides share
+a table, so that a plan of a hundred equal layers is as large as one of a single layer. The hops of a segment follow
+one another: what the first one lands in a relay buffer (or in a target) the second one may forward. A plan knows no
+transport and no dtype. It is one of two kinds:
+
+* a *load* copies: every element that a rank of the target layout holds is delivered to it exactly once;
+* a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
+  of a load: hops run backwards, copies become sums.
+
+`SwitchPlan.validate` proves this against the layouts, and the planner calls it on everything it builds. No torch.
+"""
+
+import hashlib
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.ports import PortLoads
+from hf_hotspa.plan.proof import prove
+from hf_hotspa.plan.table import DST, LENGTH, SRC, SegmentPlan, adjoint
+
+INTRA, INTER, ANY = "intra", "inter", "any"
+"""Links of a hop: inside nodes only, between nodes only, or both."""
+
+_INVERSE = "inverse of "
+
+
+@dataclass(frozen=True, eq=False)
+class SwitchPlan:
+    """All transfers between two layouts, of all ranks. Made by the planner, which validates it.
+
+    Args:
+        name: What moves where, for messages and logs; part of the digest.
+        bases: Where each segment begins in the parameter vector.
+        kind_of: For each segment the index of its kind; -1 where the plan moves nothing of it.
+        links: For each hop which links it uses: `INTRA`, `INTER` or `ANY`.
+        accumulate: False copies (a load), True adds (a gradient return).
+    """
+
+    name: str
+    world_size: int
+    bases: tuple[int, ...]
+    kinds: tuple[SegmentPlan, ...]
+    kind_of: tuple[int, ...]
+    links: tuple[str, ...]
+    accumulate: bool
+
+    def validate(self, source: Layout | Sequence[Layout], target: Layout) -> None:
+        """Proves the plan against its layouts.
+
+        Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
+        the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
+        exactly once.
+
+        Args:
+            source: The source layout; two of them for a plan with a second source.
+
+        Raises:
+            PlanError: naming the first transfer, rank or interval that is wrong.
+        """
+        sources = [source] if isinstance(source, Layout) else list(source)
+        prove(self.name, self.world_size, self.bases, self.kinds, self.kind_of, self.accumulate, sources, target)
+
+    def digest(self) -> str:
+        """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""
+        return self._digest
+
+    @cached_property
+    def _digest(self) -> str:
+        head = [self.world_size, self.accumulate, len(self.bases), *self.bases, *self.kind_of]
+        text = f"{self.name}\0{self.links}\0{head}\0{[[len(hop) for hop in kind.hops] for kind in self.kinds]}\0"
+        digest = hashlib.sha256(text.encode())
+        for kind in self.kinds:
+            for table in (*kind.hops, kind.relay_sizes):
+                little = table.byteswap() if sys.byteorder == "big" else table
+                digest.update(np.ascontiguousarray(little).tobytes())
+        return digest.hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SwitchPlan) and self.digest() == other.digest()
+
+    def __hash__(self) -> int:
+        return hash(self.digest())
+
+    def inverse(self) -> "SwitchPlan":
+        """The adjoint: sources and destinations change places, hops run backwards, a copy becomes a sum and vice versa.
+
+        The inverse of the inverse is the plan.
+        """
+        name = self.name.removeprefix(_INVERSE) if self.name.startswith(_INVERSE) else _INVERSE + self.name
+        kinds = tuple(
+            SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
+        )
+        return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
+
+    def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
+        """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""
+        found = [PortLoads.zero(cluster) for _ in self.links]
+        for kind, size in self._weights(element_sizes):
+            for loads, table in zip(found, self.kinds[kind].hops, strict=True):
+                loads.add(table[:, SRC], table[:, DST], table[:, LENGTH] * size)
+        return found
+
+    def wire_bytes(self, element_sizes: Sequence[int]) -> int:
+        """Bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""
+        return sum(
+            size * int(table[table[:, SRC] != table[:, DST], LENGTH].sum())
+            for kind, size in self._weights(element_sizes)
+            for table in self.kinds[kind].hops
+        )
+
+    def _weights(self, element_sizes: Sequence[int]) -> Iterable[tuple[int, int]]:
+        """`(kind, bytes of one element summed over the segments of the kind)`."""
+        weights = [0] * len(self.kinds)
+        for segment, kind in enumerate(self.kind_of):
+            if kind >= 0:
+                weights[kind] += element_sizes[segment]
+        return enumerate(weights)

@@ -1,0 +1,184 @@
+"""The planner: from layouts to a validated switch plan.
+
+Four ways to plan a load behind one function: `relay` (the default), `algorithm1`, `round_robin`, `first_owner`; see
+`relay` and `direct` for what they do. On a single node nothing can be relayed: there the relay plan is Algorithm 1's. A
+gradient return is planned as the adjoint of the load of its contributions from the master store.
+
+Layouts are all a planner sees, never degrees. One segment of each kind is planned and stands for all that are placed
+alike, so that time grows with the ranks, not with the layers. Everything here is a deterministic pure function of plain
+data: every rank computes the same plan.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import HotspaConfigError, PlanError
+from hf_hotspa.layout.intervals import Placement, place
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.direct import plan_direct
+from hf_hotspa.plan.pieces import Pieces, cut_pieces
+from hf_hotspa.plan.plan import ANY, INTER, INTRA, SwitchPlan
+from hf_hotspa.plan.relay.plan import plan_relay
+from hf_hotspa.plan.relay.routing import relay_pays
+
+PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
+"""The ways to plan, the default first."""
+
+
+def check_planner(planner: str) -> None:
+    """Refuses an unknown planner.
+
+    Raises:
+        HotspaConfigError: it is not one of `PLANNERS`.
+    """
+    if planner not in PLANNERS:
+        raise HotspaConfigError(f"there is no planner {planner!r}", fix=f"use one of {', '.join(PLANNERS)}")
+
+
+def plan_load(
+    source: Layout | Sequence[Layout],
+    target: Layout,
+    cluster: Cluster,
+    element_sizes: Sequence[int],
+    planner: str = "relay",
+) -> SwitchPlan:
+    """Plans a load: everything that the target layout holds, from ranks that hold it in a source layout.
+
+    Args:
+        source: Where the parameters are. Two layouts when they are in two places at once: the master store, and the
+            weights of the strategy that ran last.
+        target: Where they are needed. It may leave out elements.
+        cluster: Which ranks share a node, and the links.
+        element_sizes: Bytes of one element of each segment on the wire, for balancing the links.
+        planner: One of `PLANNERS`.
+
+    Raises:
+        PlanError: the sources do not hold all that the target needs.
+        HotspaConfigError: there is no such planner.
+    """
+    sources = [source] if isinstance(source, Layout) else list(source)
+    plan = _plan(sources, target, cluster, element_sizes, planner, False)
+    plan.validate(sources, target)
+    return plan
+
+
+def plan_return(
+    contributions: Layout,
+    master: Layout,
+    cluster: Cluster | None = None,
+    element_sizes: Sequence[int] | None = None,
+    planner: str = "relay",
+) -> SwitchPlan:
+    """Plans a gradient return: every contribution of every rank, to the one owner of its element.
+
+    Args:
+        contributions: What each rank has to add to which element.
+        master: Where each element is owned, exactly once.
+        cluster: As for `plan_load`; one node when None.
+        element_sizes: As for `plan_load`; equal when None.
+        planner: One of `PLANNERS`.
+
+    Raises:
+        PlanError: an element that somebody contributes to has no owner, or more than one.
+        HotspaConfigError: there is no such planner.
+    """
+    cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
+    num_segments = max(len(contributions.placements), len(master.placements))
+    load = _plan([master], contributions, cluster, element_sizes or [1] * num_segments, planner, True)
+    name = f"return {contributions.name} -> {master.name}"
+    inverse = load.inverse()
+    plan = SwitchPlan(name, inverse.world_size, inverse.bases, inverse.kinds, inverse.kind_of, inverse.links, True)
+    plan.validate(contributions, master)
+    return plan
+
+
+def _plan(
+    sources: list[Layout],
+    target: Layout,
+    cluster: Cluster,
+    element_sizes: Sequence[int],
+    planner: str,
+    sums: bool,
+) -> SwitchPlan:
+    check_planner(planner)
+    for layout in (*sources, target):
+        if layout.world_size != cluster.world_size:
+            worlds = f"{[source.world_size for source in sources]}, {target.world_size}, {cluster.world_size}"
+            raise PlanError(f"source, target and cluster are of different worlds: {worlds}")
+    kinds, kind_of = segment_kinds(sources, target, sums)
+    sizes = [*element_sizes, *[1] * (len(kind_of) - len(element_sizes))]
+    bases = [0] * len(kind_of)
+    for layout in sources:
+        bases[: len(layout.bases)] = layout.bases
+    bases[: len(target.bases)] = target.bases
+    relays = planner == "relay" and cluster.num_nodes > 1 and relay_pays(cluster)
+    if relays:
+        plans, plan_of = plan_relay(kinds, kind_of, sizes, cluster, sums), list(kind_of)
+        links = (INTRA, INTER, INTRA)[-max((len(plan.hops) for plan in plans), default=2) :]
+    else:
+        plans, plan_of = plan_direct(kinds, kind_of, sizes, cluster, "algorithm1" if planner == "relay" else planner)
+        links = (ANY,)
+    name = f"load {' + '.join(source.name for source in sources)} -> {target.name}"
+    return SwitchPlan(name, cluster.world_size, tuple(bases), tuple(plans), tuple(plan_of), links, False)
+
+
+def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False) -> tuple[list[Pieces], list[int]]:
+    """The pieces of each kind of segment, and the kind of each segment; -1 where the target holds nothing.
+
+    Args:
+        sums: The target's holders contribute to what exactly one source rank owns.
+
+    Raises:
+        PlanError: a piece that is needed is held nowhere; or, with `sums`, does not have exactly one owner.
+    """
+    kinds: list[Pieces] = []
+    known: dict[tuple[object, ...], int] = {}
+    kind_of = []
+    world_size = target.world_size
+    for segment in range(max(len(layout.placements) for layout in (*sources, target))):
+        needed = _placement(target, segment)
+        if needed is None or not len(needed[0].ranks):
+            kind_of.append(-1)
+            continue
+        base = needed[1]
+        found = [_placement(source, segment) or (place([], [0] * world_size), base) for source in sources]
+        sides = [(placement, where - base) for placement, where in found]
+        key = (needed[0].key, *((placement.key, shift) for placement, shift in sides))
+        if key not in known:
+            for layout, placement, where in (
+                *((s, *f) for s, f in zip(sources, found, strict=True)),
+                (target, *needed),
+            ):
+                placement.check(layout.name, segment, where)
+            pieces = cut_pieces(sides, (needed[0], 0), world_size)
+            _check_owners(pieces, base, sources, target, sums)
+            known[key] = len(kinds)
+            kinds.append(pieces)
+        kind_of.append(known[key])
+    return kinds, kind_of
+
+
+def _placement(layout: Layout, segment: int) -> tuple[Placement, int] | None:
+    if segment >= len(layout.placements):
+        return None
+    return layout.placements[segment], layout.bases[segment]
+
+
+def _check_owners(pieces: Pieces, base: int, sources: Sequence[Layout], target: Layout, sums: bool) -> None:
+    counts = pieces.held.counts
+    bad = np.flatnonzero(counts != 1 if sums else counts < 1)
+    if not len(bad):
+        return
+    piece = int(bad[0])
+    # the whole stretch that is wrong in the same way, not only its first piece
+    last = piece
+    while last + 1 < len(counts) and counts[last + 1] == counts[piece]:
+        last += 1
+    start, stop = base + int(pieces.starts[piece]), base + int(pieces.starts[last] + pieces.lengths[last])
+    where = f"rank {min(pieces.needed.of(piece))} of layout {target.name!r}"
+    names = " or ".join(repr(source.name) for source in sources)
+    if sums:
+        raise PlanError(f"elements [{start}, {stop}) have {counts[piece]} owners in layout {names}", where=where)
+    raise PlanError(f"no rank of layout {names} holds elements [{start}, {stop})", where=where)

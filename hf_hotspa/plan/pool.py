@@ -1,0 +1,136 @@
+"""The plans of a pool of strategies, and the order in which switching between them costs least.
+
+Owns what the strategies of a run have in common: the nested order of their shards, their layouts, and every plan
+between them. A load comes from the master store alone, or from there and from the weights of the strategy that ran
+before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for and
+kept; they are pure functions of the arguments, equal on all ranks. No torch.
+"""
+
+from collections.abc import Sequence
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.nesting import nested_orders
+from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.plan.phase_order import order_phases
+from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.planner import check_planner, plan_load, plan_return
+from hf_hotspa.plan.ports import overlapped_seconds
+from hf_hotspa.strategy import Strategy
+
+
+class PlanPool:
+    """Plans of all strategies of a run.
+
+    Args:
+        strategies: The pool; the order of their shards is chosen here.
+        weight_sizes: Bytes of one weight of each segment on the wire.
+        gradient_sizes: Bytes of one gradient of each segment on the wire.
+        planner: One of `planner.PLANNERS`.
+        second_source: Whether a load may also draw on the weights of the strategy that ran before.
+
+    Attributes:
+        has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
+
+    Raises:
+        HotspaConfigError: there is no such planner.
+    """
+
+    def __init__(
+        self,
+        vector: ParameterVector,
+        strategies: Sequence[Strategy],
+        cluster: Cluster,
+        weight_sizes: Sequence[int],
+        gradient_sizes: Sequence[int],
+        planner: str = "relay",
+        second_source: bool = False,
+    ) -> None:
+        check_planner(planner)
+        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost)
+        self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
+        self.second_source = second_source
+        self.master = master_layout(vector, cluster.world_size)
+        self._vector, self._cluster, self._planner = vector, cluster, planner
+        self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
+        self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
+        trainable = {segment.trainable for segment in vector.segments}
+        self.has_frozen = trainable == {True, False}
+        self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
+        self._returns: dict[Strategy, SwitchPlan] = {}
+        self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+
+    def layout(self, strategy: Strategy) -> Layout:
+        """Where the weights of a strategy lie."""
+        return self._layouts[strategy]
+
+    def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
+        """The plan that fills a strategy's weights.
+
+        Args:
+            strategy: The strategy to load.
+            previous: The one whose weights of the same optimizer step are still there; counts with `second_source`
+                only.
+            trained_only: Leave out the frozen weights, which are in its buffers already.
+        """
+        key = (previous if self.second_source and previous != strategy else None), strategy, trained_only
+        if key not in self._loads:
+            sources = [self.master] if key[0] is None else [self.master, self._layouts[key[0]]]
+            target = self._layouts[strategy]
+            if trained_only:
+                target = trained_layout(self._vector, target)
+            self._loads[key] = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
+        return self._loads[key]
+
+    def return_gradients(self, strategy: Strategy) -> SwitchPlan:
+        """The plan that adds a strategy's gradients to the master store."""
+        if strategy not in self._returns:
+            own = next(own for own in self.strategies if own == strategy)  # with the pool's order of shards
+            contributions = gradient_layout(self._vector, own)
+            self._returns[strategy] = plan_return(
+                contributions, self.master, self._cluster, self._gradient_sizes, self._planner
+            )
+        return self._returns[strategy]
+
+    def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
+        """The same strategies in the order in which loading them one after another costs least.
+
+        It matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
+        the order of the least seconds by the fluid port model. With frozen weights, and memory for one strategy, the
+        first load leaves these out where the mini-batch before ended with the same strategy: mini-batches end and begin
+        in turns with the first strategy and with the second one, which are those of the shortest sequences and seldom
+        missing. Else every load draws on the master store alone, no order is better than another, and the given one
+        stays.
+
+        Args:
+            strategies: Those of a mini-batch.
+            step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
+                before, so that a resumed run goes on in the same order.
+        """
+        key = tuple(strategies)
+        if len(key) < 2:
+            return key
+        if not self.second_source:
+            if not self.has_frozen:
+                return key
+            ends = key[0], *key[2:], key[1]
+            return ends if step % 2 == 0 else ends[::-1]
+        if key not in self._orders:
+            first = [self._seconds(None, strategy) for strategy in key]
+            between = [[self._seconds(a, b) if a != b else 0.0 for b in key] for a in key]
+            self._orders[key] = tuple(key[index] for index in order_phases(first, between))
+        return self._orders[key]
+
+    def _seconds(self, previous: Strategy | None, strategy: Strategy) -> float:
+        return overlapped_seconds(self.load(strategy, previous).loads(self._cluster, self._weight_sizes), self._cluster)
+
+    def plans(self) -> list[SwitchPlan]:
+        """Every plan that a mini-batch may need, whichever phases it has."""
+        plans = [plan for s in self.strategies for plan in (self.load(s), self.return_gradients(s))]
+        if self.second_source:
+            plans += [self.load(b, a) for a in self.strategies for b in self.strategies if a != b]
+        if self.has_frozen:
+            plans += [self.load(s, trained_only=True) for s in self.strategies]
+        if self.has_frozen and self.second_source:
+            plans += [self.load(b, a, True) for a in self.strategies for b in self.strategies if a != b]
+        return plans

@@ -1,0 +1,419 @@
+"""Relay plans: what a node lacks crosses its NICs once and is forwarded inside the node.
+
+HotSPa's Algorithm 1 sends a piece to every needer from wherever it is: when k devices of a node need the same bytes,
+the node's NICs carry them k times. Here every byte that a node lacks enters it once, spread over the NICs of its
+devices, and the devices hand it on over the fast links inside the node. Two hops, at times three:
+
+* *feed*, inside nodes: where the NICs of the owners alone would be the bottleneck, owners hand a share to neighbours
+  with idle NICs, into relay buffers;
+* *cross*, between nodes: to the device where a share lands, in the target buffer of a needer, or in a relay buffer;
+* *forward*, inside nodes: from there to the other needers, and everything that a node had already.
+
+Which devices send and land which share of what is decided for sets of ranks, not for pieces (`routing`), and laid
+over the pieces of each kind of segment here. A gradient return is the adjoint: contributions are summed inside the node
+before the sum crosses; for it a set of several needers always lands in a relay buffer, so that sums have one fixed
+order and gradients are not overwritten.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.layout.intervals import Numbers
+from hf_hotspa.plan.pieces import Pieces
+from hf_hotspa.plan.ports import PortLoads, nic_bandwidth
+from hf_hotspa.plan.relay.routing import Demand, Pull, landing_shares, pulling_shares, sender_shares
+from hf_hotspa.plan.table import RELAY, TARGET, SegmentPlan, canonical
+
+SHARE_ALIGNMENT = 64
+"""Shares of a stream of pieces begin on multiples of this many elements."""
+
+Share = tuple[tuple[int, float], ...]
+"""`(rank, fraction)`: how a stream is shared between ranks; the fractions add up to 1."""
+
+
+def split_streams(
+    lengths: Numbers, streams: Numbers, shares: Sequence[Share]
+) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+    """Shares streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares.
+
+    Args:
+        lengths: Elements of each row.
+        streams: The stream of each row, ascending.
+        shares: The shares of each stream.
+
+    Returns:
+        `(row, offset in the row, length, rank)` of each part, by row and offset.
+    """
+    ends = np.cumsum(lengths)
+    begins = ends - lengths
+    present, first_row = np.unique(streams, return_index=True)
+    bases = begins[first_row].tolist()
+    totals = np.add.reduceat(lengths, first_row).tolist() if len(lengths) else []
+    cuts, ranks = [], []
+    for stream, base, total in zip(present.tolist(), bases, totals, strict=True):
+        done = 0.0
+        for rank, fraction in shares[stream]:
+            if fraction > 0:
+                cuts.append(base + round(done * total / SHARE_ALIGNMENT) * SHARE_ALIGNMENT if done else base)
+                ranks.append(rank)
+                done += fraction
+    cut_at = np.array(cuts, np.int64)
+    # a cut of a short stream may be rounded into the next one
+    limit = np.array([base + total for base, total in zip(bases, totals, strict=True)], np.int64)
+    counts = [sum(fraction > 0 for _, fraction in shares[stream]) for stream in present.tolist()]
+    cut_at = np.minimum(cut_at, np.repeat(limit, counts))
+    points = np.union1d(begins, cut_at[cut_at < (ends[-1] if len(ends) else 0)])
+    row = np.searchsorted(begins, points, side="right") - 1
+    length = np.diff(np.append(points, ends[-1] if len(ends) else 0))
+    rank = np.array(ranks, np.int64)[_last_of_stream(cut_at, points, limit, counts)]
+    return row, points - begins[row], length, rank
+
+
+def _last_of_stream(cut_at: Numbers, points: Numbers, limits: Numbers, counts: Sequence[int]) -> Numbers:
+    """The share in which each point lies: the last one that begins at or before it, in its own stream."""
+    stream_of_cut = np.repeat(np.arange(len(limits)), counts)
+    stream_of_point = np.searchsorted(limits, points, side="right")
+    # cuts at the end of a stream belong to empty shares: sorted after all points of their stream, before the next
+    keys = cut_at * (len(limits) + 1) + stream_of_cut
+    return np.searchsorted(keys, points * (len(limits) + 1) + stream_of_point, side="right") - 1
+
+
+class _Registry:
+    """Numbers things in the order in which they are first seen."""
+
+    def __init__(self) -> None:
+        self.index: dict[tuple[object, ...], int] = {}
+
+    def __call__(self, *thing: object) -> int:
+        return self.index.setdefault(thing, len(self.index))
+
+
+class _Arrivals:
+    """The (piece, node) pairs of one kind in which no device of the node holds the piece but some need it."""
+
+    def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Registry) -> None:
+        size = cluster.devices_per_node
+        self.pieces = pieces
+        self.has_owner = np.zeros((len(pieces.starts), cluster.num_nodes), bool)
+        self.has_owner[pieces.held.piece, pieces.held.rank // size] = True
+        group_of, sets = pieces.needed.groups
+        order = np.argsort(group_of, kind="stable")
+        bounds = np.searchsorted(group_of[order], np.arange(len(sets) + 1))
+        blocks = [np.empty((0, 3), np.int64)]
+        for group, ranks in enumerate(sets):
+            by_node: dict[int, list[int]] = {}
+            for rank in ranks:
+                by_node.setdefault(rank // size, []).append(rank)
+            members = order[bounds[group] : bounds[group + 1]]
+            nodes = list(by_node)
+            found = [landings(node, tuple(by_node[node])) for node in nodes]
+            blocks.append(
+                np.column_stack(
+                    (np.repeat(members, len(nodes)), np.tile(nodes, len(members)), np.tile(found, len(members)))
+                )
+            )
+        rows = np.concatenate(blocks)
+        rows = rows[~self.has_owner[rows[:, 0], rows[:, 1]]]
+        rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
+        self.piece, self.node, self.landing = rows[:, 0], rows[:, 1], rows[:, 2]
+        self._size, self._num_nodes = size, cluster.num_nodes
+
+    def count_pulls(self, pulls: dict[tuple[tuple[int, ...], int], float], weight: int) -> None:
+        """Adds the bytes that needers get from owners in their own node, by the set of those owners."""
+        held, needed = self.pieces.held, self.pieces.needed
+        near = self.has_owner[needed.piece, needed.rank // self._size] & (held.find(needed.piece, needed.rank) < 0)
+        group_of, sets = held.groups
+        world_size = held.world_size
+        keys = group_of[needed.piece[near]] * world_size + needed.rank[near]
+        present, inverse = np.unique(keys, return_inverse=True)
+        num_bytes = np.zeros(len(present), np.int64)
+        np.add.at(num_bytes, inverse, self.pieces.lengths[needed.piece[near]] * weight)
+        for key, total in zip(present.tolist(), num_bytes.tolist(), strict=True):
+            needer = key % world_size
+            owners = tuple(rank for rank in sets[key // world_size] if rank // self._size == needer // self._size)
+            pulls[owners, needer] = pulls.get((owners, needer), 0.0) + total
+
+
+class _Shares(NamedTuple):
+    """What was decided for sets of ranks, for all kinds of segments together.
+
+    Attributes:
+        needers: The needers of each landing key.
+        landing: Where each landing key lands.
+        sending: Who sends, by owners; empty where every owner sends what it alone holds.
+        pulling: Who serves its own node, by the owners in it.
+    """
+
+    needers: list[tuple[int, ...]]
+    landing: list[Share]
+    sending: dict[tuple[int, ...], Share]
+    pulling: dict[tuple[int, ...], Share]
+
+
+def plan_relay(
+    kinds: Sequence[Pieces],
+    kind_of: Sequence[int],
+    element_sizes: Sequence[int],
+    cluster: Cluster,
+    sums: bool = False,
+) -> list[SegmentPlan]:
+    """Relay plans of all kinds of segments, of two hops (cross, forward) or three (feed, cross, forward).
+
+    Args:
+        kinds: The pieces of each kind of segment.
+        kind_of: The kind of each segment; -1 for none.
+        element_sizes: Bytes of one element of each segment on the wire.
+        cluster: The nodes and their links.
+        sums: The plan's adjoint is wanted, a gradient return.
+    """
+    weights = [0] * len(kinds)
+    for kind, size in zip(kind_of, element_sizes, strict=True):
+        if kind >= 0:
+            weights[kind] += size
+    landings = _Registry()
+    arrivals = [_Arrivals(pieces, cluster, landings) for pieces in kinds]
+    shares = _decide(arrivals, weights, landings, cluster)
+    plans = [_Materialised(c, shares, cluster, sums) for c in arrivals]
+    if any(len(plan.feed) for plan in plans):
+        return [SegmentPlan((plan.feed, plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
+    return [SegmentPlan((plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
+
+
+def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Registry, cluster: Cluster) -> _Shares:
+    num_bytes = np.zeros(len(landings.index), np.int64)
+    pulls: dict[tuple[tuple[int, ...], int], float] = {}
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        np.add.at(num_bytes, arrival.landing, arrival.pieces.lengths[arrival.piece] * weight)
+        arrival.count_pulls(pulls, weight)
+    pulled = [Pull(owners, needer, total) for (owners, needer), total in pulls.items()]
+    keys: list[tuple[int, tuple[int, ...]]] = list(landings.index)  # type: ignore[arg-type]
+    totals = num_bytes.tolist()
+    demands = [Demand((), *key, float(total)) for key, total in zip(keys, totals, strict=True) if total]
+    found = landing_shares(demands, cluster, pulled)
+    moves = [
+        (lander, rank, demand.num_bytes * fraction)
+        for demand in demands
+        for lander, fraction in found[demand.node, demand.needers]
+        for rank in demand.needers
+        if rank != lander
+    ]
+    inside = PortLoads.zero(cluster)
+    _add(inside, moves)
+    pulling = pulling_shares(pulled, dict(enumerate(inside.sent_intra.tolist())))
+    pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
+    _add(inside, pulls_from)
+    sending = _sending_shares(arrivals, weights, cluster, inside)
+    return _Shares([needers for _, needers in keys], [found.get(key, ()) for key in keys], sending, pulling)
+
+
+def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
+    """Adds `(source, destination, bytes)` to the loads."""
+    if moves:
+        loads.add(*(np.array(column) for column in zip(*moves, strict=True)))
+
+
+def _sending_shares(
+    arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads
+) -> dict[tuple[int, ...], Share]:
+    if _evenly_owned(arrivals, weights, cluster, inside):
+        return {}
+    amounts: dict[tuple[int, ...], float] = {}
+    entering = np.zeros(cluster.num_nodes)
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        group_of, sets = arrival.pieces.held.groups
+        num_bytes = arrival.pieces.lengths[arrival.piece] * weight
+        np.add.at(entering, arrival.node, num_bytes)
+        totals = np.zeros(len(sets), np.int64)
+        np.add.at(totals, group_of[arrival.piece], num_bytes)
+        for group in np.flatnonzero(totals).tolist():
+            amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
+    return sender_shares(amounts, entering.tolist(), cluster, inside)
+
+
+def _evenly_owned(arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads) -> bool:
+    """Whether every piece has one owner and no owner's NIC is busier than what is unavoidable (a master store)."""
+    sent = np.zeros(cluster.world_size)
+    entering = np.zeros(cluster.num_nodes)
+    for arrival, weight in zip(arrivals, weights, strict=True):
+        held = arrival.pieces.held
+        if (held.counts[arrival.piece] > 1).any():
+            return False
+        num_bytes = arrival.pieces.lengths[arrival.piece] * weight
+        np.add.at(sent, held.rank[held.first[arrival.piece]], num_bytes)
+        np.add.at(entering, arrival.node, num_bytes)
+    capacity = np.array([len(cluster.ranks(node)) for node in range(cluster.num_nodes)])
+    level = max((entering / capacity).max(), inside.seconds(cluster) * nic_bandwidth(cluster))
+    return cluster.shares_nics or bool(sent.max() <= 1.01 * level)
+
+
+class _Materialised:
+    """The tables of one kind of segment."""
+
+    def __init__(self, arrival: _Arrivals, shares: _Shares, cluster: Cluster, sums: bool) -> None:
+        self._arrivals, self._shares, self._cluster = arrival, shares, cluster
+        pieces = arrival.pieces
+        held, needed, starts = pieces.held, pieces.needed, pieces.starts
+        row, offset, length, land = split_streams(pieces.lengths[arrival.piece], arrival.landing, shares.landing)
+        row, offset, length, land, sender = self._assign_senders(row, offset, length, land)
+        piece, landing_of = arrival.piece[row], arrival.landing[row]
+        source, wanted = held.find(piece, sender), needed.find(piece, land)
+        set_sizes = np.array([len(ranks) for ranks in shares.needers], np.int64)
+        in_target = (wanted >= 0) & ((set_sizes[landing_of] == 1) | (not sums))
+        # relay buffers: first what lands, then what is fed
+        relay_offset, landed = _relay_offsets(land, length, in_target, np.zeros(cluster.world_size, np.int64))
+        fed = source < 0
+        fed_offset, self.relay_sizes, feed = self._fed(piece[fed], offset[fed], length[fed], sender[fed], landed)
+        sent_offset = held.offset[source] + offset
+        sent_offset[fed] = fed_offset
+        store = np.where(in_target, TARGET, RELAY)
+        landed_at = np.where(in_target, needed.offset[wanted] + offset, relay_offset)
+        start = starts[piece] + offset
+        sent_from = np.where(fed, RELAY, held.store[source])
+        self.cross = canonical(_table(sent_from, sender, sent_offset, store, land, landed_at, start, length))
+        self.feed = canonical(feed)
+        # forwarding: each landed part to every needer of its node that does not have it by landing
+        counts = set_sizes[landing_of]
+        part = np.repeat(np.arange(len(row)), counts)
+        flat = np.array([rank for ranks in shares.needers for rank in ranks], np.int64)
+        begins = (np.cumsum(set_sizes) - set_sizes)[landing_of]
+        to = flat[np.repeat(begins, counts) + np.arange(len(part)) - np.repeat(np.cumsum(counts) - counts, counts)]
+        keep = ~(in_target[part] & (to == land[part]))
+        part, to = part[keep], to[keep]
+        into = needed.offset[needed.find(piece[part], to)] + offset[part]
+        forward = _table(
+            store[part], land[part], landed_at[part], np.full(len(part), TARGET), to, into, start[part], length[part]
+        )
+        self.forward = canonical(np.concatenate((forward, self._inside())))
+
+    def _assign_senders(
+        self, row: Numbers, offset: Numbers, length: Numbers, land: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers, Numbers, Numbers]:
+        """The parts again, cut further where several ranks send, with the sender of each.
+
+        What goes to each node, from the same owners, lies along one line, and the senders take consecutive stretches of
+        it: they send to different nodes where they can, so that messages are few.
+        """
+        held, sending = self._arrivals.pieces.held, self._shares.sending
+        piece, node = self._arrivals.piece[row], self._arrivals.node[row]
+        if not sending:
+            return row, offset, length, land, held.rank[held.first[piece]]
+        group_of, sets = held.groups
+        stream = group_of[piece]
+        order = np.lexsort((node, stream))
+        shares = [sending.get(owners, ()) for owners in sets]
+        sub, sub_offset, sub_length, rank = split_streams(length[order], stream[order], shares)
+        parts = order[sub]
+        return row[parts], offset[parts] + sub_offset, sub_length, land[parts], rank
+
+    def _fed(
+        self, piece: Numbers, offset: Numbers, length: Numbers, sender: Numbers, filled: Numbers
+    ) -> tuple[Numbers, Numbers, Numbers]:
+        """What senders that own nothing of a piece get before, in equal shares from the owners in their node.
+
+        What a sender passes on to several nodes it gets once.
+
+        Returns:
+            Where each part lies in the relay buffer of its sender, the sizes of those buffers, and the table.
+        """
+        held, size = self._arrivals.pieces.held, self._cluster.devices_per_node
+        span = int(self._arrivals.pieces.lengths.max(initial=0)) + 1
+        at = (sender * len(self._arrivals.pieces.lengths) + piece) * span + offset
+        order = np.argsort(at, kind="stable")
+        reach = np.maximum.accumulate((at + length)[order]) if len(at) else at
+        new = np.concatenate(([True], at[order][1:] > reach[:-1])) if len(at) else np.empty(0, bool)
+        first = np.flatnonzero(new)
+        stretch = np.empty(len(at), np.int64)
+        stretch[order] = np.cumsum(new) - 1
+        begin, who, which = at[order][first], sender[order][first], piece[order][first]
+        extent = np.maximum.reduceat(reach, first) - begin if len(at) else at
+        places, sizes = _relay_offsets(who, extent, np.zeros(len(who), bool), filled)
+        low, high = held.between(which, who // size * size, (who // size + 1) * size)
+        sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
+        row = held.find(which[sub], rank)
+        shift = begin[sub] % span + sub_offset
+        start = self._arrivals.pieces.starts[which[sub]] + shift
+        relay = np.full(len(row), RELAY)
+        into = places[sub] + sub_offset
+        table = _table(held.store[row], rank, held.offset[row] + shift, relay, who[sub], into, start, sub_length)
+        return places[stretch] + at - begin[stretch], sizes, table
+
+    def _inside(self) -> Numbers:
+        """What needers already have, or can get from their own node."""
+        pieces, size = self._arrivals.pieces, self._cluster.devices_per_node
+        held, needed = pieces.held, pieces.needed
+        near = self._arrivals.has_owner[needed.piece, needed.rank // size]
+        piece, rank, offset = needed.piece[near], needed.rank[near], needed.offset[near]
+        own = held.find(piece, rank)
+        low, high = held.between(piece, rank // size * size, (rank // size + 1) * size)
+        simple = (own >= 0) | (high - low == 1)
+        several = np.flatnonzero(~simple)
+        sub, part_offset, part_length, part_rank = self._share_out(
+            low[several], high[several], rank[several], pieces.lengths[piece[several]], self._shares.pulling
+        )
+        chosen = np.concatenate((np.flatnonzero(simple), several[sub]))
+        shift = np.concatenate((np.zeros(int(simple.sum()), np.int64), part_offset))
+        length = np.concatenate((pieces.lengths[piece[simple]], part_length))
+        row = np.concatenate((np.where(own >= 0, own, low)[simple], held.find(piece[several[sub]], part_rank)))
+        target = np.full(len(row), TARGET)
+        start = pieces.starts[piece[chosen]] + shift
+        return _table(
+            held.store[row],
+            held.rank[row],
+            held.offset[row] + shift,
+            target,
+            rank[chosen],
+            offset[chosen] + shift,
+            start,
+            length,
+        )
+
+    def _share_out(
+        self,
+        low: Numbers,
+        high: Numbers,
+        to: Numbers,
+        length: Numbers,
+        shares_of: dict[tuple[int, ...], Share] | None,
+    ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
+        """Shares each row between the holders in rows `low` to `high`; equally without `shares_of`.
+
+        Each receiver begins with another holder, so that all holders are busy at every moment.
+        """
+        held = self._arrivals.pieces.held
+        streams = _Registry()
+        stream = np.array(
+            [
+                streams(tuple(held.rank[a:b].tolist()), rank)
+                for a, b, rank in zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
+            ],
+            np.int64,
+        )
+        order = np.argsort(stream, kind="stable")
+        shares = []
+        for ranks, rank in streams.index:
+            share = shares_of[ranks] if shares_of is not None else tuple((r, 1 / len(ranks)) for r in ranks)  # type: ignore
+            first = rank % len(share)  # type: ignore[operator]
+            shares.append(share[first:] + share[:first])
+        sub, sub_offset, sub_length, chosen = split_streams(length[order], stream[order], shares)
+        return order[sub], sub_offset, sub_length, chosen
+
+
+def _table(*columns: Numbers) -> Numbers:
+    return np.column_stack(columns).astype(np.int64, copy=False)
+
+
+def _relay_offsets(holder: Numbers, length: Numbers, elsewhere: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
+    """Where each part lies in the relay buffer of its holder, of which `filled` elements are taken, and what is taken
+    after."""
+    relayed = np.where(elsewhere, 0, length)
+    sizes = np.zeros(len(filled), np.int64)
+    np.add.at(sizes, holder, relayed)
+    order = np.argsort(holder, kind="stable")
+    ends = np.cumsum(relayed[order])
+    before = np.concatenate(([0], np.cumsum(sizes)[:-1]))
+    offsets = np.empty(len(holder), np.int64)
+    offsets[order] = ends - relayed[order] - before[holder[order]] + filled[holder[order]]
+    return offsets, filled + sizes

@@ -1,0 +1,1 @@
+"""Rows of data sets as people have them, read into token ids, labels and lengths."""

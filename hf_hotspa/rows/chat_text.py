@@ -1,0 +1,332 @@
+"""A conversation as text, through a tokenizer's chat template, and which characters of it are learned.
+
+Owns how a template that was written for inference is trained. Three ways, in this order:
+
+* it has `{% generation %}` markers: they say what is learned;
+* else each answer begins where the template's generation prompt ends, and ends with its end-of-turn token, which is learned,
+  too (the line break that many templates write after it is not, as it is never generated);
+* where the template rewrites an answer once others follow it (Qwen3 and others take its thinking out), a row is laid out turn
+  by turn: *every answer is written as the template writes it when it is the last*, and stays so in the turns after it. So one
+  text trains all answers, each after the very prompt that the template makes, but for what it would take out of history.
+
+What a template drops without a word (thinking, tools, roles that it does not know) is refused by name: a label that is not
+there is not noticed in training. `chat.py` makes tokens of the text. Imports no torch.
+"""
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hf_hotspa.errors import DataError, HotspaError
+from hf_hotspa.rows.formats import Chat, Messages
+
+_GENERATION = re.compile(r"\{%-?\s*generation\b")
+_OPENED = re.compile(r"<(\w+)>\n\Z")  # a generation prompt that opens the thinking
+_ARGUMENTS_ARE_JSON = re.compile(r"arguments\s*\|\s*tojson")
+
+Tokens = tuple[list[int], list[bool]]  # ids, and whether each is learned
+
+
+class Template:
+    """The chat template of a tokenizer.
+
+    Raises:
+        DataError: it has none.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        # A template may be one text or a table of them; asking for the one in use also covers tokenizers without any.
+        self.source = self.source_for(None)
+        added = {str(token) for token in getattr(tokenizer, "added_tokens_decoder", {}).values()}
+        self.added = {token for token in added | set(tokenizer.all_special_tokens) if token.strip()}
+        self._sizes = sorted({len(token) for token in self.added}, reverse=True)
+        self._firsts = {token[0] for token in self.added}
+
+    def source_for(self, tools: Any) -> str:
+        """The template that is used with these tools."""
+        try:
+            return str(self.tokenizer.get_chat_template(tools=tools))
+        except Exception as error:
+            raise DataError(
+                f"the tokenizer has no chat template that can be used: {error}",
+                fix="set tokenizer.chat_template, or give 'text' or string 'prompt' and 'completion' columns",
+            ) from error
+
+    def pieces_of(self, text: str) -> list[str]:
+        """A text cut into its added tokens and what stands between them."""
+        pieces, start, at = [], 0, 0
+        while at < len(text):
+            size = 0
+            if text[at] in self._firsts:
+                size = next((size for size in self._sizes if text[at : at + size] in self.added), 0)
+            if size:
+                pieces += [text[start:at], text[at : at + size]]
+                start = at + size
+            at += size or 1
+        return [piece for piece in [*pieces, text[start:]] if piece]
+
+    def is_ended(self, text: str) -> bool:
+        """Whether a text ends with an added token, but for blanks and line breaks."""
+        text = text.rstrip()
+        return any(text[-size:] in self.added for size in self._sizes)
+
+
+class Layout:
+    """One conversation as text.
+
+    Args:
+        row: Its number, for messages.
+
+    Raises:
+        DataError: the template has no place for its tools.
+    """
+
+    def __init__(self, template: Template, chat: Chat, row: int) -> None:
+        source = template.source_for(chat.tools) if chat.tools else template.source
+        if chat.tools and not re.search(r"\btools\b", source):
+            raise DataError(
+                "the row has 'tools', and the chat template has no place for them",
+                where=f"dataset row {row}",
+                fix="set a chat template that writes tools, or remove the column",
+            )
+        if _ARGUMENTS_ARE_JSON.search(source) and "arguments is string" not in source:
+            chat = replace(chat, messages=[_with_parsed_arguments(message) for message in chat.messages])
+        self._template, self._chat, self._row = template, chat, row
+        self.marked = bool(getattr(template.tokenizer, "is_fast", False)) and bool(_GENERATION.search(source))
+        self._rendered: dict[tuple[int, bool], str] = {}
+
+    def _apply(self, messages: Messages, **options: Any) -> Any:
+        try:
+            return self._template.tokenizer.apply_chat_template(
+                messages, tools=self._chat.tools or None, **self._chat.options, **options
+            )
+        except HotspaError:
+            raise
+        except Exception as error:  # templates raise what they like
+            raise DataError(
+                f"the chat template failed on {len(messages)} messages: {type(error).__name__}: {error}",
+                where=f"dataset row {self._row}",
+                fix="check the roles and their order (some templates know no system message, or ask for user and "
+                "assistant in turn)",
+            ) from error
+
+    def render(self, stop: int, prompt: bool = False) -> str:
+        """What the template writes for the messages before `stop`; with `prompt`, and for asking for an answer."""
+        key = (stop, prompt)
+        if key not in self._rendered:
+            messages = self._chat.messages[:stop]
+            self._rendered[key] = self._apply(messages, tokenize=False, add_generation_prompt=prompt)
+        return self._rendered[key]
+
+    def by_markers(self) -> Tokens | None:
+        """Ids and what is learned, as the template's markers say; None where they do not say which answer is which."""
+        options = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+        out = self._apply(self._chat.messages, tokenizer_kwargs={"verbose": False}, **options)
+        learned = [bool(counts) for counts in out["assistant_masks"]]
+        said = [i for i in self._chat.trained if self._chat.messages[i]["content"].strip()]
+        if said and not any(learned):
+            raise DataError(
+                f"the {{% generation %}} markers of the chat template mark nothing of turn {said[0]}",
+                where=f"dataset row {self._row}",
+                fix="put them around what the assistant says, the end-of-turn token included",
+            )
+        turns = [i for i, message in enumerate(self._chat.messages) if message["role"] == "assistant"]
+        if self._chat.trained != tuple(turns):  # markers mark every answer; some are not learned
+            starts = [i for i, counts in enumerate(learned) if counts and not (i and learned[i - 1])]
+            if len(starts) != len(turns):
+                return None
+            for start, stop, turn in zip(starts, [*starts[1:], len(learned)], turns, strict=True):
+                if turn not in self._chat.trained:
+                    learned[start:stop] = [False] * (stop - start)
+        self._nothing_left_out(self.render(len(self._chat.messages)), {})
+        return list(out["input_ids"]), learned
+
+    def turn_by_turn(self) -> tuple[str, list[tuple[int, int]]]:
+        """The text of the conversation, and the characters of it that are learned."""
+        number, trained = len(self._chat.messages), self._chat.trained
+        text, spans, answers = self._prompt(trained[0]) if trained else self.render(number), [], {}
+        for turn, stop in zip(trained, [*trained[1:], number][: len(trained)], strict=True):
+            begin, said, rest = len(text), self._said(turn), ""
+            if turn + 1 < number:
+                said, rest = self._followed(turn, stop, said)
+            text += said
+            stopper = "" if self._template.is_ended(said) else self._stopper(turn, rest)
+            end = begin + len(said.rstrip() if self._template.is_ended(said) else said + stopper)
+            spans.append((begin, end))
+            text += rest or stopper
+            answers[turn] = said
+        self._nothing_left_out(text, answers)
+        return text, spans
+
+    def _stopper(self, turn: int, rest: str) -> str:
+        """What ends an answer of templates that write no end of a turn: the special token that the next turn begins with."""
+        if not rest:  # the last message: as if a user asked again
+            marker = self._marker()
+            history = [*self._chat.messages[:turn], said_by("assistant", marker), said_by("user", "Hello")]
+            try:
+                rest = self._behind(marker, self._apply(history, tokenize=False), turn)
+            except DataError:
+                return ""
+        token = next(iter(self._template.pieces_of(rest)), "")
+        return token if token in self._template.added else ""
+
+    def _prompt(self, turn: int) -> str:
+        """What stands before an answer."""
+        if turn:
+            return self.render(turn, prompt=True)
+        marker = self._marker()
+        before, found, _ = self._apply([said_by("assistant", marker)], tokenize=False).partition(marker)
+        if not found:
+            raise self._unclear(turn)
+        question = [said_by("user", "Hello")]
+        opening = self._apply(question, tokenize=False, add_generation_prompt=True)
+        opening = opening.removeprefix(self._apply(question, tokenize=False))
+        at = before.rfind(opening) if opening else -1
+        return before[: at + len(opening)] if at >= 0 else before
+
+    def _said(self, turn: int) -> str:
+        """What stands behind the prompt when the answer is the last."""
+        prompt, whole = self._prompt(turn), self.render(turn + 1)
+        if whole.startswith(prompt):
+            return whole[len(prompt) :]
+        opened = _OPENED.search(prompt)
+        if opened is None or not whole.startswith(prompt[: opened.start()]):
+            raise self._unclear(turn)
+        # The prompt opens the thinking and the template takes it out of every answer: it is put back as it was generated.
+        thought, _ = _thinking(self._chat.messages[turn])
+        tag = opened.group(1)
+        answer = re.sub(rf"\A\s*<{tag}>\s*</{tag}>", "", whole[opened.start() :]).lstrip("\n")
+        if thought and thought in answer:
+            raise self._unclear(turn)
+        return f"{thought}\n</{tag}>\n\n{answer}"
+
+    def _followed(self, turn: int, stop: int, said: str) -> tuple[str, str]:
+        """An answer that is not the last, and what stands between it and the next one."""
+        messages = self._chat.messages
+        is_turn = stop < len(messages)
+        after, whole = self.render(stop, prompt=is_turn), self.render(turn + 1)
+        if whole.startswith(self._prompt(turn)) and after.startswith(whole):
+            return said, after[len(whole) :]
+        # The template rewrites the answer once others follow. A placeholder shows what it writes behind an answer, as the
+        # last (`end`) and followed by these messages (`rest`), whatever it does to the answer itself.
+        marker = self._marker()
+        kept = {"tool_calls": messages[turn]["tool_calls"]} if "tool_calls" in messages[turn] else {}
+        history = [*messages[:turn], said_by("assistant", marker) | kept]
+        end = self._behind(marker, self._apply(history, tokenize=False), turn)
+        others = self._apply([*history, *messages[turn + 1 : stop]], tokenize=False, add_generation_prompt=is_turn)
+        rest = self._behind(marker, others, turn)
+        if not said.endswith(end):
+            raise self._unclear(turn)
+        if rest.startswith(end):
+            return said, rest[len(end) :]
+        body, ends, follows = (
+            said[: len(said) - len(end)],
+            self._template.pieces_of(end),
+            self._template.pieces_of(rest),
+        )
+        same = num_same(ends, follows)
+        if any(piece in self._template.added for piece in follows[:same]):  # the template also ends the whole text
+            common = "".join(follows[:same])
+            return body + common, rest[len(common) :]
+        if len(ends) == 1 and {ends[0], follows[0]} <= self._template.added:  # the last answer has an end of its own
+            return said, "".join(follows[1:])
+        raise self._unclear(turn)
+
+    def _behind(self, marker: str, text: str, turn: int) -> str:
+        if text.count(marker) != 1:
+            raise self._unclear(turn)
+        return text.partition(marker)[2]
+
+    def _marker(self) -> str:
+        """A word that the conversation does not have."""
+        marker, text = "Placeholder", str(self._chat.messages)
+        while marker in text:
+            marker += "X"
+        return marker
+
+    def _nothing_left_out(self, text: str, answers: dict[int, str]) -> None:
+        """Refuses a conversation of which the template leaves something out."""
+        for turn, message in enumerate(self._chat.messages):
+            role, content = message["role"], message["content"]
+            if turn not in answers:
+                words = set(re.findall(r"\w+", content))  # a template may trim a text, or write it as JSON
+                if sum(word not in text for word in words) > len(words) / 2:
+                    raise self._left_out(f"what {role!r} says in message {turn}")
+                continue
+            thought, answer = _thinking(message)
+            calls = [call.get("function", call).get("name", "") for call in message.get("tool_calls", [])]
+            if answer and answer not in answers[turn]:
+                raise self._left_out(f"(a part of) what the assistant says in message {turn}")
+            if thought and thought not in answers[turn]:
+                raise self._left_out(f"the thinking of the assistant in message {turn}")
+            if not all(name in answers[turn] for name in calls):
+                raise self._left_out(f"a tool call of message {turn}")
+
+    def _prompt_closes_thinking(self, turn: int) -> bool:
+        thought, _ = _thinking(self._chat.messages[turn])
+        return bool(turn and thought and self.render(turn, prompt=True).rstrip().endswith("</think>"))
+
+    def _left_out(self, what: str) -> DataError:
+        return DataError(
+            f"the chat template leaves out {what}",
+            where=f"dataset row {self._row}",
+            why="it would be missing in training without a word",
+            fix="set a chat template that writes it (tokenizer.chat_template), or remove it from the row",
+        )
+
+    def _unclear(self, turn: int) -> DataError:
+        if self._prompt_closes_thinking(turn):
+            return DataError(
+                f"turn {turn} of the conversation has thinking, and the chat template asks for an answer without",
+                where=f"dataset row {self._row}",
+                fix="remove the thinking, or say in a column 'chat_template_kwargs' that it is wanted: {'enable_thinking': True}",
+            )
+        return DataError(
+            f"the chat template does not show which tokens turn {turn} of the conversation consists of",
+            where=f"dataset row {self._row}",
+            why="what it writes for the answer is not what follows its prompt, or it rewrites it in an unknown way once others follow",
+            fix="use a chat template with {% generation %} ... {% endgeneration %} around what the assistant says, "
+            "or give 'prompt' and 'completion', or 'input_ids' and 'labels'",
+        )
+
+
+def said_by(role: str, content: str) -> dict[str, Any]:
+    """A message."""
+    return {"role": role, "content": content}
+
+
+def _thinking(message: dict[str, Any]) -> tuple[str, str]:
+    """The thinking and the answer of a message of the assistant, whether in one text or in two fields."""
+    content = message["content"]
+    if thought := message.get("reasoning_content"):
+        return str(thought).strip(), content.strip()
+    if content.count("</think>") != 1:
+        return "", content.strip()
+    thought, answer = content.split("</think>")  # as the templates do: what was generated need not begin with <think>
+    return thought.split("<think>")[-1].strip(), answer.strip()
+
+
+def num_same(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many elements two sequences have in common at the beginning."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def _with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
+    """With arguments of tool calls as mappings, where a template turns them into JSON itself."""
+
+    def parsed(call: dict[str, Any]) -> dict[str, Any]:
+        inner = call.get("function", call)
+        if not isinstance(inner.get("arguments"), str):
+            return call
+        try:
+            inner = inner | {"arguments": json.loads(inner["arguments"])}
+        except ValueError:
+            return call
+        return call | {"function": inner} if "function" in call else inner
+
+    if "tool_calls" not in message:
+        return message
+    return message | {"tool_calls": [parsed(call) for call in message["tool_calls"]]}

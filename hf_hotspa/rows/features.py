@@ -1,0 +1,351 @@
+"""One row of a data set as tokens: what its columns say, and what a data collator of the user's would make of it.
+
+Owns `read_row`, the only reader of rows, and `RowRules`, what it reads them by. A row has `input_ids` and may have
+
+* ``labels`` (or ``label_ids``) of the same length, not yet shifted, -100 where a token does not count. Without them every
+  token but the first counts;
+* ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never trained;
+* ``position_ids`` that begin again at 0, ``seq_lengths`` (``seq_lens``), ``cu_seqlens`` (``cu_seq_lens``, ``cu_seq_lens_q``)
+  or ``seq_idx``, where the row is packed already: each of its documents is then a sequence of its own.
+
+What the stock Trainer would train in another way is refused by name, and so are columns that contradict each other. Values are not
+checked against a vocabulary here. Imports no torch.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.rows.columns import number_columns
+
+IGNORED_LABEL = -100
+LABEL_COLUMNS = ("labels", "label_ids")
+LENGTH_COLUMNS = ("seq_lengths", "seq_lens")
+BOUNDARY_COLUMNS = ("cu_seqlens", "cu_seq_lens", "cu_seq_lens_q")
+CUT_COLUMNS = ("position_ids", *LENGTH_COLUMNS, *BOUNDARY_COLUMNS, "seq_idx")
+TOKEN_COLUMNS = ("input_ids", *LABEL_COLUMNS, "attention_mask", *CUT_COLUMNS)
+"""Every column that is read."""
+
+_NO_CUTS = np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """What a user's data collator, and the model, make of rows; the default is that of none.
+
+    Args:
+        labels_are_ids: Labels are the input ids, whatever the columns say (`DataCollatorForLanguageModeling`).
+        unlabelled_id: The id that is never a label then: the tokenizer's padding.
+        reads_mask: False where the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
+        pads_left: The collator would pad rows on the left.
+        absolute_positions: The model knows where a row begins, so padding on the left would shift it.
+        refused: Columns that the model would be given, and that packing cannot honour.
+        columns: Other columns that a loss of the user's own reads.
+    """
+
+    labels_are_ids: bool = False
+    unlabelled_id: int | None = None
+    reads_mask: bool = True
+    pads_left: bool = False
+    absolute_positions: bool = False
+    refused: frozenset[str] = frozenset()
+    columns: tuple[str, ...] = ()
+
+    def key(self) -> str:
+        """Equal for rules that give equal tokens, in every process."""
+        return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
+
+
+_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions")
+DEFAULT_RULES = RowRules()
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """The tokens of one row, without padding.
+
+    Args:
+        ids: [length] int64.
+        labels: [length] int64, not shifted; None where every token counts.
+        cuts: Where documents after the first one begin; each is a sequence of its own.
+        first: Padding that was cut off before.
+        width: Tokens and padding of the row as the data set has it.
+        columns: What `RowRules.columns` name: int64 or float64, [length] with a number for each token, or [] with one.
+    """
+
+    ids: NDArray[np.int64]
+    labels: NDArray[np.int64] | None
+    cuts: NDArray[np.int64]
+    first: int
+    width: int
+    columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+
+
+def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
+    """One column of one row, a list, array or tensor of integers, as [length] int64.
+
+    Raises:
+        DataError: not a flat sequence of integers; names key and row.
+    """
+    where = f"dataset row {row}, column {key!r}"
+    fix = f"{key} must be a flat list, array or tensor of integers"
+    if value is None:
+        raise DataError(f"{key} is missing (None)", where=where, fix=fix)
+    if hasattr(value, "detach"):  # a tensor, recognised without importing torch
+        value = value.detach().cpu().numpy()
+    try:
+        array = np.asarray(value)
+    except (ValueError, TypeError, OverflowError) as error:  # ragged nested lists, among others
+        raise DataError(f"{key} is no array of integers: {error}", where=where, fix=fix) from None
+    if array.ndim != 1:
+        raise DataError(f"{key} has {array.ndim} dimensions instead of 1", where=where, fix=fix)
+    if array.size == 0:  # an empty list has no dtype of its own
+        return np.zeros(0, np.int64)
+    if array.dtype.kind not in ("iub" if key == "attention_mask" else "iu"):
+        raise DataError(f"{key} has elements of type {array.dtype} instead of integers", where=where, fix=fix)
+    return array.astype(np.int64, copy=False)
+
+
+def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
+    """The tokens of a row.
+
+    Args:
+        example: A mapping with the columns described above; others are not looked at.
+        row: Its number, for messages.
+        rules: What it is read by.
+
+    Raises:
+        DataError: the row is no mapping, has no `input_ids`, or columns that are wrong or contradict each other.
+        UnsupportedError: the stock Trainer would train it in a way that packing cannot express.
+    """
+    if not isinstance(example, Mapping):
+        raise DataError(
+            f"a row is a {type(example).__name__} instead of a mapping",
+            where=f"dataset row {row}",
+            fix="rows must be dictionaries with 'input_ids' and, where part of the tokens counts, 'labels'",
+        )
+    if "input_ids" not in example:
+        raise DataError(
+            f"a row has no 'input_ids', only {sorted(map(str, example))}",
+            where=f"dataset row {row}",
+            fix="tokenise the dataset first: hf_hotspa.data.prepare.prepare_dataset",
+        )
+    if rules.refused:
+        refuse_columns((name for name in example if example[name] is not None), rules)
+    ids = integer_array(example["input_ids"], "input_ids", row)
+    labels = _labels(example, ids, row, rules)
+    begin, stop = 0, len(ids)
+    if example.get("attention_mask") is not None:
+        mask = _column(example, "attention_mask", len(ids), row)
+        if (mask != 1).any():
+            begin, stop = _unpadded(mask, labels, row, rules, positions=example.get("position_ids") is not None)
+    cuts = _NO_CUTS
+    if any(example.get(name) is not None for name in CUT_COLUMNS):
+        cuts = _cuts(example, len(ids), begin, stop, row)
+    columns = {
+        name: values[begin:stop] if values.ndim else values
+        for name, values in number_columns(example, row, rules.columns, len(ids)).items()
+    }
+    return Row(ids[begin:stop], None if labels is None else labels[begin:stop], cuts, begin, len(ids), columns)
+
+
+def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
+    """Refuses columns that the model would be given and that would go unread.
+
+    Raises:
+        UnsupportedError: naming them.
+    """
+    found = sorted(rules.refused.intersection(names))
+    if found:
+        raise UnsupportedError(
+            f"the dataset has the columns {found}, which the forward of the model takes",
+            why="the stock Trainer gives them to the model; here only tokens, labels, padding and positions are read",
+            fix=f"remove them: dataset.remove_columns({found})",
+        )
+
+
+def check_left_padding(rules: RowRules, lengths: NDArray[np.int64], first_labelled: int | None) -> None:
+    """Refuses a collator that pads on the left where that would change what is trained.
+
+    Args:
+        rules: The rules; without `pads_left` nothing is refused.
+        lengths: Tokens of the rows. Rows of one length are not padded at all.
+        first_labelled: A row whose first token carries a label; None where there is none.
+
+    Raises:
+        UnsupportedError: the first token of rows would be trained from padding, or positions would be shifted.
+    """
+    lengths = lengths[lengths > 0]
+    if not rules.pads_left or not len(lengths) or lengths.min() == lengths.max():
+        return
+    if rules.absolute_positions:
+        why = "the positions of a row would begin after its padding, which depends on the other rows of its batch"
+    elif first_labelled is not None:
+        why = "the first token of a row carries a label, and the stock Trainer would train it from padding before it"
+    else:
+        return
+    raise UnsupportedError(
+        "the data collator pads on the left",
+        where="" if first_labelled is None else f"dataset row {first_labelled}",
+        why=why,
+        fix="set tokenizer.padding_side = 'right'; here rows are packed and none is padded",
+    )
+
+
+def _column(example: Mapping[str, Any], key: str, num_tokens: int, row: int) -> NDArray[np.int64]:
+    """A column with one value for each token."""
+    array = integer_array(example[key], key, row)
+    if len(array) != num_tokens:
+        raise unequal(row, num_tokens, len(array), key)
+    return array
+
+
+def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> DataError:
+    """The error of a column that has not one value for each token."""
+    if key in LABEL_COLUMNS:
+        why = f"{key}[i] says whether input_ids[i] counts in the loss, so there must be as many"
+        fix = (
+            f"give {key} the length of input_ids, with {IGNORED_LABEL} where a token does not count; do not shift them"
+        )
+    else:
+        why, fix = f"{key}[i] belongs to input_ids[i]", f"give {key} the length of input_ids, or remove the column"
+    return DataError(
+        f"a row has {num_ids} input_ids and {num_found} {key}", where=f"dataset row {row}", why=why, fix=fix
+    )
+
+
+def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules: RowRules) -> NDArray[np.int64] | None:
+    if rules.labels_are_ids:
+        return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
+    found = [_column(example, name, len(ids), row) for name in LABEL_COLUMNS if example.get(name) is not None]
+    if len(found) == 2 and not np.array_equal(found[0], found[1]):
+        raise DataError(
+            f"the columns {list(LABEL_COLUMNS)} differ", where=f"dataset row {row}", fix="remove one of them"
+        )
+    return found[0] if found else None
+
+
+def _unpadded(
+    mask: NDArray[np.int64], labels: NDArray[np.int64] | None, row: int, rules: RowRules, positions: bool
+) -> tuple[int, int]:
+    """The first token that is no padding, and one past the last one."""
+    where = f"dataset row {row}, column 'attention_mask'"
+    if mask.min() < 0 or mask.max() > 1:
+        raise UnsupportedError(
+            f"attention_mask holds {int(mask.max() if mask.max() > 1 else mask.min())}",
+            where=where,
+            why="only 0 (padding) and 1 (a token) are read",
+            fix="say where the documents of a packed row begin with position_ids that begin again at 0, or seq_lengths",
+        )
+    if not rules.reads_mask:
+        raise UnsupportedError(
+            "rows are padded, and the data collator leaves their attention_mask out",
+            where=where,
+            why="DataCollatorWithFlattening gives padding to the model as if it were tokens",
+            fix="do not pad the rows, or pass no data_collator",
+        )
+    tokens = np.flatnonzero(mask)
+    begin, stop = (int(tokens[0]), int(tokens[-1]) + 1) if len(tokens) else (0, 0)
+    if stop - begin != len(tokens):
+        hole = begin + int(np.argmin(mask[begin:stop]))
+        raise UnsupportedError(
+            f"attention_mask is 0 at position {hole}, between tokens",
+            where=where,
+            why="a token that is trained and that no other sees cannot be packed",
+            fix="mask padding at the beginning and the end only; to leave a token out of the loss set its label to -100",
+        )
+    if labels is not None:
+        counted = (labels != IGNORED_LABEL) & (mask == 0)
+        counted[:1] = False  # nothing comes before it
+        if counted.any():
+            raise UnsupportedError(
+                f"position {int(np.argmax(counted))} is padding (attention_mask is 0) and has a label",
+                where=f"dataset row {row}",
+                why="the stock Trainer would train the model to write padding",
+                fix="set labels to -100 wherever attention_mask is 0",
+            )
+        if begin and labels[begin] != IGNORED_LABEL:
+            raise UnsupportedError(
+                f"the first token after padding on the left (position {begin}) has a label",
+                where=f"dataset row {row}",
+                why="the stock Trainer would train it from the padding before it",
+                fix="set its label to -100, pad on the right, or do not pad",
+            )
+    if begin and rules.absolute_positions and not positions:
+        raise UnsupportedError(
+            f"the row begins with {begin} tokens of padding, and the model has absolute positions",
+            where=f"dataset row {row}",
+            why="the stock Trainer would count positions from the padding on",
+            fix="pad on the right, do not pad, or give position_ids that begin at 0 with the first token",
+        )
+    return begin, stop
+
+
+def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, row: int) -> NDArray[np.int64]:
+    """Where the documents of a packed row begin, counted from its first token, the first document left out."""
+    found: dict[str, NDArray[np.int64]] = {}
+    for key in CUT_COLUMNS:
+        if example.get(key) is None:
+            continue
+        if key == "position_ids":
+            found[key] = _restarts(_column(example, key, num_tokens, row)[begin:stop], row)
+        elif key == "seq_idx":
+            found[key] = np.flatnonzero(np.diff(_column(example, key, num_tokens, row)[begin:stop])) + 1
+        else:
+            found[key] = _from_lengths(integer_array(example[key], key, row), key, num_tokens, begin, stop, row)
+    (first, cuts), *others = found.items()
+    for key, other in others:
+        if not np.array_equal(cuts, other):
+            raise DataError(
+                f"{first} and {key} cut the row in different places",
+                where=f"dataset row {row}",
+                why="each document of a packed row is trained as a sequence of its own",
+                fix="make them agree, or remove one of the columns",
+            )
+    return cuts
+
+
+def _restarts(positions: NDArray[np.int64], row: int) -> NDArray[np.int64]:
+    is_first = positions == 0
+    follows = np.ones(len(positions), np.bool_)
+    follows[1:] = np.diff(positions) == 1
+    follows[:1] = False
+    wrong = np.flatnonzero(~(is_first | follows))
+    if len(wrong):
+        at = int(wrong[0])
+        raise DataError(
+            f"position_ids holds {int(positions[at])} at token {at}"
+            + (f", after {int(positions[at - 1])}" if at else ""),
+            where=f"dataset row {row}, column 'position_ids'",
+            why="positions must count up from 0, and begin again at 0 where another document begins",
+            fix="remove the column, or let each document count from 0",
+        )
+    return np.flatnonzero(is_first[1:]) + 1
+
+
+def _from_lengths(
+    values: NDArray[np.int64], key: str, num_tokens: int, begin: int, stop: int, row: int
+) -> NDArray[np.int64]:
+    where = f"dataset row {row}, column {key!r}"
+    lengths = values
+    if key in BOUNDARY_COLUMNS:
+        if not len(values) or values[0] != 0:
+            raise DataError(f"{key} does not begin with 0", where=where, fix="give [0, end of the first document, ...]")
+        lengths = np.diff(values)
+    if (lengths < 0).any():
+        raise DataError(f"{key} says that a document has {int(lengths.min())} tokens", where=where)
+    ends = np.cumsum(lengths)
+    total = int(ends[-1]) if len(ends) else 0
+    if total not in (num_tokens, stop - begin):
+        raise DataError(
+            f"the documents of a packed row have {total} tokens by {key}, and the row has {num_tokens}",
+            where=where,
+            fix=f"let {key} cover all of input_ids",
+        )
+    inside = ends - begin if total == num_tokens else ends
+    cuts: NDArray[np.int64] = np.unique(inside[(inside > 0) & (inside < stop - begin)])
+    return cuts

@@ -1,0 +1,196 @@
+"""The plain numbers that all planning works on: how long each row of a data set is, and which of its tokens are labels.
+
+Owns `SequenceTable` and the builder that makes one from rows or from whole columns. Imports no torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, check_left_padding
+
+
+def _none() -> NDArray[np.int64]:
+    return np.zeros(0, np.int64)
+
+
+@dataclass(frozen=True, eq=False)
+class SequenceTable:
+    """Lengths and label counts of all rows of a dataset (N rows).
+
+    A row is one sequence, or, where rows were packed before, several documents, each a sequence of its own.
+
+    Args:
+        lengths: [N] int64, tokens of each row, padding left out.
+        label_counts: [N] int64, label tokens of each whole row (the first token of a document never counts).
+        mask_offsets: [N] int64, the bit where a row's label mask begins in `mask_bits`; -1 where all tokens are labels.
+        mask_bits: [B] uint8, one bit for each token of the rows that mask some (`np.packbits` order), 1 = label. Rows
+            that mask nothing take no bit, so plain text costs nothing and a billion masked tokens cost 125 MB.
+        cuts: [C] int64, where documents after the first begin in their row, row after row.
+        cut_ends: [N] int64, how many entries of `cuts` belong to the rows up to this one; empty where C is 0.
+    """
+
+    lengths: NDArray[np.int64]
+    label_counts: NDArray[np.int64]
+    mask_offsets: NDArray[np.int64]
+    mask_bits: NDArray[np.uint8]
+    cuts: NDArray[np.int64] = field(default_factory=_none)
+    cut_ends: NDArray[np.int64] = field(default_factory=_none)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of the whole dataset."""
+        return int(self.lengths.sum())
+
+    @property
+    def sequence_lengths(self) -> NDArray[np.int64]:
+        """[S] int64, tokens of every sequence, row after row; `lengths` where no row is packed."""
+        if not len(self.cuts):
+            return self.lengths
+        counts = np.diff(self.cut_ends, prepend=0)
+        row_starts = np.cumsum(self.lengths) - self.lengths
+        starts = np.sort(np.concatenate([row_starts, np.repeat(row_starts, counts) + self.cuts]), kind="stable")
+        found: NDArray[np.int64] = np.diff(starts, append=self.num_tokens)
+        return found
+
+    @property
+    def longest_of_rows(self) -> NDArray[np.int64]:
+        """[N] int64, tokens of the longest sequence of each row."""
+        if not len(self.cuts):
+            return self.lengths
+        firsts = np.cumsum(np.diff(self.cut_ends, prepend=0) + 1)
+        found: NDArray[np.int64] = np.maximum.reduceat(self.sequence_lengths, np.concatenate([[0], firsts[:-1]]))
+        return found
+
+    def documents(self, row: int) -> list[tuple[int, int]]:
+        """Where the sequences of a row that has tokens begin and end."""
+        length = int(self.lengths[row])
+        if not len(self.cuts):
+            return [(0, length)]
+        begin = int(self.cut_ends[row - 1]) if row else 0
+        edges = [0, *self.cuts[begin : int(self.cut_ends[row])].tolist(), length]
+        return list(pairwise(edges))
+
+    def num_labels(self, row: int, start: int, stop: int) -> int:
+        """Label tokens of the slice ``[start, stop)`` of one document, trained on its own: ``labels[start + 1:stop] != -100``."""
+        first = start + 1
+        if stop <= first:
+            return 0
+        offset = int(self.mask_offsets[row])
+        if offset < 0:
+            return stop - first
+        low, high = offset + first, offset + stop
+        bits = np.unpackbits(self.mask_bits[low // 8 : (high + 7) // 8])
+        return int(bits[low % 8 : low % 8 + high - low].sum())
+
+    @classmethod
+    def from_lengths(cls, lengths: Any) -> "SequenceTable":
+        """The table of rows that train on every token but the first."""
+        array = np.asarray(lengths, dtype=np.int64)
+        return cls(array, np.maximum(array - 1, 0), np.full(len(array), -1, np.int64), np.zeros(0, np.uint8))
+
+    @classmethod
+    def of_rows(cls, rows: Iterable[Row], rules: RowRules = DEFAULT_RULES) -> "SequenceTable":
+        """The table of rows that have been read.
+
+        Raises:
+            UnsupportedError: see `check_left_padding`.
+        """
+        builder = TableBuilder()
+        builder.add_rows(rows)
+        return builder.table(rules)
+
+
+class TableBuilder:
+    """Collects rows chunk by chunk. A chunk's masks begin on a byte of their own, so that chunks simply concatenate."""
+
+    def __init__(self) -> None:
+        self._lengths: list[NDArray[np.int64]] = [_none()]
+        self._counts: list[NDArray[np.int64]] = [_none()]
+        self._offsets: list[NDArray[np.int64]] = [_none()]
+        self._bits: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)]
+        self._cuts: list[NDArray[np.int64]] = [_none()]
+        self._num_cuts: list[NDArray[np.int64]] = [_none()]
+        self._num_bits = self._num_rows = 0
+        self._first_labelled: int | None = None
+
+    def add_rows(self, rows: Iterable[Row]) -> None:
+        """Adds rows that have been read."""
+        rows = list(rows)
+        if not rows:
+            return
+        is_label = None
+        if any(row.labels is not None for row in rows):
+            masks = [np.ones(len(r.ids), np.bool_) if r.labels is None else r.labels != IGNORED_LABEL for r in rows]
+            is_label = np.concatenate(masks)
+        self._note_labels(
+            row.labels is not None and len(row.ids) > 0 and row.labels[0] != IGNORED_LABEL for row in rows
+        )
+        lengths = np.array([len(row.ids) for row in rows], np.int64)
+        num_cuts = np.array([len(row.cuts) for row in rows], np.int64)
+        self._add(lengths, is_label, np.concatenate([row.cuts for row in rows]), num_cuts)
+
+    def add(self, lengths: NDArray[np.int64], is_label: NDArray[np.bool_] | None) -> None:
+        """Adds rows of one document each; `is_label` has one entry for each of their tokens, None when all count."""
+        if is_label is not None:
+            starts = np.cumsum(lengths) - lengths
+            self._note_labels(length > 0 and is_label[start] for start, length in zip(starts, lengths, strict=True))
+        self._add(lengths, is_label, _none(), np.zeros(len(lengths), np.int64))
+
+    def _note_labels(self, carries: Iterable[Any]) -> None:
+        """Remembers the first row whose first token carries a label."""
+        if self._first_labelled is None:
+            at = next((index for index, found in enumerate(carries) if found), None)
+            self._first_labelled = None if at is None else self._num_rows + at
+
+    def _add(
+        self,
+        lengths: NDArray[np.int64],
+        is_label: NDArray[np.bool_] | None,
+        cuts: NDArray[np.int64],
+        num_cuts: NDArray[np.int64],
+    ) -> None:
+        num_firsts = (lengths > 0) + num_cuts
+        if is_label is None:
+            counts, offsets = lengths - num_firsts, np.full(len(lengths), -1, np.int64)
+        else:
+            ends = np.cumsum(lengths)
+            starts = ends - lengths
+            is_label = is_label.copy()
+            # The first token of a document counts for nothing, so it should not make a row a masked one.
+            is_label[starts[lengths > 0]] = True
+            is_label[np.repeat(starts, num_cuts) + cuts] = True
+            sums = np.concatenate([[0], np.cumsum(is_label)])
+            counts = sums[ends] - sums[starts] - num_firsts
+            masked = counts < lengths - num_firsts
+            held = np.where(masked, lengths, 0)
+            offsets = np.where(masked, self._num_bits + np.cumsum(held) - held, -1)
+            bits = np.packbits(is_label[np.repeat(masked, lengths)])
+            self._bits.append(bits)
+            self._num_bits += 8 * len(bits)
+        self._num_rows += len(lengths)
+        self._lengths.append(lengths)
+        self._counts.append(counts)
+        self._offsets.append(offsets)
+        self._cuts.append(cuts)
+        self._num_cuts.append(num_cuts)
+
+    def table(self, rules: RowRules) -> SequenceTable:
+        """The rows added so far."""
+        lengths, cuts = np.concatenate(self._lengths), np.concatenate(self._cuts)
+        check_left_padding(rules, lengths, self._first_labelled)
+        return SequenceTable(
+            lengths,
+            np.concatenate(self._counts).astype(np.int64),
+            np.concatenate(self._offsets).astype(np.int64),
+            np.concatenate(self._bits),
+            cuts,
+            np.cumsum(np.concatenate(self._num_cuts)) if len(cuts) else _none(),
+        )

@@ -1,1 +1,0 @@
-"""The runtime: meshes, parallel forward and backward, replicas, the master store and the engine."""

@@ -1,0 +1,293 @@
+"""The plan behind `hotspa_strategies=auto`: from scanned lengths and cost models to a pool of buckets.
+
+Owns which sequences must fit, which lengths the search looks at, and the pool that mini-batches choose from: the buckets
+of the search, and the best static strategy where the memory of the pool allows it, so that every mini-batch may also
+decide against switching. A pure function of plain data, equal on all ranks. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.bucketing import check_lengths, cut_rows
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.capacities import MemoryRooms, Rooms
+from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.search import search
+from hf_hotspa.search.tables import table as text_table
+from hf_hotspa.strategy import Bucket, Strategy
+
+MARGIN = 0.03
+"""How much better than the best static strategy a pool must be: less is within the error of a calibrated time model."""
+PACK_MARGIN = 0.01
+"""How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
+_SEQUENCES = 2048
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class AutoPlan:
+    """The answer.
+
+    Args:
+        pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest.
+        choice: The search's answer.
+        memory: What each bucket of the pool holds on its fullest rank with full packs.
+        time: The time model.
+        switch: Load and return seconds of each strategy of the pool, and of the best static one.
+        limit_bytes: Memory of a device.
+        limit_source: Where the limit is from, in words.
+        mini_batch_size: Rows of a mini-batch.
+    """
+
+    pool: tuple[Bucket, ...]
+    choice: Choice
+    memory: tuple[MemoryBreakdown, ...]
+    time: TimeModel
+    switch: Mapping[Strategy, float]
+    limit_bytes: float | None
+    limit_source: str
+    mini_batch_size: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that fits."""
+        return self.pool[-1].longest
+
+    def __str__(self) -> str:
+        """A short table for the log."""
+        choice = self.choice
+        memory = {bucket.strategy: found.total for bucket, found in zip(self.pool, self.memory, strict=True)}
+        rows = [["tokens", "strategy", "pack tokens", "sequences", "packs", "compute s", "switch s", "MiB a device"]]
+        for row in choice.rows:
+            bucket = row.bucket
+            numbers = [f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}", f"{row.compute_s:,.3f}"]
+            numbers += [f"{row.switch_s:,.3f}", f"{memory[bucket.strategy] / _MIB:,.0f}"]
+            rows.append(
+                [f"{bucket.low + 1} - {bucket.longest}", str(bucket.strategy), str(bucket.pack_tokens), *numbers]
+            )
+        limit = "none" if self.limit_bytes is None else f"{self.limit_bytes / _MIB:,.0f} MiB"
+        static = f"the best single strategy, {choice.static}, {choice.static_seconds:,.3f} s"
+        if choice.switches:
+            gain = choice.static_seconds / choice.seconds
+            verdict = f"{choice.seconds:,.3f} s a mini-batch of {self.mini_batch_size} rows; {static} ({gain:.2f}x)"
+        else:
+            verdict = f"{static} a mini-batch of {self.mini_batch_size} rows; switching is not worth it here"
+        spare = [bucket for bucket in self.pool if bucket.strategy not in {row.bucket.strategy for row in choice.rows}]
+        lines = [
+            f'hotspa_strategies=auto chose "{choice}"',
+            text_table(rows, 2),
+            f"predicted: {verdict}",
+            f"memory limit of a device: {limit} ({self.limit_source})",
+        ]
+        if spare:
+            lines.append(f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class CappedRooms:
+    """Rooms of strategies of which some ran out of memory before, with fewer tokens than their room allows.
+
+    Args:
+        rooms: What the memory model allows.
+        most: The most tokens of a pack, for some strategies; 0 where not even the weights fitted.
+    """
+
+    rooms: Rooms
+    most: Mapping[Strategy, int]
+
+    def arena(self, strategy: Strategy) -> int:
+        """As without a cap."""
+        return self.rooms.arena(strategy)
+
+    def tokens(self, strategy: Strategy, arena: int) -> int:
+        """The longest sequence in a pool with that arena."""
+        room = self.rooms.tokens(strategy, arena)
+        return min(room, self.most.get(strategy, room))
+
+    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
+        """The most tokens of packs that run with sequences up to `longest`."""
+        found = self.rooms.pack_tokens(strategy, arena, longest)
+        return min(found, self.most.get(strategy, found))
+
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+        """Says what ran out of memory, where the memory model alone would have allowed it."""
+        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self.rooms.tokens(s, 0)]
+        if not failed:
+            return self.rooms.too_long(longest, strategies)
+        return DeviceMemoryError(
+            f"no strategy is left for a sequence of {longest} tokens",
+            why=f"an earlier run ran out of memory under {', '.join(map(str, failed))}",
+            fix="use more devices or shorter sequences; if memory was lacking for another reason, delete "
+            "hotspa_out_of_memory.json in the output directory",
+        )
+
+
+def make_auto_plan(
+    table: SequenceTable,
+    shape: ModelShape,
+    strategies: Sequence[Strategy],
+    cost: CostModel,
+    *,
+    mini_batch_size: int,
+    limit_bytes: float | None,
+    limit_source: str = "",
+    longest: int | None = None,
+    policy: str = "error",
+    max_phases: int = 3,
+    margin: float = MARGIN,
+    most_tokens: Mapping[Strategy, int] | None = None,
+    evaluated: Sequence[SequenceTable] = (),
+) -> AutoPlan:
+    """Plans a run.
+
+    Args:
+        table: The scan of the data set.
+        shape: The model.
+        strategies: The legal ones.
+        cost: The cost model.
+        mini_batch_size: Rows of a mini-batch.
+        limit_bytes: Memory of a device for this program; None for no limit.
+        limit_source: Where the limit is from, in words.
+        longest: The longest sequence that must fit, in tokens. None: the data's longest, and where a policy takes care
+            of longer rows the longest that model and memory allow.
+        policy: One of `OVERLONG_POLICIES`.
+        max_phases: Most buckets.
+        margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
+        most_tokens: The most tokens of a pack of strategies that ran out of memory before.
+        evaluated: The scans of evaluation sets: their longest rows must fit, too.
+
+    Raises:
+        DataError: there is nothing to train on.
+        OverlongError: rows, or the longest sequence asked for, that the model has no positions for, or that are above
+            the longest sequence asked for.
+        DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
+    """
+    rooms = CappedRooms(MemoryRooms(cost.memory, limit_bytes), most_tokens or {})
+    switch = cost.switch_seconds(strategies)
+    top = _longest(
+        [table, *evaluated], shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies)
+    )
+    sample, size = _sample(table, top, policy, mini_batch_size)
+    try:
+        choice = search(
+            sample,
+            strategies,
+            cost.time,
+            rooms,
+            switch,
+            mini_batch_size=size,
+            longest=top,
+            quadratic_cost=shape.quadratic_cost,
+            max_phases=max_phases,
+            margin=margin,
+            pack_margin=PACK_MARGIN,
+            plain_margin=margin,
+        )
+    except DeviceMemoryError as error:
+        raise DeviceMemoryError(
+            error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
+        ) from None
+    pool = pool_of(choice, rooms)
+    return AutoPlan(
+        pool,
+        choice,
+        cost.rank_bytes(pool),
+        cost.time,
+        {bucket.strategy: switch[bucket.strategy] for bucket in (*pool, choice.static)},
+        limit_bytes,
+        limit_source,
+        mini_batch_size,
+    )
+
+
+def longest_wanted(
+    tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None = None, policy: str = "error"
+) -> int | None:
+    """The longest sequence that must fit, in tokens; None where the policy takes care of what does not.
+
+    Args:
+        tables: The scans of the data sets.
+        shape: The model's.
+        asked: What the user says it is.
+        policy: One of `OVERLONG_POLICIES`.
+
+    Raises:
+        DataError: there is no token.
+        OverlongError: it is more than the model has positions, or than what was asked for, and no policy says what to do.
+    """
+    data = max(int(table.longest_of_rows.max(initial=0)) for table in tables)
+    positions = shape.max_position_embeddings
+    if not data:
+        raise DataError("the data set has no row with a token", fix="look at its input_ids")
+    if asked is None and policy != "error":
+        return None
+    needed = data if asked is None else asked
+    if positions is not None and needed > positions:
+        rows, longest = f"the longest row has {data} tokens", f"hotspa_longest is {asked}"
+        policies = "set hotspa_overlong to truncate, split or drop"
+        raise OverlongError(
+            f"{rows if asked is None else longest}, and the model has {positions} positions",
+            why="positions beyond would be trained with encodings that the model was not made for",
+            fix=(policies if asked is None else f"set hotspa_longest to {positions} or less")
+            + ", or raise max_position_embeddings in the model's config",
+        )
+    for table in tables:
+        check_lengths(table, needed, policy, chosen=True)
+    return needed
+
+
+def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
+    """The longest sequence that must fit."""
+    wanted = longest_wanted(tables, shape, asked, policy)
+    if wanted is not None:
+        return wanted
+    # what fits nowhere is what the policy is for; with no room at all the search says what is missing
+    data = max(int(table.longest_of_rows.max()) for table in tables)
+    return max(1, min(data, shape.max_position_embeddings or data, room or data))
+
+
+def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:
+    """Lengths of random rows as the policy cuts them, some mini-batches at least; and how many a mini-batch has."""
+    rows = np.random.default_rng(0).permutation(len(table))[: max(_SEQUENCES, mini_batch_size)]
+    sequences = cut_rows(rows.tolist(), table, longest, policy).sequences
+    if not sequences:
+        raise DataError(
+            f"none of {len(rows)} rows is left by the policy {policy!r} for rows of more than {longest} tokens",
+            fix="raise hotspa_longest, or choose another hotspa_overlong",
+        )
+    size = round(min(mini_batch_size, len(rows)) * len(sequences) / len(rows))
+    return [sequence.num_tokens for sequence in sequences], max(1, size)
+
+
+def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
+    """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
+    arena = max(rooms.arena(bucket.strategy) for bucket in choice.buckets)
+    static, longest = choice.static, choice.buckets[-1].longest
+    # strategies that differ in `+sp` alone are one: the bucket has it because it needs the room
+    plain = replace(static.strategy, sp=False)
+    same = next((bucket for bucket in choice.buckets if replace(bucket.strategy, sp=False) == plain), None)
+    if same is not None:
+        static = replace(static, strategy=same.strategy)
+    if rooms.arena(static.strategy) > arena or rooms.tokens(static.strategy, arena) < longest:
+        return choice.buckets
+    room = min(rooms.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
+    spare = replace(static, pack_tokens=room)
+    others = [bucket for bucket in choice.buckets if bucket is not same]
+    # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
+    if same is not None and room >= longest:
+        spare = replace(same, pack_tokens=max(same.pack_tokens, room))
+    elif same is not None:
+        spare = replace(spare, low=same.low, pack_tokens=min(same.pack_tokens, room))
+    return tuple(sorted([*others, spare], key=_by_length))
+
+
+def _by_length(bucket: Bucket) -> tuple[int, int]:
+    return bucket.longest, bucket.pack_tokens

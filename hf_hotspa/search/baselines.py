@@ -1,0 +1,241 @@
+"""What people run without switching: data parallelism over all devices with ZeRO (DeepSpeed) or FSDP, and packing.
+
+Owns the seconds and the memory of such a run, for the table of `hf-hotspa plan`. It is given the best of conditions: packs
+as large as memory allows (or halves of that, where faster), balanced by our packer, aligned over the replicas so that
+heavy packs meet heavy ones, a loss that never holds all logits, and transfers that hide behind computation as far as they
+can:
+
+* stage 1: gradients are reduced behind the backward pass of the last pack, and the trained weights gathered at the end;
+* stage 2: gradients are reduced behind each backward pass;
+* stage 3 (FSDP's full shard): weights are gathered behind each forward and each backward pass, and gradients reduced.
+
+Under stages 2 and 3 all replicas wait for one another in each pack. Bytes are those of `zero`; on top of the model
+states come the activations of the memory model, and what is whole for a moment: under stage 2 the gradients of one unit
+(a layer, or embedding and head), under stage 3 the weights of the layer that runs, of the next one and of embedding
+and head, too. Where a run is faster with gradient checkpointing, or fits with it only, it has it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from hf_hotspa.costs.analytic import LINK_EFFICIENCY
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.hardware import Hardware
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.costs.zero import model_state_bytes, traffic
+from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.search.estimate import pack_choices
+from hf_hotspa.strategy import Strategy
+
+STAGES = (1, 2, 3)
+NAMES = {1: "DP with ZeRO-1", 2: "DP with ZeRO-2", 3: "DP with ZeRO-3 (FSDP)"}
+_MASTER_BYTES, _ADAM_BYTES = 4, 8
+
+_Packs = Sequence[Sequence[Sequence[int]]]
+
+
+@dataclass(frozen=True)
+class Baseline:
+    """One way to run everything under data parallelism.
+
+    Args:
+        stage: The stage of ZeRO.
+        recompute: Whether it has gradient checkpointing.
+        pack_tokens: Tokens of its packs; of the largest that fits, where the longest sequence does not.
+        seconds: Predicted mean seconds of a mini-batch; None where the longest sequence does not fit.
+        memory: What a device holds with these packs.
+    """
+
+    stage: int
+    recompute: bool
+    pack_tokens: int
+    seconds: float | None
+    memory: MemoryBreakdown
+
+    @property
+    def name(self) -> str:
+        """What people call it."""
+        return NAMES[self.stage] + (", gradient checkpointing" if self.recompute else "")
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data; bytes and seconds."""
+        return {
+            "name": self.name,
+            "stage": self.stage,
+            "gradient_checkpointing": self.recompute,
+            "fits": self.seconds is not None,
+            "longest_that_fits": None if self.seconds is not None else self.pack_tokens,
+            "pack_tokens": self.pack_tokens,
+            "seconds": self.seconds,
+            "memory_bytes": self.memory.total,
+        }
+
+
+@dataclass(frozen=True)
+class DataParallel:
+    """Data parallelism of a model over all devices.
+
+    Args:
+        sizes: The model.
+        world_size: Devices, each a replica.
+        memory: The memory model; of it, what is not a model state.
+        time: The time model.
+        hardware: The links.
+        dtype: The dtype of computation, of weights and of gradients.
+    """
+
+    sizes: ModelSizes
+    world_size: int
+    memory: MemoryModel
+    time: TimeModel
+    hardware: Hardware
+    dtype: str
+
+    def breakdown(self, stage: int, recompute: bool, pack_tokens: int) -> MemoryBreakdown:
+        """Bytes on a device with packs of so many tokens."""
+        width, dp = dtype_bytes(self.dtype), self.world_size
+        held = self.memory.breakdown(self._strategy(recompute), pack_tokens)
+        trained, frozen = self.sizes.num_trained, self.sizes.num_parameters - self.sizes.num_trained
+
+        def states(weights: float = 0, gradients: float = 0, optimizer: float = 0, of: float = trained) -> float:
+            return model_state_bytes(
+                of, dp, stage, weight_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer
+            )
+
+        layer, ends = self._units()
+        gathered = (2 * layer + ends) * width if stage == 3 and dp > 1 else 0
+        reduced = max(layer, ends) * (trained / (trained + frozen)) * width if stage >= 2 and dp > 1 else 0
+        return replace(
+            held,
+            # fp32 weights beside those of computation, where these are not fp32 themselves
+            master_weights=states(optimizer=_MASTER_BYTES if width < _MASTER_BYTES else 0),
+            master_gradients=0.0,
+            optimizer=states(optimizer=_ADAM_BYTES),
+            weights=states(weights=width) + states(weights=width, of=frozen) + gathered,
+            gradients=states(gradients=width) + reduced,
+            arena=0.0,
+            switch=0.0,
+        )
+
+    def largest_pack(self, stage: int, recompute: bool, limit_bytes: float | None) -> int:
+        """The most tokens that a pack may have; 0 when not even one fits."""
+        if limit_bytes is None:
+            return UNLIMITED_TOKENS
+        low, high = 0, 1
+        while high < UNLIMITED_TOKENS and self.breakdown(stage, recompute, high).total <= limit_bytes:
+            low, high = high, 2 * high
+        while high - low > 1:
+            middle = (low + high) // 2
+            if self.breakdown(stage, recompute, middle).total <= limit_bytes:
+                low = middle
+            else:
+                high = middle
+        return low
+
+    def seconds(self, stage: int, recompute: bool, replicas: _Packs) -> float:
+        """Seconds of a mini-batch whose packs lie on the replicas like that, `[replica][pack][sequence]`."""
+        strategy = self._strategy(recompute)
+        trained, frozen = self.sizes.num_trained, self.sizes.num_parameters - self.sizes.num_trained
+        costs = [sorted((self._pack_seconds(strategy, pack) for pack in packs), reverse=True) for packs in replicas]
+        steps = max(map(len, costs))
+        # what all replicas wait for, pack by pack; those that have none left join transfers only
+        busiest = [self._together([found[i] for found in costs if i < len(found)]) for i in range(steps)]
+        forward_share = self.time.forward_share
+        if recompute:  # the backward pass has another forward pass in it
+            forward_share /= 1 + forward_share
+        sent = traffic(trained, frozen, self.world_size, stage, steps)
+        gather, reduce = self._link_seconds(sent.gathers), self._link_seconds(sent.reduces)
+        fixed = self.time.fixed_s
+        if stage <= 1:
+            alone = self._together([sum(found) for found in costs])
+            last = (1 - forward_share) * busiest[-1]
+            return fixed + alone + max(0.0, reduce - last) + gather
+        # of each pack
+        reduce /= steps
+        backward = [max((1 - forward_share) * t, reduce + (gather / steps / 2 if stage == 3 else 0)) for t in busiest]
+        if stage == 2:
+            return fixed + sum(forward_share * t for t in busiest) + sum(backward) + gather
+        return fixed + sum(max(forward_share * t, gather / steps / 2) for t in busiest) + sum(backward)
+
+    def best(
+        self,
+        stage: int,
+        batches: Sequence[Sequence[int]],
+        weights: Sequence[float],
+        longest: int,
+        limit_bytes: float | None,
+    ) -> Baseline:
+        """The fastest run under a stage, with or without gradient checkpointing; or how much of it fits.
+
+        Args:
+            stage: The stage.
+            batches: The lengths of each mini-batch.
+            weights: What each counts.
+            longest: The longest sequence that must fit.
+            limit_bytes: Memory of a device; None for no limit.
+        """
+        most = max(longest, *map(sum, batches))
+        rooms = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
+        found: Baseline | None = None
+        for again, room in rooms.items():
+            for tokens in pack_choices(room, longest) if room >= longest else ():
+                seconds = sum(
+                    weight * self.seconds(stage, again, self._packed(batch, tokens, longest))
+                    for batch, weight in zip(batches, weights, strict=True)
+                )
+                if found is None or found.seconds is None or seconds < found.seconds:
+                    found = Baseline(stage, again, tokens, seconds, self.breakdown(stage, again, tokens))
+        if found is not None:
+            return found
+        again = rooms[True] > rooms[False]
+        return Baseline(stage, again, rooms[again], None, self.breakdown(stage, again, rooms[again]))
+
+    def _packed(self, batch: Sequence[int], tokens: int, longest: int) -> list[list[list[int]]]:
+        lengths = sorted(batch)
+        replicas = pack_sequences(
+            lengths,
+            capacity=tokens,
+            dp=self.world_size,
+            pp=1,
+            quadratic_cost=self.sizes.shape.quadratic_cost,
+            longest=longest,
+        )
+        return [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+
+    def _strategy(self, recompute: bool) -> Strategy:
+        return Strategy(self.world_size, 1, 1, rc=int(recompute))
+
+    def _units(self) -> tuple[float, float]:
+        """Parameters of a layer, and of embedding and head."""
+        shape, adapter = self.sizes.shape, self.sizes.adapter
+        layer = shape.layer_parameters + (adapter.parameters if adapter is not None else 0)
+        return layer, self.sizes.num_parameters - shape.num_layers * layer
+
+    def _pack_seconds(self, strategy: Strategy, pack: Sequence[int]) -> float:
+        (cost,) = self.time.stage_costs(strategy)
+        return cost.of(pack)
+
+    def _together(self, alone: Sequence[float]) -> float:
+        """Seconds until all replicas are done that started together; they may share cores."""
+        return max(max(alone), sum(alone) / self.time.slots)
+
+    def _link_seconds(self, elements: float) -> float:
+        """Seconds of a ring that passes so many elements through each device."""
+        hardware = self.hardware
+        link = hardware.intra_bandwidth
+        if self.world_size > hardware.devices_per_node:
+            link = min(link, hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node))
+        return elements * dtype_bytes(self.dtype) / (link * LINK_EFFICIENCY)
+
+
+def baselines(
+    runs: DataParallel,
+    batches: Sequence[Sequence[int]],
+    weights: Sequence[float],
+    longest: int,
+    limit_bytes: float | None,
+) -> tuple[Baseline, ...]:
+    """The best run of each stage; see `DataParallel.best`."""
+    return tuple(runs.best(stage, batches, weights, longest, limit_bytes) for stage in STAGES)

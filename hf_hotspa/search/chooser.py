@@ -1,0 +1,200 @@
+"""The phases of one mini-batch after the other: selection, hysteresis and correction over a whole run.
+
+Owns what the choice for a mini-batch depends on beside its lengths: the strategies of the one before, and the factors
+on the time model (`trust`). Mini-batches are numbered from 0 over the whole run, which is the Trainer's global step.
+
+Mini-batches are planned ahead of training, by data loader workers by several. So that the choice does not depend on how
+fast anybody runs, a correction found after mini-batch n holds from mini-batch `n + 1 + delay` on, and `delay` is at
+least as far as anybody plans ahead: every rank chooses alike, and so does a run that goes on from `state_dict`.
+`choose` changes nothing and may run in another thread than `trained`. No torch.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from hf_hotspa.costs.online_calibration import Factors, PhaseSeconds, Refit, ScaledTime, Trust, fingerprint
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.packing.bucketing import cut_rows
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.select import Selection, Selector
+from hf_hotspa.strategy import Bucket, Strategy
+
+
+def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: MiniBatchPlan) -> list[PhaseSeconds]:
+    """What the phases of a plan will take, in the order of the plan.
+
+    Args:
+        switch: Load and return seconds of each strategy of the plan.
+        plan: Which sequences run where.
+    """
+    found = []
+    for phase in plan.phases:
+        strategy = phase.bucket.strategy
+        packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
+        found.append(
+            PhaseSeconds(strategy, time.phase_seconds(strategy, packs, phase.bucket.most_tokens), switch[strategy])
+        )
+    return found
+
+
+class PhaseChooser:
+    """Chooses the buckets of mini-batches.
+
+    Args:
+        pool: The buckets to choose from, each with a strategy of its own.
+        switch: Load and return seconds of each strategy.
+        table: The scan of the data set.
+        policy: One of `OVERLONG_POLICIES`.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        refit: Whether measured seconds correct the time model.
+        delay: See the head of the file.
+        options: For `Selector`.
+
+    Raises:
+        HotspaConfigError: what `Selector` refuses.
+    """
+
+    def __init__(
+        self,
+        pool: Sequence[Bucket],
+        time: TimeModel,
+        switch: Mapping[Strategy, float],
+        table: SequenceTable,
+        *,
+        policy: str = "error",
+        quadratic_cost: float = 0.0,
+        refit: bool = True,
+        delay: int = 2,
+        **options: Any,
+    ) -> None:
+        self.pool, self.delay = tuple(pool), delay
+        self._time, self._switch, self._table, self._policy = time, dict(switch), table, policy
+        self._options = {"quadratic_cost": quadratic_cost, **options}
+        self._trust = Trust(bucket.strategy for bucket in pool) if refit else None
+        self._fingerprint = fingerprint(time, {b.strategy: switch[b.strategy] for b in pool if b.strategy in switch})
+        # (first mini-batch, factors, selector) of each correction that may still be needed, the oldest first
+        self._in_force: list[tuple[int, Factors, Selector]] = [(0, Factors(), self._selector(Factors()))]
+        self._num_trained = 0
+        self._previous: tuple[Strategy, ...] = ()
+        self._seen: set[Strategy] = set()
+
+    def _selector(self, factors: Factors) -> Selector:
+        switch = {s: seconds * factors.switch.get(s, 1.0) for s, seconds in self._switch.items()}
+        return Selector(self.pool, ScaledTime.of(self._time, factors.compute), switch, **self._options)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some bucket takes."""
+        return max(bucket.longest for bucket in self.pool)
+
+    @property
+    def num_trained(self) -> int:
+        """Mini-batches trained so far: the number of the next one."""
+        return self._num_trained
+
+    @property
+    def previous(self) -> tuple[Strategy, ...]:
+        """The strategies of the mini-batch that was trained last."""
+        return self._previous
+
+    def restart(self) -> None:
+        """Counts from 0 again: the data set is walked through from its beginning. What was learnt stays."""
+        self._in_force = [(0, *self._in_force[-1][1:])]
+        self._num_trained = 0
+
+    def choose(self, number: int, rows: Sequence[int], previous: Sequence[Strategy]) -> Selection:
+        """The phases of a mini-batch.
+
+        Args:
+            number: Its number in the run.
+            previous: The strategies of the one before.
+
+        Raises:
+            OverlongError: under the policy `error`, a row is longer than the longest bucket.
+        """
+        selector = self._entry(number)[1]
+        cut = cut_rows(rows, self._table, selector.longest, self._policy)
+        return selector.select((s.num_tokens for s in cut.sequences), previous)
+
+    def _entry(self, number: int) -> tuple[Factors, Selector]:
+        known = self._in_force
+        found = next((entry for entry in reversed(known) if entry[0] <= number), known[0])
+        return found[1:]
+
+    def predict(self, number: int, plan: MiniBatchPlan) -> list[PhaseSeconds]:
+        """What the phases of a plan will take, by the constants with which mini-batch `number` was chosen."""
+        factors = self._entry(number)[0]
+        return [factors.apply(phase) for phase in self._uncorrected(plan)]
+
+    def _uncorrected(self, plan: MiniBatchPlan) -> list[PhaseSeconds]:
+        return predict_phases(self._time, self._switch, plan)
+
+    def trained(self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds]) -> Refit | None:
+        """Takes what mini-batch `number` took.
+
+        Args:
+            number: Its number in the run.
+            measured: Seconds by strategy, equal on all ranks.
+
+        Returns:
+            The correction that follows from it, if one does, and holds from `number + 1 + delay` on.
+        """
+        self._num_trained = number + 1
+        strategies = tuple(phase.bucket.strategy for phase in plan.phases)
+        self._previous = strategies
+        # the first run of a strategy pays for memory and kernels
+        warm = self._seen.issuperset(strategies)
+        self._seen.update(strategies)
+        if self._trust is None or not warm or not strategies:
+            return None
+        refit = self._trust.observe(self._uncorrected(plan), [measured[strategy] for strategy in strategies])
+        if refit is not None:
+            # never in place: another thread may be looking
+            needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
+            new = number + 1 + self.delay, refit.factors, self._selector(refit.factors)
+            self._in_force = [*self._in_force[needed:], new]
+        return refit
+
+    # ------------------------------------------------------------------------------------------------------- state
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next choices depend on, JSON-ready."""
+        return {
+            "num_trained": self._num_trained,
+            "previous": [str(strategy) for strategy in self._previous],
+            "constants": self._fingerprint,
+            "in_force": [[first, factors.to_dict()] for first, factors, _ in self._in_force],
+            "seen": sorted(map(str, self._seen)),
+            "trust": self._trust.state_dict() if self._trust is not None else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> bool:
+        """Goes on from a state.
+
+        Returns:
+            Whether the time model is the same; the corrections of another one are left.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        try:
+            num_trained = int(state["num_trained"])
+            previous = tuple(Strategy.parse(name) for name in state["previous"])
+            seen = {Strategy.parse(name) for name in state["seen"]}
+            same: bool = state["constants"] == self._fingerprint
+            in_force, trust = state["in_force"], state["trust"]
+            factors = []
+            if same and self._trust is not None and trust is not None:
+                factors = [(int(first), Factors.from_dict(row)) for first, row in in_force]
+                self._trust.load_state_dict(trust)
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise HotspaConfigError(
+                f"the state of the choice of phases cannot be read: {type(error).__name__}: {error}",
+                fix="leave it out; the choice starts anew",
+            ) from None
+        self._num_trained, self._previous, self._seen = num_trained, previous, seen
+        if factors:
+            self._in_force = [(first, found, self._selector(found)) for first, found in factors]
+        return same

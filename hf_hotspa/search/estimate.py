@@ -1,0 +1,250 @@
+"""Fast estimates of phases for many length ranges at once, and the exact evaluation of one.
+
+`LengthTable` estimates a phase for every pair of edges from sums (sequences, tokens, squared lengths) without packing
+anything: what a search needs thousands of. `Evaluator` packs with the packer of the data pipeline and simulates the
+pipeline, and caches: what decides. Both look at the same mini-batches and the same time model.
+"""
+
+from bisect import bisect_left, bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+from hf_hotspa.costs.coefficients import Cost
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.packing.packs import MIN_PIPELINE_PACK_TOKENS, pack_sequences
+from hf_hotspa.strategy import Bucket, Strategy
+
+Array = npt.NDArray[np.float64]
+
+
+def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
+    """Pack sizes worth trying: the capacity and its halves, as long as they hold the longest sequence.
+
+    Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better. Where the longest sequence has
+    a pack of its own (`Bucket`), as long as they are worth a micro-batch of a pipeline.
+    """
+    found = [capacity]
+    least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
+    while len(found) < count and found[-1] // 2 >= least:
+        found.append(found[-1] // 2)
+    return found
+
+
+class LengthTable:
+    """Sums over the lengths of some mini-batches between edges.
+
+    Args:
+        batches: The lengths of each mini-batch.
+        edges: Ascending lengths, the first one 0; range (i, j) holds the lengths in `(edges[i], edges[j]]`.
+        weights: What each mini-batch counts; equal, with sum 1, when None.
+    """
+
+    def __init__(
+        self, batches: Sequence[Sequence[int]], edges: Sequence[int], weights: Sequence[float] | None = None
+    ) -> None:
+        self._weights = np.array(weights if weights is not None else [1 / len(batches)] * len(batches))
+        self.edges = np.array(edges, np.int64)
+        self._sorted = [np.sort(np.asarray(batch, np.int64)) for batch in batches]
+        at = np.stack([np.searchsorted(lengths, self.edges, side="right") for lengths in self._sorted])
+        sums = [np.concatenate(([0.0], np.cumsum(lengths, dtype=np.float64))) for lengths in self._sorted]
+        squares = [np.concatenate(([0.0], np.cumsum(lengths.astype(np.float64) ** 2))) for lengths in self._sorted]
+        # the pairs of edges of which the first is below the second; everything below is [mini-batch, pair]
+        self._low, self._high = np.triu_indices(len(edges), 1)
+        self._low_at, self._high_at = at[:, self._low], at[:, self._high]
+        self.count = (self._high_at - self._low_at).astype(np.float64)
+        self.tokens = self._between(sums)
+        self.squares = self._between(squares)
+        top = [
+            np.where(row > 0, lengths[np.maximum(row - 1, 0)], 0) if len(lengths) else np.zeros(len(row), np.int64)
+            for lengths, row in zip(self._sorted, at, strict=True)
+        ]
+        self.longest = np.where(self.count > 0, np.stack(top)[:, self._high], 0).astype(np.float64)
+        self._longest_squares = self.longest**2
+        self._used = self.count > 0
+        self._used_weight = self._weights @ self._used
+        self._known: dict[tuple[Strategy, int, int], Array] = {}
+
+    def _between(self, prefix: Sequence[Array]) -> Array:
+        low = np.stack([sums[row] for sums, row in zip(prefix, self._low_at, strict=True)])
+        return np.stack([sums[row] for sums, row in zip(prefix, self._high_at, strict=True)]) - low
+
+    def phase_seconds(
+        self, time: TimeModel, strategy: Strategy, capacity: int, switch_s: float, longest: int = 0
+    ) -> Array:
+        """Estimated (weighted) mean seconds of the phase of each range, switch included; [low edge, high edge].
+
+        Tokens and squares are spread evenly over the replicas, packs are as full as tokens allow (a pack holds one
+        sequence of more than half the capacity), their number follows the rule of `packing.packs`, and a pipeline
+        takes its slowest stage once for each pack and the others once. Where ranks share cores, no phase is shorter than
+        its work on all of them. Infinite where the range is empty by
+        construction or holds a length above both the capacity and `longest`.
+        """
+        key = time.kind(strategy), capacity, longest
+        if key not in self._known:
+            self._known[key] = self._compute_seconds(time, *key)
+        found = np.full((len(self.edges), len(self.edges)), np.inf)
+        found[self._low, self._high] = self._known[key] + self._used_weight * switch_s
+        return found
+
+    def _compute_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, longest: int) -> Array:
+        """The same without the switch, for each pair of edges."""
+        dp, pp = strategy.dp, strategy.pp
+        tokens, squares = self.tokens, self.squares
+        half = np.array([[np.searchsorted(lengths, capacity // 2, side="right")] for lengths in self._sorted])
+        large = self._high_at - np.maximum(self._low_at, half)
+        packs = np.maximum(np.ceil(tokens / capacity), large)
+        packs = np.ceil(packs / dp) * dp
+        if pp > 1:
+            affordable = tokens // MIN_PIPELINE_PACK_TOKENS // dp * dp
+            packs = np.maximum(packs, np.minimum(dp * pp, affordable))
+        packs = np.maximum(np.minimum(packs, self.count), 1)
+        each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
+        costs = Counter(time.stage_costs(strategy))
+        loads = [(cost.a * squares + cost.b * tokens) / spread + cost.c * each for cost in costs]
+        slowest = seconds = np.maximum.reduce(loads)
+        total = sum(times * load for times, load in zip(costs.values(), loads, strict=True))
+        if pp > 1:
+            hop = time.hop(strategy)
+            passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs)
+            seconds = slowest + (total - slowest) / each + passing + self._alone_seconds(costs, capacity, pp) / dp
+        through = sum([cost * times for cost, times in costs.items()], Cost())
+        seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
+        if strategy.world_size > time.slots:
+            seconds = np.maximum(seconds, total * spread * strategy.tp / time.slots)
+        mean: Array = self._weights @ np.where(self._used, seconds + time.fixed_s, 0.0)
+        mean[self.edges[self._high] > max(capacity, longest)] = np.inf
+        return mean
+
+    def _alone_seconds(self, costs: Iterable[Cost], capacity: int, pp: int) -> Array:
+        """What stages wait because sequences longer than the packs leave little room for others in the pipeline: with
+        room for 1 / n of as many packs as there are stages, each of them takes n times as long."""
+        waits = []
+        for lengths in self._sorted:
+            squares, tokens = lengths.astype(np.float64) ** 2, lengths.astype(np.float64)
+            slowest = np.maximum.reduce([cost.a * squares + cost.b * tokens + cost.c for cost in costs])
+            waits.append(np.concatenate(([0.0], np.cumsum(slowest * (np.clip(tokens / capacity, 1, pp) - 1)))))
+        return self._between(waits)
+
+
+@dataclass(frozen=True)
+class PhaseCost:
+    """The weighted mean of a phase over the mini-batches.
+
+    Args:
+        compute_s: Seconds of its packs on the busiest replica.
+        switch_s: Seconds of its switch, where it runs at all.
+        num_packs: Packs over all replicas.
+    """
+
+    compute_s: float
+    switch_s: float
+    num_packs: float
+
+    @property
+    def seconds(self) -> float:
+        """Both together."""
+        return self.compute_s + self.switch_s
+
+
+class Evaluator:
+    """Packs and simulates phases of some mini-batches, and remembers the result.
+
+    Args:
+        batches: The lengths of each mini-batch.
+        switch: Load and return seconds of each strategy.
+        quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
+        weights: What each mini-batch counts; equal, with sum 1, when None.
+    """
+
+    def __init__(
+        self,
+        batches: Sequence[Sequence[int]],
+        time: TimeModel,
+        switch: Mapping[Strategy, float],
+        quadratic_cost: float,
+        weights: Sequence[float] | None = None,
+    ) -> None:
+        equal = [1 / len(batches)] * len(batches)
+        self._batches = [(sorted(b), w) for b, w in zip(batches, weights or equal, strict=True)]
+        self._tokens = [[0, *accumulate(batch)] for batch, _ in self._batches]
+        self._squares = [[0, *accumulate(length * length for length in batch)] for batch, _ in self._batches]
+        self._time, self._switch, self._quadratic_cost = time, switch, quadratic_cost
+        self._known: dict[tuple[Strategy, int, int, int], tuple[float, float, float]] = {}
+
+    @property
+    def num_simulated(self) -> int:
+        """Phases that were packed and simulated."""
+        return len(self._known)
+
+    def phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> PhaseCost:
+        """The phase that runs the lengths in `(low, high]`; see `Bucket` for `pack_tokens`."""
+        key = self._time.kind(strategy), low, high, pack_tokens
+        if key not in self._known:
+            self._known[key] = self._phase(*key)
+        compute, used, num_packs = self._known[key]
+        return PhaseCost(compute, self._switch[strategy] * used, num_packs)
+
+    def _phase(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> tuple[float, float, float]:
+        """Seconds of computation, the weight of the mini-batches that need the phase, and packs."""
+        compute = num_packs = used = 0.0
+        most_tokens = Bucket(strategy, high, pack_tokens).most_tokens
+        for batch, weight in self._batches:
+            lengths = batch[bisect_right(batch, low) : bisect_right(batch, high)]
+            if not lengths:
+                continue
+            used += weight
+            replicas = pack_sequences(
+                lengths,
+                capacity=pack_tokens,
+                dp=strategy.dp,
+                pp=strategy.pp,
+                quadratic_cost=self._quadratic_cost,
+                longest=high,
+            )
+            num_packs += weight * sum(map(len, replicas))
+            of_replicas = [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+            compute += weight * self._time.phase_seconds(strategy, of_replicas, most_tokens)
+        return compute, used, num_packs
+
+    def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:
+        """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas, or all
+        work spread over the cores that ranks share."""
+        total = 0.0
+        costs = Counter(self._time.stage_costs(strategy))
+        slots = self._time.slots
+        for (batch, weight), sums, square_sums in zip(self._batches, self._tokens, self._squares, strict=True):
+            first, end = bisect_right(batch, low), bisect_right(batch, high)
+            if first < end:
+                tokens, squares = sums[end] - sums[first], square_sums[end] - square_sums[first]
+                longer = min(max(first, bisect_right(batch, pack_tokens)), end)
+                packs = end - longer - (sums[longer] - sums[first]) // -pack_tokens
+                loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
+                busiest = max(loads.values()) / strategy.dp
+                busiest = max(busiest, sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp / slots)
+                total += weight * (busiest + self._time.fixed_s + self._switch[strategy])
+        return total
+
+
+def choose_edges(batches: Sequence[Sequence[int]], rooms: Sequence[int], longest: int, most: int) -> list[int]:
+    """Candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
+
+    All different lengths where they are few. Otherwise the longest sequence that each room holds, and quantiles: half
+    of them by number of sequences, half by tokens, because a few long sequences hold much of the work.
+    """
+    lengths = sorted(length for batch in batches for length in batch)
+    unique = sorted(set(lengths))
+    if len(unique) <= most:
+        chosen = set(unique)
+    else:
+        chosen = {lengths[bisect_right(lengths, room) - 1] for room in rooms if room >= lengths[0]}
+        tokens = np.cumsum(lengths)
+        slices = max(2, (most - len(chosen)) // 2 + 1)
+        for step in range(1, slices):
+            chosen.add(lengths[step * (len(lengths) - 1) // slices])
+            chosen.add(lengths[bisect_left(tokens, step / slices * float(tokens[-1]))])
+    return [0, *sorted(edge for edge in chosen if 0 < edge < longest), longest]

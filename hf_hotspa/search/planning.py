@@ -1,0 +1,381 @@
+"""A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
+
+Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan`
+(`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
+strategies better than they foretell seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
+their time.
+"""
+
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+from hf_hotspa.costs.adapter import Adapter
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
+from hf_hotspa.costs.model import CostModel, check_calibration
+from hf_hotspa.costs.model_config import ModelConfig, load_model
+from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.search.baselines import Baseline, DataParallel, baselines
+from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.histogram import Counts
+from hf_hotspa.search.lengths import read_lengths
+from hf_hotspa.search.search import mini_batches, search
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
+
+PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
+SCHEMA_VERSION = 1
+DTYPE = "bfloat16"
+"""Of weights and activations, where nobody says."""
+_MOST_DEVICES = 1 << 15
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A model on a number of machines.
+
+    Args:
+        model: The model.
+        nodes: Machines.
+        hardware: What they are, with the given devices a node; None where only memory is asked for.
+        devices_per_node: Devices of a node.
+        limit_bytes: What a plan may fill of a device; None for no limit.
+        limit_source: Where that is from, in words.
+        dtype: The dtype of computation.
+        recompute: Whether layers keep their input only.
+        sequence_parallel: Whether norms and residuals are divided over tp.
+        calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
+        gradients: The dtypes in which gradients accumulate and travel.
+        schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+        adapter: What is trained instead of the model; None where the model is.
+    """
+
+    model: ModelConfig
+    nodes: int
+    devices_per_node: int
+    hardware: Hardware | None = None
+    limit_bytes: int | None = None
+    limit_source: str = "as given"
+    dtype: str = "bfloat16"
+    recompute: bool = False
+    sequence_parallel: bool = False
+    calibration: Calibration | None = None
+    gradients: GradientDtypes = IN_FP32
+    schedule: str = "auto"
+    adapter: Adapter | None = None
+
+    @classmethod
+    def read(
+        cls,
+        model: str,
+        nodes: str,
+        hardware: str | None = None,
+        memory_limit: str | None = None,
+        calibration: str | None = None,
+        dtype: str | None = None,
+        lora: str | None = None,
+        **options: Any,
+    ) -> "Setup":
+        """From the words of a command line.
+
+        Args:
+            model: See `load_model`.
+            nodes: See `parse_nodes`.
+            hardware: See `load_hardware`; not with a calibration.
+            memory_limit: See `parse_bytes`.
+            calibration: A file of `hf-hotspa calibrate`.
+            dtype: The dtype of computation; that of the calibration, else bfloat16, when None.
+            lora: See `Adapter.read`.
+            options: Other fields.
+
+        Raises:
+            HotspaConfigError: one of them names nothing, or cannot be.
+        """
+        shape = load_model(model)
+        count, devices = parse_nodes(nodes)
+        if count * devices > _MOST_DEVICES:
+            raise HotspaConfigError(
+                f"{nodes} are {count * devices} devices", fix=f"plan for at most {_MOST_DEVICES} devices"
+            )
+        machine = load_hardware(hardware) if hardware is not None else None
+        measured = Calibration.load(calibration) if calibration is not None else None
+        if measured is not None:
+            dtype = dtype or measured.key.dtype
+            check_calibration(
+                measured, str(calibration), shape.shape, dtype=dtype, nodes=count, devices_per_node=devices
+            )
+            machine = measured.hardware()
+        memory = machine.device.memory_bytes if machine is not None else None
+        given = None if memory_limit is None else parse_bytes(memory_limit, "the memory limit")
+        if given is not None and memory is not None and machine is not None and given > memory:
+            raise HotspaConfigError(
+                f"a memory limit of {given / 2**30:,.2f} GiB is more than the {memory / 2**30:,.2f} GiB of a device "
+                f"of {machine.name}",
+                fix=f"use at most {memory >> 20}MiB, or hardware with more memory",
+            )
+        limit, source = planned_limit(given, memory, f"of {(memory or 0) / 2**30:,.2f} GiB", "--memory-limit")
+        if options.get("sequence_parallel") and (obstacle := shape.shape.sp_obstacle):
+            raise HotspaConfigError(f"{shape.name} cannot run +sp", why=obstacle, fix="leave --sequence-parallel out")
+        if machine is not None:
+            machine = replace(machine, devices_per_node=devices)
+        adapter = Adapter.read(lora, shape.linears) if lora is not None else None
+        options |= {"calibration": measured, "adapter": adapter}
+        setup = cls(shape, count, devices, machine, limit, source, dtype or DTYPE, **options)
+        dtype_bytes(setup.dtype)
+        return setup
+
+    @property
+    def world_size(self) -> int:
+        """Devices in all."""
+        return self.nodes * self.devices_per_node
+
+    @cached_property
+    def sizes(self) -> ModelSizes:
+        """Sizes of model states."""
+        return ModelSizes(self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter)
+
+    @cached_property
+    def memory(self) -> MemoryModel:
+        """The memory model; all that is known without a machine."""
+        return (
+            self.cost.memory if self.hardware is not None else MemoryModel(self.sizes, self.world_size, self._options)
+        )
+
+    @cached_property
+    def cost(self) -> CostModel:
+        """The cost model, calibrated or from data sheets.
+
+        Raises:
+            HotspaConfigError: the hardware has no speed for the dtype.
+        """
+        assert self.hardware is not None
+        if self.calibration is not None:
+            return CostModel.of_calibration(self.calibration, self.sizes, self._options, self.world_size)
+        return CostModel.of_hardware(self.hardware, self.sizes, self._options, self.world_size)
+
+    @property
+    def _options(self) -> MemoryOptions:
+        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule)
+
+    def strategies(self) -> list[Strategy]:
+        """Every legal strategy with every choice of options, but for those that are asked for of all."""
+        options = strategies_with_options(self.world_size, self.model.shape)
+        return list(dict.fromkeys(map(self.with_options, options)))
+
+    def with_options(self, strategy: Strategy) -> Strategy:
+        """A strategy with its own options and those that are asked for of all."""
+        sp = strategy.sp or (self.sequence_parallel and strategy.tp > 1)
+        return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        shape = self.model.shape
+        return {
+            "model": {
+                "name": self.model.name,
+                "family": shape.family,
+                "parameters": self.sizes.num_parameters,
+                "layers": shape.num_layers,
+                "hidden_size": shape.hidden_size,
+                "max_position_embeddings": shape.max_position_embeddings,
+            },
+            "hardware": self.hardware.name if self.hardware is not None else None,
+            "calibrated": self.calibration.measured_at if self.calibration is not None else None,
+            "nodes": self.nodes,
+            "devices_per_node": self.devices_per_node,
+            "limit_bytes": self.limit_bytes,
+            "limit_source": self.limit_source,
+            "dtype": self.dtype,
+            "recompute": self.recompute,
+            "sequence_parallel": self.sequence_parallel,
+            "gradients": asdict(self.gradients),
+            "pipeline_schedule": self.schedule,
+            "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
+            "trained_parameters": self.sizes.num_trained,
+        }
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The answer of `hf-hotspa plan`.
+
+    Args:
+        setup: Model and machines.
+        lengths: The lengths looked at.
+        source: Where they are from.
+        longest: The longest sequence that fits.
+        mini_batch_size: Sequences of a mini-batch.
+        choice: What the search chose.
+        memory: What each bucket's strategy holds inside the pool.
+        baselines: What others would make of it under data parallelism, by stage of ZeRO.
+    """
+
+    setup: Setup
+    lengths: tuple[int, ...]
+    source: str
+    longest: int
+    mini_batch_size: int
+    choice: Choice
+    memory: tuple[MemoryBreakdown, ...]
+    baselines: tuple[Baseline, ...] = ()
+
+    @property
+    def rival(self) -> tuple[str, float]:
+        """What to compare with, and its seconds: the best of a single strategy and the baselines."""
+        others = [(found.name, found.seconds) for found in self.baselines if found.seconds is not None]
+        return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
+
+    def notes(self) -> list[str]:
+        """What the reader must know before using the plan."""
+        positions = self.setup.model.shape.max_position_embeddings
+        if positions is None or self.longest <= positions:
+            return []
+        return [
+            f"The model has {positions} positions: the trainer refuses longer buckets until "
+            "max_position_embeddings is raised."
+        ]
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        choice = self.choice
+        buckets = [
+            {
+                "strategy": str(row.bucket.strategy),
+                "low": row.bucket.low,
+                "longest": row.bucket.longest,
+                "pack_tokens": row.bucket.pack_tokens,
+                "sequences": row.num_sequences,
+                "tokens": row.num_tokens,
+                "packs": row.num_packs,
+                "compute_seconds": row.compute_s,
+                "switch_seconds": row.switch_s,
+                "memory": memory_dict(memory),
+            }
+            for row, memory in zip(choice.rows, self.memory, strict=True)
+        ]
+        return {
+            "kind": PLAN_KIND,
+            "schema_version": SCHEMA_VERSION,
+            **self.setup.to_dict(),
+            "lengths": {"source": self.source, "count": len(self.lengths), "longest": self.longest},
+            "mini_batch_size": self.mini_batch_size,
+            "hotspa_strategies": str(choice),
+            "switches": choice.switches,
+            "seconds": choice.seconds,
+            "switch_seconds": choice.switch_seconds,
+            "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
+            "baselines": [found.to_dict() for found in self.baselines],
+            "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
+            "buckets": buckets,
+            "phases_simulated": choice.num_simulated,
+            "notes": self.notes(),
+        }
+
+
+def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
+    """A breakdown as plain data, in bytes."""
+    place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
+    return {"total": memory.total, **memory.parts(), **place}
+
+
+def make_plan(
+    setup: Setup,
+    lengths: str | Counts,
+    longest: int | None = None,
+    mini_batch_size: int = 512,
+    max_phases: int = 3,
+    overlong: str = "error",
+) -> Plan:
+    """Chooses buckets for a setup with hardware.
+
+    Args:
+        setup: Model and machines.
+        lengths: See `read_lengths`, and for `longest` and `overlong`, too.
+        longest: The longest sequence that must fit.
+        mini_batch_size: Sequences of a mini-batch.
+        max_phases: Most buckets.
+        overlong: What happens to longer ones.
+
+    Raises:
+        HotspaError: no lengths, or nothing holds the longest one; the message names the smallest change that works.
+    """
+    assert setup.hardware is not None
+    shape = setup.model.shape
+    found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
+    cost, time = setup.cost, setup.cost.time
+    # a calibration may know fewer degrees than more devices allow
+    strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
+    choice = search(
+        found,
+        strategies,
+        time,
+        MemoryRooms(cost.memory, setup.limit_bytes),
+        cost.switch_seconds(strategies),
+        mini_batch_size=mini_batch_size,
+        longest=top,
+        quadratic_cost=shape.quadratic_cost,
+        max_phases=max_phases,
+    )
+    memory = cost.rank_bytes(choice.buckets)
+    others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
+    known = time.knows(Strategy(setup.world_size))
+    rivals = baselines(others, *mini_batches(found, mini_batch_size, top), top, setup.limit_bytes) if known else ()
+    return Plan(setup, tuple(found), str(lengths), top, mini_batch_size, choice, memory, rivals)
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """The answer of `hf-hotspa estimate`.
+
+    Args:
+        setup: Model and machines.
+        strategy: The strategy.
+        memory: What its fullest rank holds.
+        largest_pack: The most tokens that a pack may have; None without a limit.
+    """
+
+    setup: Setup
+    strategy: Strategy
+    memory: MemoryBreakdown
+    largest_pack: int | None
+
+    @property
+    def fits(self) -> bool:
+        """Whether it stays below the limit."""
+        return self.setup.limit_bytes is None or self.memory.total <= self.setup.limit_bytes
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain data."""
+        return {
+            "kind": ESTIMATE_KIND,
+            "schema_version": SCHEMA_VERSION,
+            **self.setup.to_dict(),
+            "strategy": str(self.strategy),
+            "pack_tokens": self.memory.pack_tokens,
+            "largest_pack_tokens": self.largest_pack,
+            "fits": self.fits,
+            "memory": memory_dict(self.memory),
+        }
+
+
+def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
+    """Memory of one strategy, alone in its pool.
+
+    Raises:
+        HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
+    """
+    if not 1 <= pack_tokens < UNLIMITED_TOKENS:
+        raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
+    found = setup.with_options(Strategy.parse(strategy))
+    shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
+    check_buckets((Bucket(found, pack_tokens, pack_tokens),), setup.world_size, shape)
+    largest = setup.memory.largest_pack(found, setup.limit_bytes)
+    return Estimate(
+        setup, found, setup.memory.breakdown(found, pack_tokens), None if setup.limit_bytes is None else largest
+    )

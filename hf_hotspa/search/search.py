@@ -1,0 +1,393 @@
+"""The search: which strategies, which bucket edges and which pack sizes, for a histogram of lengths.
+
+What is exact and what is not:
+
+* Buckets are contiguous ranges of the sorted lengths, each with a strategy of its own; at most `max_phases`. Edges are
+  lengths that occur: all of them where they are few, else quantiles and the longest sequence each strategy can hold.
+* With few candidates (`EXACT_PHASES` phases to look at) every phase is packed and simulated, and the dynamic programme
+  over these times is exact. Otherwise the dynamic programme runs over estimates (`estimate.LengthTable`), the best
+  partitions are packed and simulated, which corrects the estimates of the others, and the edges of the best are moved
+  while that helps: a heuristic. Of strategies that differ in `+sp` alone, which costs no time, the roomier one is looked
+  at, with the packs of both, and its `+sp` left out again where the packs fit without.
+* The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
+  is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
+  switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
+* Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others room. The search
+  runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
+  as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
+
+Times are means over mini-batches drawn from the histogram; a phase that a mini-batch does not need costs it nothing.
+Where sequences longer than all drawn ones must fit, one mini-batch in a hundred is taken to hold one and nothing else:
+enough that the strategy for them is a good one, too little to decide anything else.
+Deterministic; no torch.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+import numpy as np
+
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.search.capacities import Rooms
+from hf_hotspa.search.choice import Choice, Row
+from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
+from hf_hotspa.search.partition import best_partitions
+from hf_hotspa.strategy import Bucket, Strategy
+
+EXACT_PHASES = 600
+"""Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
+_MOST_EDGES = 24
+_SEQUENCES_EVALUATED = 2048
+_KEPT = 24
+"""Pools kept of each arena and number of phases, by estimate."""
+_PATIENCE = 8
+"""Pools that are simulated in vain before the search ends."""
+_STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
+"""By how many candidates an edge is moved at a time."""
+_RARE = 0.01
+"""What a mini-batch with a longest sequence counts that the histogram does not show."""
+
+
+def search(
+    lengths: Iterable[int],
+    strategies: Iterable[Strategy],
+    time: TimeModel,
+    rooms: Rooms,
+    switch: Mapping[Strategy, float],
+    *,
+    mini_batch_size: int | None = None,
+    longest: int | None = None,
+    quadratic_cost: float = 0.0,
+    max_phases: int = 3,
+    margin: float = 0.01,
+    pack_margin: float = 0.0,
+    plain_margin: float = 0.0,
+) -> Choice:
+    """Chooses strategies, edges and pack sizes.
+
+    Args:
+        lengths: Lengths in random order, each at least 1: a sample of the data set.
+        strategies: The legal ones; those without coefficients in the time model are left out.
+        rooms: How long packs may be.
+        switch: Load and return seconds of each strategy.
+        mini_batch_size: Sequences of a mini-batch; all lengths when None.
+        longest: The longest sequence that must fit, where it is longer than those given.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+        max_phases: Most buckets.
+        margin: How much better than the best single strategy a pool must be, as a share.
+        pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
+            what was measured, and the time model is not that exact.
+        plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
+            share: ranks that wait for one another are harder to foretell.
+
+    Raises:
+        HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
+        HotspaError: no strategy holds the longest sequence; what `rooms` says about it.
+    """
+    sample = [int(length) for length in lengths]
+    if not sample or min(sample) < 1:
+        raise HotspaConfigError("there are no lengths, or some are below 1 token", fix="give a histogram with lengths")
+    if max_phases < 1 or not 0 <= margin < 1 or (mini_batch_size is not None and mini_batch_size < 1):
+        raise HotspaConfigError(
+            f"max_phases {max_phases}, margin {margin} or mini_batch_size {mini_batch_size} is wrong"
+        )
+    pool = sorted({s for s in strategies if time.knows(s)})
+    if not pool:
+        raise HotspaConfigError(
+            "no strategy has coefficients in the time model", fix="calibrate the model's strategies"
+        )
+    longest = max(longest or 0, *sample)
+    if all(rooms.tokens(s, rooms.arena(s)) < longest for s in pool):
+        raise rooms.too_long(longest, pool)
+    found = _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases)
+    return found.run(margin, pack_margin, plain_margin)
+
+
+def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
+    """The mini-batches that are looked at, and what each counts: equal, but for one that holds nothing but a longest
+    sequence, where all others are shorter.
+
+    Args:
+        sample: Lengths in random order.
+        size: Sequences of a mini-batch; all when None.
+        longest: The longest sequence that must fit.
+    """
+    size = size or len(sample)
+    count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))
+    stream = cycle(sample)  # a histogram that is smaller than a mini-batch is repeated
+    batches, weights = [list(islice(stream, size)) for _ in range(count)], [1 / count] * count
+    if longest > max(map(max, batches)):
+        batches.append([longest])
+        weights.append(_RARE)
+    return batches, weights
+
+
+_Phases = tuple[tuple[Strategy, int, int, int], ...]
+"""`(strategy, low, high, pack tokens)` of each phase, by length."""
+
+_Estimated = tuple[tuple[Strategy, int, int, float], ...]
+"""`(strategy, low, high, estimated seconds)` of each phase, by length."""
+
+
+def _total(phases: _Estimated) -> float:
+    return sum(seconds for *_, seconds in phases)
+
+
+class _Search:
+    """One search; see `search` for the arguments. `exact` says whether all ranges were simulated."""
+
+    def __init__(
+        self,
+        sample: list[int],
+        pool: list[Strategy],
+        time: TimeModel,
+        rooms: Rooms,
+        switch: Mapping[Strategy, float],
+        mini_batch_size: int | None,
+        longest: int,
+        quadratic_cost: float,
+        max_phases: int,
+    ) -> None:
+        self.batches, weights = mini_batches(sample, mini_batch_size, longest)
+        self.time, self.rooms, self.switch = time, rooms, switch
+        # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
+        twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
+        self.plain = {sp: s for sp, s in twins.items() if s in pool and self._is_roomier(sp, s)}
+        self.pool = [s for s in pool if s not in set(self.plain.values())]
+        self.longest, self.max_phases = longest, max_phases
+        self.num_drawn = round(1 / weights[0])
+        self.weights = weights
+        self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
+        self.most_tokens = max(longest, *map(sum, self.batches))
+        self.exact = True
+        self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
+
+    def _is_roomier(self, sp: Strategy, plain: Strategy) -> bool:
+        """Whether there is nothing that the one without `+sp` does better."""
+        same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
+        return same and self.rooms.tokens(sp, self.rooms.arena(sp)) >= self.rooms.tokens(plain, self.rooms.arena(plain))
+
+    def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
+        static = self._best_static(plain_margin)
+        best, best_seconds = static, self._seconds(static)
+        static_seconds = best_seconds
+        for phases in self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else ():
+            if (seconds := self._seconds(phases)) < best_seconds:
+                best, best_seconds = phases, seconds
+        if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
+            best = static
+        best, static = (self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static))
+        return self._choice(best, static)
+
+    def _slim(self, phase: tuple[Strategy, int, int, int], pack_margin: float) -> tuple[Strategy, int, int, int]:
+        """The phase with the smallest packs that are hardly slower."""
+        strategy, low, high, tokens = phase
+        most = self.evaluator.phase(*phase).seconds * (1 + pack_margin)
+        for smaller in pack_choices(tokens, high)[::-1] if pack_margin else ():
+            if self.evaluator.phase(strategy, low, high, smaller).seconds <= most:
+                return strategy, low, high, smaller
+        return phase
+
+    def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> _Phases:
+        """The same without `+sp` where the packs fit without."""
+        arena, found = max(self.rooms.arena(phase[0]) for phase in phases), []
+        for strategy, low, high, tokens in phases:
+            plain = self.plain.get(strategy)
+            fits = plain is not None and high <= self._room(plain, arena)
+            if plain is not None and fits and tokens <= self.rooms.pack_tokens(plain, arena, high):
+                strategy = plain
+            found.append((strategy, low, high, tokens))
+        return tuple(found)
+
+    def _seconds(self, phases: _Phases) -> float:
+        return sum(self.evaluator.phase(*phase).seconds for phase in phases)
+
+    def _room(self, strategy: Strategy, arena: int) -> int:
+        """Tokens of a sequence, no more than a mini-batch can fill."""
+        return min(self.rooms.tokens(strategy, arena), self.most_tokens)
+
+    def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
+        """Pack sizes worth trying with sequences up to `high`; none where these do not fit."""
+        key = strategy, arena, high
+        if key not in self._known_packs:
+            fits = high <= self._room(strategy, arena)
+            capacity = min(self.rooms.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
+            found = set(pack_choices(capacity, high)) if capacity else set()
+            if strategy in self.plain:
+                found.update(self._packs(self.plain[strategy], arena, high))
+            self._known_packs[key] = sorted(found, reverse=True)
+        return self._known_packs[key]
+
+    def _best_static(self, plain_margin: float) -> _Phases:
+        """All single strategies and pack sizes, those with the lowest bound first, until no bound can win.
+
+        The fastest, or of those that are less than the margin behind it one with the fewest ranks to a replica.
+        """
+        whole = 0, self.longest
+        options = []
+        for strategy in self.pool:
+            for tokens in self._packs(strategy, self.rooms.arena(strategy), self.longest):
+                options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
+        found: list[tuple[float, Strategy, int]] = []
+        most = float("inf")
+        for bound, strategy, tokens in sorted(options):
+            if bound >= most:
+                break
+            seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
+            found.append((seconds, strategy, tokens))
+            most = min(most, seconds * (1 + plain_margin))
+        near = [each for each in found if each[0] <= most]
+        _, strategy, tokens = min(near, key=lambda each: (each[1].tp * each[1].pp if plain_margin else 0, each[0]))
+        return ((strategy, *whole, tokens),)
+
+    def _candidates(self) -> list[_Phases]:
+        """Pools worth simulating, over all sizes of arena."""
+        arenas: list[int] = []
+        for arena in sorted({self.rooms.arena(s) for s in self.pool}, reverse=True):
+            if not arenas or arena < arenas[-1] * 0.99:
+                arenas.append(arena)
+        found: dict[tuple[Strategy, ...], _Estimated] = {}
+        self.exact = True
+        for arena in arenas:
+            rooms = {s: self._room(s, arena) for s in self.pool if self.rooms.arena(s) <= arena}
+            rooms = {s: room for s, room in rooms.items() if room >= min(map(min, self.batches))}
+            if len(rooms) > 1 and max(rooms.values()) >= self.longest:
+                for each in self._partitions(rooms, arena):
+                    strategies = tuple(strategy for strategy, *_ in each)
+                    if strategies not in found or _total(each) < _total(found[strategies]):
+                        found[strategies] = each
+        if self.exact:
+            return [self._with_packs(each) for each in found.values()]
+        return self._best_first(list(found.values()))
+
+    def _best_first(self, left: list[_Estimated]) -> list[_Phases]:
+        """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
+
+        By how much a strategy takes longer than was estimated is about the same for other lengths; so what was
+        simulated corrects the estimates of all pools that have the strategy.
+        """
+        found: list[_Phases] = []
+        error: dict[Strategy, float] = {}
+        best, in_vain = float("inf"), 0
+
+        def corrected(each: _Estimated) -> float:
+            return sum(seconds * error.get(self.time.kind(strategy), 1.0) for strategy, _, _, seconds in each)
+
+        while left and in_vain < _PATIENCE:
+            each = min(left, key=corrected)
+            left.remove(each)
+            phases = self._with_packs(each)
+            seconds = self._seconds(phases)
+            for phase, (strategy, *_, estimate) in zip(phases, each, strict=True):
+                if estimate:
+                    error[self.time.kind(strategy)] = self.evaluator.phase(*phase).seconds / estimate
+            found.append(phases)
+            in_vain = 0 if seconds < best else in_vain + 1
+            best = min(best, seconds)
+        found.sort(key=self._seconds)
+        return [*found, *map(self._moved, found[:2])]
+
+    def _with_packs(self, each: _Estimated) -> _Phases:
+        """The phases with their best pack sizes in a pool of these strategies."""
+        arena = max(self.rooms.arena(strategy) for strategy, *_ in each)
+        return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
+
+    def _partitions(self, rooms: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
+        """The best partitions with given rooms in a pool with that arena, with more than one phase."""
+        edges = choose_edges(self.batches, list(rooms.values()), self.longest, _MOST_EDGES)
+        strategies = list(rooms)
+        if len(rooms) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
+            costs = np.stack([self._simulated(edges, strategy, arena) for strategy in strategies])
+            keep = 1
+        else:
+            self.exact, keep = False, _KEPT
+            table = LengthTable(self.batches, edges, self.weights)
+            costs = np.stack([self._estimated(table, strategy, rooms[strategy], arena) for strategy in strategies])
+        return [
+            tuple((strategies[s], edges[i], edges[j], float(costs[s, i, j])) for s, i, j in partition.ranges)
+            for partition in best_partitions(costs, self.max_phases, keep)
+            if len(partition.ranges) > 1
+        ]
+
+    def _estimated(
+        self, table: LengthTable, strategy: Strategy, room: int, arena: int
+    ) -> np.typing.NDArray[np.float64]:
+        """Seconds of every range with its best pack size, by estimate; [low edge, high edge]."""
+        longest = min(room, self.longest)
+        capacity = min(self.rooms.pack_tokens(strategy, arena, 0), self.most_tokens)
+        sizes = {(tokens, 0) for tokens in pack_choices(capacity, 1)} if capacity else set()
+        if longest > capacity:
+            sizes |= {(tokens, longest) for tokens in self._packs(strategy, arena, longest)}
+        switch_s = self.switch[strategy]
+        return np.min(
+            [table.phase_seconds(self.time, strategy, p, switch_s, most) for p, most in sorted(sizes)], axis=0
+        )
+
+    def _simulated(self, edges: Sequence[int], strategy: Strategy, arena: int) -> np.typing.NDArray[np.float64]:
+        """The same, packed and simulated."""
+        costs = np.full((len(edges), len(edges)), np.inf)
+        for j, high in enumerate(edges):
+            for i in range(j) if self._packs(strategy, arena, high) else ():
+                costs[i, j] = self.evaluator.phase(*self._packed(strategy, edges[i], high, arena)).seconds
+        return costs
+
+    def _packed(self, strategy: Strategy, low: int, high: int, arena: int) -> tuple[Strategy, int, int, int]:
+        """The phase with its best pack size."""
+        sizes = self._packs(strategy, arena, high)
+        best, best_seconds = sizes[0], float("inf")
+        for tokens in sizes:
+            if self.evaluator.bound(strategy, low, high, tokens) < best_seconds:
+                seconds = self.evaluator.phase(strategy, low, high, tokens).seconds
+                if seconds < best_seconds:
+                    best, best_seconds = tokens, seconds
+        return strategy, low, high, best
+
+    def _moved(self, phases: _Phases) -> _Phases:
+        """The same strategies with edges moved to neighbouring candidates while that helps."""
+        best, best_seconds = phases, self._seconds(phases)
+        edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, 2 * _MOST_EDGES)
+        improved = True
+        while improved:
+            improved = False
+            for index in range(len(best) - 1):
+                (first, low, edge, room), (second, _, high, other) = best[index : index + 2]
+                at = int(np.searchsorted(edges, edge))
+                for near in (at + step for step in _STEPS):
+                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(room, edge):
+                        moved = edges[near]
+                        trial = (*best[:index], (first, low, moved, room), (second, moved, high, other))
+                        trial = (*trial, *best[index + 2 :])
+                        if (seconds := self._seconds(trial)) < best_seconds:
+                            best, best_seconds, improved = trial, seconds, True
+                            break
+        return best
+
+    def _choice(self, phases: _Phases, static: _Phases) -> Choice:
+        rows = []
+        for strategy, low, high, tokens in phases:
+            cost = self.evaluator.phase(strategy, low, high, tokens)
+            num = self.num_drawn
+            held = [[length for length in batch if low < length <= high] for batch in self.batches[:num]]
+            rows.append(
+                Row(
+                    Bucket(strategy, high, tokens, low),
+                    sum(map(len, held)) / num,
+                    sum(map(sum, held)) / num,
+                    cost.num_packs,
+                    cost.compute_s,
+                    cost.switch_s,
+                )
+            )
+        ((strategy, _, high, tokens),) = static
+        return Choice(
+            tuple(row.bucket for row in rows),
+            sum(row.compute_s + row.switch_s for row in rows),
+            sum(row.switch_s for row in rows),
+            Bucket(strategy, high, tokens),
+            self._seconds(static),
+            tuple(rows),
+            self.exact,
+            self.evaluator.num_simulated,
+        )

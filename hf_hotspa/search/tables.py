@@ -1,0 +1,282 @@
+"""Plans and estimates as text for a terminal, and as a picture where matplotlib is installed."""
+
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from hf_hotspa.costs.breakdown import MemoryBreakdown
+from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.fitting import fit_costs
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.search.planning import Estimate, Plan, Setup
+from hf_hotspa.strategy import Bucket
+
+_GIB = 1 << 30
+_BAR = 40
+_SAME = 0.02
+"""Seconds that differ by less are the same."""
+
+
+def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Rows of cells, the first row the heading; `left` columns are flush left, the others flush right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
+        lines.append("  ".join(cells).rstrip())
+    return "\n".join(lines)
+
+
+def _heading(setup: Setup) -> str:
+    machine = f" of {setup.hardware.name}" if setup.hardware is not None else ""
+    adapter = (
+        f"\n{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained" if setup.adapter else ""
+    )
+    size = "" if setup.limit_bytes is None else f"at most {setup.limit_bytes / _GIB:,.2f} GiB, "
+    return (
+        f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, "
+        f"{setup.dtype}{adapter}\n{setup.nodes} x {setup.devices_per_node} devices{machine}\n"
+        f"memory that a plan may fill of a device: {size}{setup.limit_source}"
+    )
+
+
+def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str:
+    rows = [["GiB a device", *names]]
+    parts = [found.parts() for found in memory]
+    for part in parts[0]:
+        if any(found[part] >= _GIB / 200 for found in parts):  # what would be printed as 0.00 is left out
+            rows.append([part.replace("_", " "), *(f"{found[part] / _GIB:,.2f}" for found in parts)])
+    rows.append(["total", *(f"{found.total / _GIB:,.2f}" for found in memory)])
+    rows.append(["fullest stage", *(f"{found.stage}" for found in memory)])
+    rows.append(["packs in flight", *(f"{found.in_flight}" for found in memory)])
+    rows.append(["tokens in flight", *(f"{found.held_tokens:,}" for found in memory)])
+    return table(rows)
+
+
+def _source(setup: Setup) -> str:
+    if setup.calibration is None:
+        return "Times are from data sheets, not measured: within about a third."
+    whole = ", with all weights trained: with an adapter it is faster" if setup.adapter is not None else ""
+    return f"Times are from a calibration of {setup.calibration.measured_at}{whole}."
+
+
+def _notes(notes: Sequence[str]) -> list[str]:
+    return [f"Note: {note}" for note in notes]
+
+
+def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
+    """Shares of sequences and tokens by length, in powers of two, with the edges of buckets (if any) as lines."""
+    ordered = sorted(lengths)
+    longest = buckets[-1].longest if buckets else ordered[-1]
+    first = 1 << max(0, math.ceil(math.log2(ordered[0])))
+    edges = {bucket.longest: str(bucket.strategy) for bucket in buckets}
+    doubled = {first << i for i in range(64) if first << i < longest}
+    highs = sorted(doubled | set(edges) | {longest})
+    rows, low, total = [], 0, sum(ordered)
+    for high in highs:
+        i, j = bisect_right(ordered, low), bisect_right(ordered, high)
+        rows.append((low, high, (j - i) / len(ordered), sum(ordered[i:j]) / total))
+        low = high
+    most, width = max(row[2] for row in rows), len(str(longest))
+    lines = [f"{'tokens':>{2 * width + 3}}  sequences  tokens"]
+    for low, high, share, tokens in rows:
+        bar = "#" * round(_BAR * share / most)
+        line = f"{low + 1:>{width}} - {high:>{width}}  {share:9.1%}  {tokens:6.1%}  {bar}"
+        lines.append(line.rstrip())
+        if high in edges:
+            lines.append(f"{'-' * (2 * width + 3)}  {edges[high]} up to {high}")
+    return "\n".join(lines)
+
+
+def calibration_text(found: Calibration) -> str:
+    """A calibration for people: coefficients, links, switches and memory."""
+    key = found.key
+    layers, ends = fit_costs(found.samples)
+    rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
+    activations, end_bytes = found.memory_per_token
+    for tp, cost in layers.items():
+        end = ends.get(tp)
+        rows.append(
+            [
+                str(tp),
+                *_scaled(cost.a * 1e9, cost.b * 1e6, cost.c * 1e3),
+                *(_scaled(end.b * 1e6, end.c * 1e3) if end is not None else ("", "")),
+                *(f"{known[tp]:,.0f}" if tp in known else "" for known in (activations, end_bytes)),
+            ]
+        )
+    links = [["links", "latency us", "MB/s", "hop us", "hop ns/token"]]
+    for name, link, hop in (
+        ("in a node", found.intra, found.hop_intra),
+        ("between nodes", found.inter, found.hop_inter),
+    ):
+        if link is not None and hop is not None:
+            links.append(
+                [
+                    name,
+                    f"{link.latency_s * 1e6:,.1f}",
+                    f"{link.bandwidth / 1e6:,.0f}",
+                    f"{hop.latency_s * 1e6:,.1f}",
+                    f"{hop.token_s * 1e9:,.1f}",
+                ]
+            )
+    efficiency, fixed_s = found.switch_fit
+    slots = "" if math.isinf(found.slots) else f", {found.slots:.1f} of them at a time"
+    return "\n".join(
+        [
+            f"{found.model.family}, hidden size {found.model.hidden_size}, {key.dtype}, "
+            f"{found.model.layer_parameters:,} parameters a layer",
+            f"{key.world_size} ranks on {key.device} ({key.cores} cores a node){slots}; "
+            f"measured {found.measured_at} in {found.seconds:.1f} s",
+            "",
+            "one layer, forward and backward: a * sum(l^2) + b * sum(l) + c seconds for a pack of sequences of l tokens"
+            + (", on a core" if slots else ""),
+            table(rows),
+            "",
+            table(links),
+            "",
+            f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
+            f"{found.pipeline_factor:.2f} times as much",
+            *_phases(found),
+            *_notes(found.notes),
+        ]
+    )
+
+
+def _phases(found: Calibration) -> list[str]:
+    """One line on whole phases, where they were measured."""
+    seconds: dict[str, list[str]] = {}
+    for sample in found.phases:
+        seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
+    each = ", ".join(f"{strategy} {' and '.join(values)} s" for strategy, values in seconds.items())
+    return [f"whole phases of mixed lengths: {each}"] if each else []
+
+
+def _scaled(*values: float) -> list[str]:
+    return [f"{value:,.4g}" for value in values]
+
+
+def plan_text(plan: Plan) -> str:
+    """A plan for people."""
+    choice, setup = plan.choice, plan.setup
+    rows = [["bucket", "strategy", "pack tokens", "sequences", "tokens", "packs", "compute s", "switch s"]]
+    for row in choice.rows:
+        bucket = row.bucket
+        rows.append(
+            [
+                f"{bucket.low + 1} - {bucket.longest}",
+                str(bucket.strategy),
+                str(bucket.pack_tokens),
+                f"{row.num_sequences:,.1f}",
+                f"{row.num_tokens:,.0f}",
+                f"{row.num_packs:,.1f}",
+                f"{row.compute_s:,.2f}",
+                f"{row.switch_s:,.2f}",
+            ]
+        )
+    numbers = [
+        ["predicted", "seconds a step", "of these switches"],
+        ["this plan", f"{choice.seconds:,.2f}", f"{choice.switch_seconds:,.2f}"],
+        [f"best static, {choice.static}", f"{choice.static_seconds:,.2f}", ""],
+    ]
+    for other in plan.baselines:
+        if other.seconds is None:
+            longest = f"holds sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else "does not fit"
+            numbers.append([f"{other.name}: {longest}", "-", ""])
+        else:
+            numbers.append([f"{other.name}, packs of {other.pack_tokens}", f"{other.seconds:,.2f}", ""])
+    return "\n".join(
+        [
+            _heading(setup),
+            f"{plan.mini_batch_size} sequences a step, lengths {plan.source}, longest {plan.longest}",
+            "",
+            table(rows, 2),
+            "",
+            table(numbers),
+            _verdict(plan),
+            "",
+            _memory_rows([str(row.bucket.strategy) for row in choice.rows], plan.memory),
+            "",
+            histogram(plan.lengths, choice.buckets),
+            "",
+            f'hotspa_strategies="{choice}"',
+            *_notes([*plan.notes(), _source(setup)]),
+        ]
+    )
+
+
+def _verdict(plan: Plan) -> str:
+    """What the plan gains, and over what."""
+    choice, (name, seconds) = plan.choice, plan.rival
+    gain = choice.static_seconds / choice.seconds
+    if seconds < choice.seconds * (1 - _SAME):
+        lost = f"{name} is predicted to be {choice.seconds / seconds:.2f}x as fast as this plan"
+        return f"{lost}: one layout is enough here"
+    if not choice.switches:
+        return "switching is not worth it here"
+    if seconds < choice.static_seconds:
+        better = "as fast as" if seconds < choice.seconds * (1 + _SAME) else f"{seconds / choice.seconds:.2f}x"
+        return f"{better} {name}, and {gain:.2f}x the best static strategy"
+    return f"{gain:.2f}x the best static strategy"
+
+
+def estimate_text(estimate: Estimate) -> str:
+    """An estimate for people."""
+    memory, setup = estimate.memory, estimate.setup
+    lines = [_heading(setup), "", _memory_rows([f"{estimate.strategy}@{memory.pack_tokens}"], [memory]), ""]
+    if estimate.largest_pack is None:
+        lines.append("No limit was given; --memory-limit or --hardware tell how long a pack may be.")
+    elif not estimate.largest_pack:
+        lines.append("Not even a pack of one token fits.")
+    else:
+        lines.append(f"Largest pack that fits: {estimate.largest_pack} tokens")
+    return "\n".join(lines)
+
+
+def check_plot() -> None:
+    """Says early whether a picture can be made.
+
+    Raises:
+        HotspaConfigError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib  # noqa: F401  # optional
+    except ImportError as error:
+        raise HotspaConfigError(
+            f"a plot needs matplotlib, and it cannot be imported: {error}",
+            fix="pip install matplotlib, or leave --plot out: the text has the same histogram",
+        ) from None
+
+
+def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
+    """Writes the histogram with the edges of buckets as a PNG.
+
+    Raises:
+        HotspaConfigError: matplotlib is not installed, or the file cannot be written.
+    """
+    check_plot()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4), layout="constrained")
+    axes = figure.add_subplot()
+    low, high = min(plan.lengths), plan.longest + 1
+    steps = 60
+    bins = sorted({low * (high / low) ** (i / steps) for i in range(steps + 1)})
+    axes.hist(plan.lengths, bins=bins, color="0.6")
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("tokens of a sequence")
+    axes.set_ylabel("sequences")
+    axes.set_title(f"{plan.setup.model.name}, {plan.setup.nodes} x {plan.setup.devices_per_node} devices")
+    for bucket in plan.choice.buckets:
+        axes.axvline(bucket.longest, color="C3")
+        axes.text(
+            bucket.longest, 0.98, f"{bucket.strategy}", rotation=90, ha="right", va="top",
+            transform=axes.get_xaxis_transform(),
+        )  # fmt: skip
+    try:
+        FigureCanvasAgg(figure).print_png(os.fspath(path))
+    except OSError as error:
+        raise HotspaConfigError(
+            f"the plot cannot be written: {error.strerror or error}", where=str(path), fix="give another path"
+        ) from None

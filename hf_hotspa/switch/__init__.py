@@ -1,1 +1,0 @@
-"""Switching: plans of transfers between layouts, and their execution."""
