@@ -15,6 +15,7 @@ LAYERS: dict[str, int] = {
     "hf_hotspa/costs": 2,
     "hf_hotspa/search": 2,
     "hf_hotspa/packing": 2,
+    "hf_hotspa/stragglers": 2,
     "hf_hotspa/rows": 2,
     "hf_hotspa/checkpoint/format": 2,
     "hf_hotspa/reporting": 2,

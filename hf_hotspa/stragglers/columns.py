@@ -1,0 +1,117 @@
+"""Which columns a resized product leaves out: the paper's Rd, Pri and PriDiff (arXiv 2401.11469, section III-B).
+
+A column is one index of the contraction of a product, of its input and its weight alike. Per layer and column the mean
+of `|w(t) - w(t-1)|` over the rows is kept, from the end of one epoch to the end of the next; columns that vary least are
+left out first. Entries of columns that were left out keep their old value, else a column without a gradient would vary
+least for ever. Algorithm 1 is followed but for one slip: its list `pri_list` is the *kept* columns (its lines 12-13; its
+text calls them yet to be pruned), and old values are put back before sorting (lines 5-8).
+"""
+
+import random
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+IMPUTATIONS = ("zero", "same", "average")
+"""What stands in the gradient where nothing was computed: 0, what the iteration before had, or the mean of the others."""
+
+CHOICES = ("rd", "pri", "pridiffr", "pridiffe")
+"""Columns at random; by variation; by variation and with a ratio for each layer (from equation 1, or from 1/2)."""
+
+EMPIRICAL_RATIO = 0.5
+THETA_OF_ITERATION, ALPHA = 1e-3, 0.8
+
+
+def kept_variation(
+    new: Sequence[float], old: Sequence[float] | None, kept: Collection[int] | None
+) -> tuple[float, ...]:
+    """The statistics of a layer after an epoch (lines 6-8): new where a column was trained, else the old value.
+
+    Args:
+        new: Of each column, in this epoch.
+        old: The statistics before; None in the first epoch.
+        kept: The columns that were trained; None for all.
+    """
+    if old is None or kept is None:
+        return tuple(new)
+    trained = frozenset(kept)
+    return tuple(value if i in trained else old[i] for i, value in enumerate(new))
+
+
+def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int, alpha: float = ALPHA) -> float:
+    """PriDiff's ratio of one layer (lines 9-11): its columns that hardly vary, and at least `alpha * gamma`.
+
+    Args:
+        variation: The statistics of its columns.
+        gamma: The uniform ratio: equation 1 (PriDiffR), or 1/2 (PriDiffE).
+        num_iterations: Of the epoch; the threshold is `1e-3` for each.
+    """
+    theta = num_iterations * THETA_OF_ITERATION
+    moving = sum(value > theta for value in variation)
+    return max(1.0 - moving / len(variation), alpha * gamma)
+
+
+def num_kept(num_columns: int, ratio: float) -> int:
+    """Columns that are computed; one at least."""
+    return max(1, num_columns - round(num_columns * ratio))
+
+
+def most_varying(variation: Sequence[float], count: int) -> tuple[int, ...]:
+    """The columns that vary most (lines 5, 12-14), ascending; among equals the first."""
+    order = sorted(range(len(variation)), key=lambda i: (-variation[i], i))
+    return tuple(sorted(order[:count]))
+
+
+def random_columns(num_columns: int, count: int, seed: str) -> tuple[int, ...]:
+    """`count` columns at random, ascending; the same for the same seed on every machine."""
+    return tuple(sorted(random.Random(seed).sample(range(num_columns), count)))
+
+
+@dataclass(frozen=True)
+class LayerColumns:
+    """The lineage of one product: which columns it computes.
+
+    Args:
+        num_columns: L.
+        kept: K, ascending.
+    """
+
+    num_columns: int
+    kept: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        assert list(self.kept) == sorted(set(self.kept)), "kept columns ascend, each once"
+        assert frozenset(range(self.num_columns)).issuperset(self.kept), "a kept column is outside of the product"
+
+    @property
+    def pruned(self) -> tuple[int, ...]:
+        """P: the columns that are left out, ascending."""
+        kept = frozenset(self.kept)
+        return tuple(i for i in range(self.num_columns) if i not in kept)
+
+
+def choose_columns(
+    choice: str,
+    num_columns: int,
+    gamma: float,
+    *,
+    variation: Sequence[float] | None,
+    num_iterations: int,
+    seed: str,
+) -> LayerColumns:
+    """Algorithm 1 for one layer.
+
+    Args:
+        choice: One of `CHOICES`.
+        gamma: Equation 1 of this rank; 0 leaves the product whole.
+        variation: Its statistics; before the first epoch has ended there are none, and columns are drawn at random.
+        num_iterations: Of an epoch.
+        seed: Of random columns.
+    """
+    if gamma <= 0.0:
+        return LayerColumns(num_columns, tuple(range(num_columns)))
+    ratio = EMPIRICAL_RATIO if choice == "pridiffe" else gamma
+    if choice == "rd" or variation is None:
+        return LayerColumns(num_columns, random_columns(num_columns, num_kept(num_columns, ratio), seed))
+    if choice != "pri":
+        ratio = layer_ratio(variation, ratio, num_iterations)
+    return LayerColumns(num_columns, most_varying(variation, num_kept(num_columns, ratio)))

@@ -1,0 +1,143 @@
+"""How much work a slow device should lose, and how: equations 1 to 3 and algorithm 2 of "Accelerating Heterogeneous
+Tensor Parallelism via Flexible Workload Control" (Wang et al., arXiv 2401.11469).
+
+Tasks are the ranks of a tensor-parallel group. Seconds are those of one iteration without waiting for other ranks.
+Where the paper contradicts itself its text is followed: its line 8 of algorithm 2 prints `if T_i = T_min` where the
+straggler is meant, and its lines 10-11 print `L * beta` for `L * gamma * beta`.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+Curve = Callable[[float], float]
+"""Seconds of a number of columns."""
+
+MOST = 0.95
+"""The most of a device's columns that are taken from it: a product needs some."""
+
+
+def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
+    """Equation 1: the share of its matrix products that a task should lose to be as fast as the reference.
+
+    Args:
+        seconds: Of the task.
+        product_s: Of all its matrix products.
+        reference_s: The mean over tasks in the paper's section III, the least in its section IV.
+
+    Returns:
+        gamma, 0 for a task that is no slower than the reference; at most `MOST`.
+    """
+    if seconds <= reference_s or product_s <= 0.0:
+        return 0.0
+    return min((seconds - reference_s) / product_s, MOST)
+
+
+def excess_ratios(seconds: Sequence[float], product_s: Sequence[float], least: bool = False) -> tuple[float, ...]:
+    """Equation 1 for every task.
+
+    Args:
+        seconds: Of each task.
+        product_s: Of the matrix products of each.
+        least: Whether the reference is the fastest task instead of the mean.
+    """
+    reference = min(seconds) if least else sum(seconds) / len(seconds)
+    return tuple(excess_ratio(t, m, reference) for t, m in zip(seconds, product_s, strict=True))
+
+
+@dataclass(frozen=True)
+class PretestCurves:
+    """What a pretest found; linear, seconds and columns.
+
+    Args:
+        static_s: Omega_1, the allocation of the reduced matrices.
+        extract_s: Omega_2 of one column: taking it out and putting it back.
+        send_s: Phi_1 of one column: broadcast and reduce.
+        compute_s: Phi_2 of one column.
+    """
+
+    static_s: float
+    extract_s: float
+    send_s: float
+    compute_s: float
+
+    def __post_init__(self) -> None:
+        assert min(self.static_s, self.extract_s, self.send_s, self.compute_s) >= 0.0, self
+
+
+def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
+    """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
+
+    Both sides cost the same then: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`.
+
+    Args:
+        columns: n = L * gamma.
+        num_tasks: e.
+    """
+    slope = curves.extract_s + curves.send_s + curves.compute_s / (num_tasks - 1)
+    if columns <= 0.0 or slope <= 0.0:
+        return 1.0
+    return min(max((curves.static_s + curves.extract_s * columns) / (columns * slope), 0.0), 1.0)
+
+
+def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Curve) -> int:
+    """Equation 3, several slow tasks: how many of the slowest migrate; the others are resized.
+
+    `f(x) = (T_x - T_min) - Phi_1(Gamma(x)) - max over the tasks y behind x of Gamma(x) / (e - x) * T_y / L_y` with
+    `Gamma(x) = sum of L_k (T_k - T_min) / T_k over the x slowest`: what the x-th saves, less what its columns cost.
+
+    Args:
+        seconds: Of the tasks, the slowest first.
+        workloads: L of each, in columns.
+        send: Phi_1.
+
+    Returns:
+        The largest x up to the first f(x) <= 0; 0 when nothing pays.
+    """
+    least, total = seconds[-1], len(seconds)
+    slower = sum(t > least for t in seconds)
+    moved = 0.0
+    for x in range(1, slower + 1):
+        moved += workloads[x - 1] * (seconds[x - 1] - least) / seconds[x - 1]
+        taken = max(moved / (total - x) * t / load for t, load in zip(seconds[x:], workloads[x:], strict=True))
+        if seconds[x - 1] - least - send(moved) - taken <= 0.0:
+            return x - 1
+    return slower
+
+
+@dataclass(frozen=True)
+class TaskWork:
+    """What one task does differently.
+
+    Args:
+        migrated: Share of its columns that other tasks compute.
+        resized: Share of its columns that nobody computes.
+    """
+
+    migrated: float = 0.0
+    resized: float = 0.0
+
+
+def divide_semi(
+    seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
+) -> tuple[TaskWork, ...]:
+    """Algorithm 2: who migrates and who is resized.
+
+    Args:
+        seconds: T of each task.
+        product_s: M of each.
+        workloads: L of each, in columns of all its layers.
+        curves: Of the pretest.
+    """
+    gammas = excess_ratios(seconds, product_s, least=True)
+    order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
+    slower = [i for i in order if gammas[i] > 0.0]
+    work = [TaskWork() for _ in seconds]
+    if len(slower) == 1:
+        (slow,) = slower
+        beta = migrated_share(workloads[slow] * gammas[slow], len(seconds), curves)
+        work[slow] = TaskWork(gammas[slow] * beta, gammas[slow] * (1.0 - beta))
+        return tuple(work)
+    x = num_migrating([seconds[i] for i in order], [workloads[i] for i in order], lambda n: curves.send_s * n)
+    for place, i in enumerate(slower):
+        work[i] = TaskWork(migrated=gammas[i]) if place < x else TaskWork(resized=gammas[i])
+    return tuple(work)

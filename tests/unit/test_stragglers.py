@@ -1,0 +1,282 @@
+"""Slow devices: the paper's equations, algorithms and numbering, and the rule that finds them."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.stragglers.columns import (
+    LayerColumns,
+    choose_columns,
+    kept_variation,
+    layer_ratio,
+    most_varying,
+    num_kept,
+    random_columns,
+)
+from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, expected_seconds
+from hf_hotspa.stragglers.migration import migrate, renumbered
+from hf_hotspa.stragglers.ratios import (
+    PretestCurves,
+    TaskWork,
+    divide_semi,
+    excess_ratio,
+    excess_ratios,
+    migrated_share,
+    num_migrating,
+)
+
+FOUR_SLOW = [8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
+
+# -- equations ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("chi", "of_mean", "of_least"), [(2.0, 0.4375, 0.5), (8.0, 0.765625, 0.875)])
+def test_equation_1_of_one_slow_task_of_eight(chi, of_mean, of_least):
+    seconds = [chi] + [1.0] * 7
+    assert excess_ratios(seconds, seconds) == (of_mean, *[0.0] * 7)
+    assert excess_ratios(seconds, seconds, least=True) == (of_least, *[0.0] * 7)
+
+
+def test_equation_1_takes_products_only_and_never_everything():
+    assert excess_ratio(3.0, 2.0, 2.0) == 0.5
+    assert excess_ratio(2.0, 2.0, 2.0) == 0.0
+    assert excess_ratio(9.0, 0.0, 1.0) == 0.0
+    assert excess_ratio(100.0, 1.0, 1.0) == 0.95
+
+
+def test_equation_2_makes_both_sides_cost_the_same():
+    curves = PretestCurves(static_s=0.1, extract_s=0.002, send_s=0.004, compute_s=0.003)
+    columns, tasks = 300.0, 4
+    beta = migrated_share(columns, tasks, curves)
+    assert 0.0 < beta < 1.0
+    left = curves.static_s + curves.extract_s * columns * (1 - beta)
+    right = curves.send_s * columns * beta + curves.compute_s * columns * beta / (tasks - 1)
+    assert left == pytest.approx(right, rel=1e-12)
+
+
+def test_equation_2_is_clipped():
+    assert migrated_share(10.0, 4, PretestCurves(100.0, 0.0, 0.001, 0.0)) == 1.0
+    assert migrated_share(10.0, 4, PretestCurves(0.0, 0.0, 1.0, 0.0)) == 0.0
+    assert migrated_share(0.0, 4, PretestCurves(0.0, 1.0, 1.0, 1.0)) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("cost", "migrating"), [(0.05, 4), (0.0880, 4), (0.0882, 3), (0.5, 3), (0.8202, 3), (0.8204, 2), (100.0, 0)]
+)
+def test_equation_3_on_the_papers_four_slow_of_eight(cost, migrating):
+    # f(x) + Phi_1 is 6.250, 3.861, 2.017, 0.260, and Gamma / L is 0.8750, 1.7083, 2.4583, 2.9583
+    assert num_migrating(FOUR_SLOW, [1.0] * 8, lambda n: cost * n) == migrating
+
+
+def test_equation_3_without_costs_lets_every_slow_task_migrate():
+    assert num_migrating(FOUR_SLOW, [1.0] * 8, lambda n: 0.0) == 4
+    assert num_migrating([1.0] * 4, [1.0] * 4, lambda n: 0.0) == 0
+
+
+def test_algorithm_2_with_one_slow_task_divides_its_excess():
+    curves = PretestCurves(0.1, 0.002, 0.004, 0.003)
+    work = divide_semi([1.0, 4.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0], [400.0] * 4, curves)
+    assert work[0] == work[2] == work[3] == TaskWork()
+    assert work[1].migrated + work[1].resized == pytest.approx(0.75)
+    assert work[1].migrated == pytest.approx(0.75 * migrated_share(300.0, 4, curves))
+
+
+def test_algorithm_2_with_several_lets_the_slowest_three_migrate():
+    order = [3, 0, 5, 1, 7, 2, 4, 6]  # task of each place
+    seconds = [0.0] * 8
+    for place, task in enumerate(order):
+        seconds[task] = FOUR_SLOW[place]
+    work = divide_semi(seconds, seconds, [1.0] * 8, PretestCurves(0.0, 0.0, 0.5, 0.0))
+    assert [task for task in order if work[task].migrated] == order[:3]
+    assert [task for task in order if work[task].resized] == order[3:4]
+    assert work[order[0]].migrated == 0.875
+    assert work[order[3]].resized == 0.5
+    assert all(work[task] == TaskWork() for task in order[4:])
+
+
+# -- columns ------------------------------------------------------------------------------------------------------------
+
+
+def test_columns_that_were_left_out_keep_their_statistics():
+    assert kept_variation([0.1, 0.2, 0.3], None, None) == (0.1, 0.2, 0.3)
+    assert kept_variation([0.0, 0.2, 0.0], [9.0, 9.0, 8.0], kept=[1]) == (9.0, 0.2, 8.0)
+
+
+def test_pri_is_a_round_robin_of_refined_columns():
+    """Two of four columns are trained an epoch; those vary less each time, so the others get their turn."""
+    variation = [4.0, 3.0, 2.0, 1.0]
+    trained = []
+    for _ in range(4):
+        kept = most_varying(variation, 2)
+        trained.append(kept)
+        new = [value / 10 if i in kept else 0.0 for i, value in enumerate(variation)]
+        variation = list(kept_variation(new, variation, kept))
+    assert trained == [(0, 1), (2, 3), (0, 1), (2, 3)]
+
+
+def test_ratio_of_a_layer():
+    variation = [1.0, 1.0, 1.0, 0.0]
+    assert layer_ratio(variation, 0.1, 100) == 0.25  # theta 0.1: one column hardly varies
+    assert layer_ratio(variation, 0.5, 100) == 0.4  # alpha * gamma
+    assert layer_ratio(variation, 0.5, 2000) == 1.0  # theta 2
+
+
+def test_choices_of_columns():
+    variation = [float(i % 5) for i in range(20)]
+    common = {"num_iterations": 100, "seed": "a"}
+    assert choose_columns("pri", 20, 0.0, variation=variation, **common).pruned == ()
+    pri = choose_columns("pri", 20, 0.4, variation=variation, **common)
+    assert set(pri.kept) == {i for i in range(20) if i % 5 >= 2}
+    drawn = choose_columns("rd", 20, 0.4, variation=variation, **common)
+    assert drawn == choose_columns("pri", 20, 0.4, variation=None, **common)
+    assert len(drawn.pruned) == 8
+    assert drawn != choose_columns("rd", 20, 0.4, variation=None, num_iterations=100, seed="b")
+    # four columns do not vary at all; 0.8 * gamma is more
+    assert len(choose_columns("pridiffr", 20, 0.4, variation=variation, **common).pruned) == 6
+    assert len(choose_columns("pridiffe", 20, 0.1, variation=variation, **common).pruned) == 8
+    assert len(choose_columns("pri", 4, 0.95, variation=[1.0] * 4, **common).kept) == 1
+
+
+@given(st.integers(1, 200), st.floats(0.0, 0.95))
+@settings(deadline=None)
+def test_columns_ascend_and_cover_everything(count, ratio):
+    columns = LayerColumns(count, random_columns(count, num_kept(count, ratio), "seed"))
+    assert sorted(columns.kept + columns.pruned) == list(range(count))
+
+
+# -- migration ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_papers_example_of_migration():
+    # e = 3, the slow task is the first, two columns: the second task takes the first of them, the third the second
+    found = migrate(3, 0, 4, 0.5)
+    assert (found.first, found.parts) == (2, ((4, 4), (2, 3), (3, 4)))
+
+
+def test_renumbering_is_that_of_the_paper():
+    for tasks in range(2, 9):
+        for giver in range(tasks):
+            around = renumbered(tasks, giver)
+            assert [(r + tasks - giver) % tasks for r in around] == list(range(1, tasks))
+    assert renumbered(5, 3, givers=[3, 0]) == (4, 1, 2)
+
+
+@given(st.integers(2, 9), st.integers(1, 300), st.floats(0.0, 0.95), st.data())
+@settings(deadline=None)
+def test_every_column_has_one_task(tasks, num_columns, share, data):
+    giver = data.draw(st.integers(0, tasks - 1))
+    found = migrate(tasks, giver, num_columns, share)
+    if found is None:
+        assert round(num_columns * share) == 0 or num_columns == 1
+        return
+    taken = sorted(column for start, stop in found.parts for column in range(start, stop))
+    assert taken == list(range(found.first, num_columns))
+    assert found.first >= 1
+    assert found.parts[giver][0] == found.parts[giver][1]
+    sizes = [stop - start for task, (start, stop) in enumerate(found.parts) if task != giver]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_no_migration_without_helpers():
+    assert migrate(2, 0, 8, 0.5, givers=[0, 1]) is None
+    assert migrate(4, 0, 8, 0.01) is None
+
+
+# -- detection ------------------------------------------------------------------------------------------------------------
+
+
+def work(seconds, costs=None, peers=None, strategy="dp4"):
+    costs = costs or [1.0] * len(seconds)
+    return PhaseWork(strategy, tuple(seconds), tuple(costs), tuple(peers or [0] * len(seconds)))
+
+
+def watched(rows, num_ranks=4):
+    devices = SlowDevices(num_ranks)
+    devices.observe(0, [work([1.0] * num_ranks)])  # warms up
+    return devices, [devices.observe(step, [work(row)])[1] for step, row in enumerate(rows, 1)]
+
+
+def test_onset_and_recovery_are_known_after_two_mini_batches():
+    slow, fast = [1.0, 1.0, 4.0, 1.0], [1.0] * 4
+    devices, events = watched([fast, slow, slow, slow, fast, fast, fast])
+    assert [event is not None for event in events] == [False, False, True, False, False, True, False]
+    assert events[2].slow == {2: 4.0}
+    assert str(events[2]) == "rank 2 computes 4.0 times as long as the median"
+    assert events[5].recovered == (2,)
+    assert str(events[5]) == "rank 2 has recovered"
+    assert devices.num_refreshes == 2
+    assert devices.speeds() is None
+
+
+def test_one_outlier_and_small_changes_say_nothing():
+    devices, events = watched([[1.0, 1.0, 9.0, 1.0], [1.0] * 4, [1.09, 1.0, 1.0, 1.0], [1.09, 1.0, 1.0, 1.0]])
+    assert not any(events)
+    assert devices.num_refreshes == 0
+
+
+def test_lengths_that_differ_are_no_slow_device():
+    rng = random.Random(3)
+    devices = SlowDevices(4)
+    for step in range(20):
+        costs = [rng.uniform(1, 50) for _ in range(4)]
+        paces, event = devices.observe(step, [work([0.2 * cost for cost in costs], costs)])
+        assert event is None
+        assert step == 0 or paces == pytest.approx((1.0,) * 4)
+
+
+def test_a_rank_without_packs_is_not_judged():
+    devices = SlowDevices(3)
+    for step in range(4):
+        paces, event = devices.observe(step, [work([0.2, 0.0, 0.2], [1.0, 0.0, 1.0])])
+        assert event is None
+        assert paces[1] is None
+
+
+def test_stages_are_compared_among_themselves():
+    # the second stage has the head, and takes longer than its cost says on both replicas
+    both = work([1.0, 1.0, 2.0, 6.0], peers=[0, 0, 1, 1])
+    assert expected_seconds(both) == (1.0, 1.0, 2.0, 2.0)
+    alone = work([1.0, 1.0, 1.0, 3.0], peers=[0, 1, 2, 3])
+    assert expected_seconds(alone) == (1.0,) * 4
+
+
+def test_slow_devices_stay_slow_until_well_below_the_limit():
+    slow, nearly, well = [1.0, 1.0, 1.5, 1.0], [1.0, 1.0, 1.2, 1.0], [1.0, 1.0, 1.05, 1.0]
+    devices, events = watched([slow, slow, nearly, nearly, nearly, well, well])
+    assert [event is not None for event in events] == [False, True, False, False, False, False, True]
+    assert devices.slow == frozenset()
+
+
+def test_what_costs_nearly_nothing_is_not_called_slow():
+    _, events = watched([[0.001, 0.001, 0.004, 0.001]] * 5)
+    assert not any(events)
+
+
+def test_speeds_are_those_of_slow_devices():
+    devices, _ = watched([[1.0, 1.12, 4.0, 1.0]] * 3)
+    assert devices.speeds() == (1.0, 1.0, 0.25, 1.0)
+
+
+def test_the_state_goes_on_where_it_was():
+    rng = random.Random(1)
+    rows = [[rng.uniform(0.8, 3.0) for _ in range(4)] for _ in range(30)]
+    for cut in range(30):
+        devices, resumed = SlowDevices(4), SlowDevices(4)
+        for step, row in enumerate(rows[:cut]):
+            devices.observe(step, [work(row)])
+        assert resumed.load_state_dict(json.loads(json.dumps(devices.state_dict())))
+        for step, row in enumerate(rows[cut:]):
+            assert devices.observe(step, [work(row)]) == resumed.observe(step, [work(row)])
+        assert devices.state_dict() == resumed.state_dict()
+
+
+def test_a_state_of_other_ranks_is_left_and_damage_is_named():
+    devices = SlowDevices(4)
+    assert not devices.load_state_dict(SlowDevices(2).state_dict())
+    for damage in ({}, {**devices.state_dict(), "known": ["x"] * 4}, {**devices.state_dict(), "slow": [7]}):
+        with pytest.raises(HotspaConfigError, match="slow devices cannot be read"):
+            devices.load_state_dict(damage)
