@@ -23,6 +23,7 @@ class ModelShape:
         pp_obstacle: The same for pp > 1.
         sp_obstacle: Why tensor parallelism cannot be sequence parallel, too, or None.
         ck_obstacle: Why a sequence cannot be trained in chunks of tokens, or None.
+        cp_obstacle: Why the tokens of a sequence cannot be divided over ranks, or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
@@ -43,6 +44,7 @@ class ModelShape:
     pp_obstacle: str | None = None
     sp_obstacle: str | None = None
     ck_obstacle: str | None = None
+    cp_obstacle: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
 

@@ -2,14 +2,15 @@
 
 Owns the two grammars that users type:
 
-* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``), with options after a plus sign:
+* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
   ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
 
-Ranks are laid out tp fastest, then dp, then pp: ``rank = (pp_coord * dp + dp_coord) * tp + tp_coord``.
+Ranks are laid out tp fastest, then cp, then dp, then pp:
+``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``.
 Plain data, no torch.
 """
 
@@ -20,9 +21,9 @@ from dataclasses import dataclass, field, replace
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
 
-AXES = ("dp", "tp", "pp")
-_STRATEGY = re.compile(r"(?:(?:dp|tp|pp)[0-9]+)+")
-_DEGREE = re.compile(r"(dp|tp|pp)([0-9]+)")
+AXES = ("dp", "cp", "tp", "pp")
+_STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp)[0-9]+)+")
+_DEGREE = re.compile(r"(dp|cp|tp|pp)([0-9]+)")
 _OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})")
 _CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
 _MAX_DEGREE = 1 << 20
@@ -30,16 +31,17 @@ _MAX_DEGREE = 1 << 20
 
 @dataclass(frozen=True, order=True)
 class Coord:
-    """The position of a rank on the three axes."""
+    """The position of a rank on the four axes."""
 
     dp: int
     tp: int
     pp: int
+    cp: int = 0
 
 
 @dataclass(frozen=True, order=True)
 class Strategy:
-    """The degrees of data, tensor and pipeline parallelism of one layout, and how its ranks save memory.
+    """The degrees of data, context, tensor and pipeline parallelism, and how ranks save memory.
 
     Args:
         dp: Replicas.
@@ -51,6 +53,7 @@ class Strategy:
             for none.
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
             (`parallel.token_chunks`); 0 for whole packs. Not in a pipeline.
+        cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
@@ -66,6 +69,7 @@ class Strategy:
     sp: bool = False
     rc: int = 0
     ck: int = 0
+    cp: int = 1
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -94,7 +98,8 @@ class Strategy:
             )
 
     def __str__(self) -> str:
-        return f"dp{self.dp}tp{self.tp}pp{self.pp}{self.options}"
+        context = f"cp{self.cp}" if self.cp > 1 else ""
+        return f"dp{self.dp}{context}tp{self.tp}pp{self.pp}{self.options}"
 
     @property
     def options(self) -> str:
@@ -104,15 +109,18 @@ class Strategy:
 
     @property
     def world_size(self) -> int:
-        return self.dp * self.tp * self.pp
+        return self.dp * self.cp * self.tp * self.pp
 
     def coord(self, rank: int) -> Coord:
         """The coordinates of a global rank."""
-        return Coord(dp=rank // self.tp % self.dp, tp=rank % self.tp, pp=rank // (self.tp * self.dp))
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        pp, dp = divmod(rest, self.dp)
+        return Coord(dp=dp, tp=tp, pp=pp, cp=cp)
 
     def rank(self, coord: Coord) -> int:
         """The global rank at given coordinates: the inverse of `coord`."""
-        return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp
+        return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp
 
     def shard_index(self, tp_coord: int) -> int:
         """Which tp shard a tp coordinate holds."""
@@ -126,18 +134,24 @@ class Strategy:
         """The same strategy, in which every n-th layer recomputes, unless it says so itself; 0 for none."""
         return replace(self, rc=self.rc or every)
 
-    def tp_ranks(self, dp_coord: int, pp_coord: int) -> tuple[int, ...]:
-        """The ranks of one tensor-parallel group, by tp coordinate."""
-        return tuple(self.rank(Coord(dp_coord, t, pp_coord)) for t in range(self.tp))
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups of ranks that differ on one axis alone, each in the order of that axis; groups by their first rank."""
+        first = (rank for rank in range(self.world_size) if getattr(self.coord(rank), axis) == 0)
+        return [self.group_of(rank, axis) for rank in first]
 
-    def pp_ranks(self, dp_coord: int, tp_coord: int) -> tuple[int, ...]:
-        """The ranks of one pipeline, by stage."""
-        return tuple(self.rank(Coord(dp_coord, tp_coord, p)) for p in range(self.pp))
+    def group_of(self, rank: int, axis: str) -> tuple[int, ...]:
+        """The ranks that differ from one on an axis alone, in the order of that axis."""
+        here = self.coord(rank)
+        return tuple(self.rank(replace(here, **{axis: place})) for place in range(getattr(self, axis)))
 
     @property
-    def plain(self) -> "Strategy":
-        """The degrees alone: what decides where weights lie."""
-        return replace(self, sp=False, rc=0, ck=0)
+    def layout(self) -> "Strategy":
+        """What decides where weights and gradients lie, and which rank adds what to a gradient.
+
+        The ranks of cp hold the same weights, and each adds the gradient of its own tokens, as those of dp. Strategies of
+        equal layouts can run on the same buffers, one after the other.
+        """
+        return Strategy(self.dp * self.cp, self.tp, self.pp, self.sp, shard_order=self.shard_order)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -170,8 +184,8 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        sp, rc, ck = "sp" in found, found.get("rc", 0), found.get("ck", 0)
-        return cls(degrees.get("dp", 1), degrees.get("tp", 1), degrees.get("pp", 1), sp, rc, ck)
+        dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
+        return cls(dp, tp, pp, "sp" in found, found.get("rc", 0), found.get("ck", 0), cp)
 
     def misfit(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -183,6 +197,8 @@ class Strategy:
             return model.sp_obstacle
         if self.ck and model.ck_obstacle:
             return model.ck_obstacle
+        if self.cp > 1 and model.cp_obstacle:
+            return model.cp_obstacle
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads
@@ -305,7 +321,7 @@ def parse_buckets(text: str) -> tuple[Bucket, ...]:
         sizes = ", ".join(f"{b.strategy} = {b.strategy.world_size}" for b in buckets)
         raise StrategyError(
             f"the strategies need different numbers of processes: {sizes}",
-            fix="give every strategy the same product dp*tp*pp, the number of processes you launch",
+            fix="give every strategy the same product dp*cp*tp*pp, the number of processes you launch",
         )
     return tuple(buckets)
 

@@ -111,8 +111,8 @@ MUTATIONS = [
     Mutation(
         "ranks count dp first",
         "hf_hotspa/strategy.py",
-        "return (coord.pp * self.dp + coord.dp) * self.tp + coord.tp",
-        "return (coord.pp * self.tp + coord.tp) * self.dp + coord.dp",
+        "return ((coord.pp * self.dp + coord.dp) * self.cp + coord.cp) * self.tp + coord.tp",
+        "return ((coord.pp * self.cp + coord.cp) * self.tp + coord.tp) * self.dp + coord.dp",
         UNIT + "test_strategy.py::test_ranks_run_tp_first_then_dp_then_pp",
     ),
     Mutation(

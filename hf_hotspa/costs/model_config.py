@@ -189,6 +189,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         pp_obstacle=known.get("pp_obstacle"),
         sp_obstacle=known.get("sp_obstacle"),
         ck_obstacle=known.get("ck_obstacle"),
+        cp_obstacle=known.get("cp_obstacle"),
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))

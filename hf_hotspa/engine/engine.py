@@ -149,10 +149,10 @@ class HotSPaEngine:
         return switching
 
     def mesh(self, strategy: Strategy) -> DeviceMesh | None:
-        """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `tp` whose degree is
-        above 1; None where all degrees are 1. Collective.
+        """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `cp`, `tp` whose
+        degree is above 1; None where all degrees are 1. Collective.
 
-        Its groups of `tp` and `pp` are those that the strategy runs on. Those of `dp` are made by the first call: the
+        Its groups of `tp`, `cp` and `pp` are those that the strategy runs on. Those of `dp` are made by the first call: the
         engine sums gradients over replicas into the master store, and needs none.
 
         Raises:
@@ -244,9 +244,9 @@ class HotSPaEngine:
         measures: list[PhaseMeasure] = []
         loss, previous = 0.0, None
         order = self._order(mini_batch)
-        for index in order:
+        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
+        for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
-            runner = self.phases[phase.bucket.strategy]
             self.failures.phase_begins(phase, runner, self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
             try:
@@ -257,6 +257,7 @@ class HotSPaEngine:
                     step=self._steps,
                     since=self._agreed,
                     wait_for_all=self.agreement.barrier,
+                    following=following,
                 )
             except BaseException as failure:
                 explained = self._failed(phase, failure, where)

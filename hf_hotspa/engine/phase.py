@@ -3,7 +3,8 @@
 A phase (`run`) has three acts: `load` (weights from the master store, or from there and the phase before, into this
 strategy's layout), `compute` (forward and backward of the replica's micro-batches), `return_gradients` (gradients summed
 into the master store). Between phases nothing of the strategy is left but an empty model, and its weights where the next
-phase may draw on them.
+phase may draw on them. Phases of equal layout (`Strategy.layout`) that follow one another are one in this: the first
+loads, each adds to the same gradients, and the last returns them.
 
 Where switches run beside the computation (`Overlap`), `load` only starts one, `compute` starts the return, waits for each
 weight and lets each gradient go. It returns only when the load is over; `return_gradients` then waits for the rest of the
@@ -93,6 +94,7 @@ class PhaseRunner:
         step: int,
         since: float,
         wait_for_all: Callable[[], None],
+        following: "PhaseRunner | None" = None,
     ) -> tuple[float, PhaseMeasure]:
         """The whole phase: load, compute, return. Collective.
 
@@ -103,6 +105,7 @@ class PhaseRunner:
             step: How many mini-batches came before.
             since: The moment from which its start is counted.
             wait_for_all: Returns when all ranks are here.
+            following: The phase after of the same mini-batch.
 
         Returns:
             This rank's part of the loss, and what it measured.
@@ -115,15 +118,16 @@ class PhaseRunner:
             clock.append(time.perf_counter())
             return clock[-1] - clock[-2]
 
-        load = self.load(previous)
+        takes_over, hands_over = self.shares_with(previous), self.shares_with(following)
+        load = self._take_over(previous) if takes_over and previous is not None else self.load(previous)
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
-        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens))
+        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last=not hands_over))
         compute_s = lap()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
-        returned = self.return_gradients()
+        returned = self._hand_over() if hands_over else self.return_gradients()
         return_s = lap()
         return loss, PhaseMeasure(
             load_s + load.exposed_s,
@@ -141,6 +145,24 @@ class PhaseRunner:
         device = self.replica.device
         if device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
             torch.cuda.current_stream(device).synchronize()
+
+    def shares_with(self, other: "PhaseRunner | None") -> bool:
+        """Whether another phase runs on the same buffers, filled in the same way."""
+        return other is not None and other is not self and other.mesh.strategy.layout == self.mesh.strategy.layout
+
+    def _take_over(self, previous: "PhaseRunner") -> SwitchJob:
+        """Goes on with the weights and gradients that a phase of equal layout has handed over."""
+        self.act, self.frozen_bytes = "load", 0
+        self.weights, self._gradients = previous.weights, previous._gradients
+        self._holder, previous._gradients = previous._holder, []
+        self.replica.bind(self.weights, self._gradients)
+        return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
+
+    def _hand_over(self) -> SwitchJob:
+        """Leaves weights and gradients to a phase of equal layout."""
+        self.act = "return"
+        self.replica.release()
+        return self._switching.nothing(f"gradients of {self.mesh.strategy}, to which others are added")
 
     def load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
         """Fills this strategy's weights and clears its gradients. Collective.
@@ -187,7 +209,7 @@ class PhaseRunner:
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
         kept = previous if switching.arenas.keeps_last else None
-        self._holder = (str(strategy), self._master.frozen_version) if switching.pool.has_frozen else None
+        self._holder = (str(strategy.layout), self._master.frozen_version) if switching.pool.has_frozen else None
         self.weights, again = switching.arenas.take_weights(self._sizes, switching.weight_dtypes, self._holder)
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
         self.frozen_bytes = switching.frozen_bytes(plan)
@@ -198,24 +220,33 @@ class PhaseRunner:
         switching = self._switching
         self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
 
-    def compute(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
+    def compute(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        most_tokens: int | None = None,
+        is_last: bool = True,
+    ) -> Tensor:
         """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
 
         Args:
             micro_batches: What this rank's replica runs.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
+            is_last: Whether gradients are final after it.
         """
-        if self._watch is not None:  # gradients leave as soon as they are final, and after the load
-            gate = SegmentGate(self._watch.segments, self.replica.device)
-            self._watch.arm(gate, self._runner.num_backwards(micro_batches))
+        self._return_job = None
+        watch = self._watch if is_last else None
+        if watch is not None:  # gradients leave as soon as they are final, and after the load
+            gate = SegmentGate(watch.segments, self.replica.device)
+            watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
         loss = self._runner.run(micro_batches, scale, most_tokens)
         self._is_loaded()  # a replica without micro-batches has waited for nothing yet
         self._disarm()
-        if self._watch is not None:
-            self._watch.disarm()
+        if watch is not None:
+            watch.disarm()
         return self._counted(loss)
 
     def compute_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:

@@ -67,7 +67,7 @@ class Switching:
             for r in range(cluster.world_size)
         )
         # decided when the layouts are known, before a plan is made
-        self.pool.second_source = options.uses_second_source(device, len(strategies), largest)
+        self.pool.second_source = options.uses_second_source(device, self.pool.num_layouts, largest)
         alone = groups.switch is None
         transport = ProcessGroupTransport(groups.switch, rank)
         forward = None if alone else ProcessGroupTransport(groups.forward)
@@ -138,6 +138,10 @@ class Switching:
             beside: Whether it runs in the worker's thread; else the job is done.
         """
         return self._start(plan, master, weights, self.weight_dtypes, second, None, beside)
+
+    def nothing(self, name: str) -> SwitchJob:
+        """In the place of a switch where there is nothing to move: its job, which is done. Not collective."""
+        return SwitchJob.done(name, lambda _: SwitchStats(), self.executor.device)
 
     def return_gradients(
         self, strategy: Strategy, gradients: Buffers, master: Buffers, gate: SegmentGate | None = None

@@ -158,7 +158,7 @@ def _pair_scores(
             for o in strategies:
                 if (s.tp, o.tp) == (a, b):
                     rank = np.arange(s.world_size)
-                    kept = common[s.pp, o.pp][rank // (s.tp * s.dp), rank // (o.tp * o.dp)]
+                    kept = common[s.pp, o.pp][rank * s.pp // s.world_size, rank * o.pp // o.world_size]
                     np.add.at(meeting, (rank % a, rank % b), kept)
         overlap = _overlaps(a, b)
         tables[a, b] = np.array(

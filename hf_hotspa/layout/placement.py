@@ -196,12 +196,13 @@ def _place(
         for tp_coord in range(strategy.tp):
             slots = _slots(specs, segment.index, strategy.tp, strategy.shard_index(tp_coord))
             held = [interval for slot in slots for interval in intervals(slot, tp_coord)]
-            first = (stage * strategy.dp) * strategy.tp + tp_coord
-            ranks = np.arange(strategy.dp, dtype=np.int64) * strategy.tp + first
+            copies = strategy.dp * strategy.cp
+            first = stage * copies * strategy.tp + tp_coord
+            ranks = np.arange(copies, dtype=np.int64) * strategy.tp + first
             sizes[ranks] = sum(slot.numel for slot in slots)
             if held:
                 one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in held], np.int64)
-                blocks.append(np.column_stack((np.repeat(ranks, len(held)), np.tile(one, (strategy.dp, 1)))))
+                blocks.append(np.column_stack((np.repeat(ranks, len(held)), np.tile(one, (copies, 1)))))
     return place(np.concatenate(blocks) if blocks else np.empty((0, 4), np.int64), sizes)
 
 
@@ -227,6 +228,7 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     different parts of the sum; with sequence parallelism, so does every parameter, for each coordinate sees its own
     tokens). A parameter that all tp coordinates hold with identical gradients is added in disjoint
     1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Frozen ones add nothing.
+    The ranks of cp add as those of dp do: each has the gradient of its own tokens.
     """
     tp = strategy.tp
 

@@ -133,7 +133,7 @@ class EngineOptions:
 
         Args:
             device: Where they are kept.
-            num_strategies: Strategies of the pool.
+            num_strategies: Strategies of the pool that differ in where weights lie.
             copy_bytes: Bytes of the largest strategy's weights on the fullest rank.
         """
         if num_strategies < 2 or self.second_source is False:

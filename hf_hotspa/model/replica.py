@@ -69,6 +69,8 @@ class Replica:
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
+        if mesh.strategy.cp > 1:
+            raise UnsupportedError(f"{mesh.strategy}", why="cp is not built yet", fix="use dp, tp or pp in its place")
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None

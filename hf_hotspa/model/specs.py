@@ -260,7 +260,8 @@ def describe_model(
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_obstacle=stage_obstacle(base_model, layers, before, after),
         sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
-        ck_obstacle=_chunk_obstacle(text.model_type, base_model, kinds, layers, routers),
+        ck_obstacle=_cut_obstacle(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
+        cp_obstacle=_cut_obstacle(text.model_type, base_model, kinds, layers, _RANKS),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
@@ -315,23 +316,31 @@ def _sequence_obstacle(
     return sequence_parallel.obstacle(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes)
 
 
-def _chunk_obstacle(
-    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], routers: int
+_CHUNKS, _RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
+
+
+def _cut_obstacle(
+    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str, routers: int = 0
 ) -> str | None:
-    """Why sequences of the model cannot be cut into chunks of tokens, or None."""
+    """Why sequences of the model cannot be cut along their tokens, or None.
+
+    Args:
+        how: What is to be done with the parts, for the message.
+        routers: Those whose balance loss needs whole sequences.
+    """
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
         layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
         return (
             f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
-            "attention or a mask of its own), so they cannot be computed in chunks (+ck)"
+            f"attention or a mask of its own), so they cannot be {how}"
         )
     if len(layers) > 1:
-        return f"the layers of {family} run in cycles, so sequences cannot be computed in chunks (+ck)"
+        return f"the layers of {family} run in cycles, so sequences cannot be {how}"
     if routers:
         return (
-            f"the balance loss of the routers of {family} is of whole sequences, so these cannot be computed in chunks "
-            "(+ck); set config.output_router_logits = False for it"
+            f"the balance loss of the routers of {family} is of whole sequences, so these cannot be {how}; "
+            "set config.output_router_logits = False for it"
         )
     return None
 

@@ -1,9 +1,9 @@
 """Process groups and device meshes: made once, at start, by all ranks in one order.
 
 Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
-group is tied to what it is for: tensor parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's
-tensor-parallel and pipeline groups are handed to a torch `DeviceMesh`, and taken from it. There are no data-parallel
-groups until a user asks for a mesh with them: the gradient return sums over replicas.
+group is tied to what it is for: tensor parallel, context parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's
+tensor-parallel, context-parallel and pipeline groups are handed to a torch `DeviceMesh`, and taken from it. There are no
+data-parallel groups until a user asks for a mesh with them: the gradient return sums over replicas.
 """
 
 from collections.abc import Iterable
@@ -47,6 +47,7 @@ class StrategyMesh:
     coord: Coord
     tensor: TensorGroup | None
     pipeline: dist.ProcessGroup | None
+    context: dist.ProcessGroup | None = None
 
 
 class ProcessGroups:
@@ -100,31 +101,34 @@ class ProcessGroups:
     def mesh(self, strategy: Strategy) -> StrategyMesh:
         """The mesh of a strategy as this rank sees it. A collective call for all ranks of the world."""
         me = strategy.coord(self.rank)
-        tensor_of = {(d, p): self.of(strategy.tp_ranks(d, p)) for p in range(strategy.pp) for d in range(strategy.dp)}
-        pipeline_of = {(d, t): self.of(strategy.pp_ranks(d, t)) for d in range(strategy.dp) for t in range(strategy.tp)}
-        replica = torch.tensor([strategy.tp_ranks(me.dp, p) for p in range(strategy.pp)])
-        mesh = self._device_mesh(replica, {"pp": pipeline_of[me.dp, me.tp], "tp": tensor_of[me.dp, me.pp]})
+        own = {axis: self._own(strategy, axis) for axis in ("tp", "pp", "cp")}
+        everyone = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
+        mesh = self._device_mesh(everyone[:, me.dp], {axis: own[axis] for axis in ("pp", "cp", "tp")})
         axes = mesh.mesh_dim_names or () if mesh is not None else ()
-        tensor = pipeline = None
+        tensor = pipeline = context = None
         if mesh is not None and "tp" in axes:
             shard_of = [strategy.shard_index(t) for t in range(strategy.tp)]
             order = tuple(shard_of.index(i) for i in range(strategy.tp))
             tensor = TensorGroup(mesh.get_group("tp"), strategy.tp, shard_of[mesh.get_local_rank("tp")], order)
         if mesh is not None and "pp" in axes:
             pipeline = mesh.get_group("pp")
-        return StrategyMesh(strategy, self.rank, me, tensor, pipeline)
+        if mesh is not None and "cp" in axes:
+            context = mesh.get_group("cp")
+        return StrategyMesh(strategy, self.rank, me, tensor, pipeline, context)
+
+    def _own(self, strategy: Strategy, axis: str) -> dist.ProcessGroup | None:
+        """This rank's group on an axis; makes those of all ranks."""
+        groups = {ranks: self.of(ranks) for ranks in strategy.groups(axis)}
+        return groups[strategy.group_of(self.rank, axis)]
 
     def device_mesh(self, strategy: Strategy) -> DeviceMesh | None:
-        """All ranks as a torch mesh over the axes `pp`, `dp`, `tp` of degree above 1; None where all are 1.
+        """All ranks as a torch mesh over the axes `pp`, `dp`, `cp`, `tp` of degree above 1; None where all are 1.
 
         A collective call for all ranks of the world: the first time for a strategy it makes the groups of replicas, which
         nothing here needs. The other groups are those that the strategy runs on.
         """
-        me, dp, tp, pp = strategy.coord(self.rank), range(strategy.dp), range(strategy.tp), range(strategy.pp)
-        replicas = {(t, p): self.of(strategy.rank(Coord(d, t, p)) for d in dp) for p in pp for t in tp}
-        ranks = torch.tensor([[strategy.tp_ranks(d, p) for d in dp] for p in pp])
-        pipeline, tensor = self.of(strategy.pp_ranks(me.dp, me.tp)), self.of(strategy.tp_ranks(me.dp, me.pp))
-        return self._device_mesh(ranks, {"pp": pipeline, "dp": replicas[me.tp, me.pp], "tp": tensor})
+        ranks = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
+        return self._device_mesh(ranks, {axis: self._own(strategy, axis) for axis in ("pp", "dp", "cp", "tp")})
 
     def _device_mesh(self, ranks: Tensor, groups: dict[str, dist.ProcessGroup | None]) -> DeviceMesh | None:
         """A torch mesh on groups that exist already, over the axes of degree above 1.

@@ -1,7 +1,8 @@
 """The plans of a pool of strategies, and the order in which switching between them costs least.
 
 Owns what the strategies of a run have in common: the nested order of their shards, their layouts, and every plan
-between them. A load comes from the master store alone, or from there and from the weights of the strategy that ran
+between them. Strategies of equal layouts (`Strategy.layout`) have the same plans: phases of theirs that follow one
+another share one load and one return. A load comes from the master store alone, or from there and from the weights of the strategy that ran
 before (pair plans), for those who can afford to keep both in memory. Plans are made when they are first asked for and
 kept; they are pure functions of the arguments, equal on all ranks. No torch.
 """
@@ -56,9 +57,16 @@ class PlanPool:
         self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}
         trainable = {segment.trainable for segment in vector.segments}
         self.has_frozen = trainable == {True, False}
+        first = {own.layout: own for own in reversed(self.strategies)}
+        self._twins = {own: first[own.layout] for own in self.strategies}
         self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
         self._returns: dict[Strategy, SwitchPlan] = {}
         self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+
+    @property
+    def num_layouts(self) -> int:
+        """How many layouts the strategies have."""
+        return len(set(self._twins.values()))
 
     def layout(self, strategy: Strategy) -> Layout:
         """Where the weights of a strategy lie."""
@@ -73,6 +81,7 @@ class PlanPool:
                 only.
             trained_only: Leave out the frozen weights, which are in its buffers already.
         """
+        strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
         key = (previous if self.second_source and previous != strategy else None), strategy, trained_only
         if key not in self._loads:
             sources = [self.master] if key[0] is None else [self.master, self._layouts[key[0]]]
@@ -84,18 +93,18 @@ class PlanPool:
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
         """The plan that adds a strategy's gradients to the master store."""
-        if strategy not in self._returns:
-            own = next(own for own in self.strategies if own == strategy)  # with the pool's order of shards
+        own = self._twins[strategy]  # with the pool's order of shards
+        if own not in self._returns:
             contributions = gradient_layout(self._vector, own)
-            self._returns[strategy] = plan_return(
+            self._returns[own] = plan_return(
                 contributions, self.master, self._cluster, self._gradient_sizes, self._planner
             )
-        return self._returns[strategy]
+        return self._returns[own]
 
     def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
         """The same strategies in the order in which loading them one after another costs least.
 
-        It matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
+        Those of equal layouts follow one another, in the given order. That of layouts matters in two cases. With a second source a load is the cheaper the more of it is in the strategy before:
         the order of the least seconds by the fluid port model. With frozen weights, and memory for one strategy, the
         first load leaves these out where the mini-batch before ended with the same strategy: mini-batches end and begin
         in turns with the first strategy and with the second one, which are those of the shortest sequences and seldom
@@ -107,7 +116,12 @@ class PlanPool:
             step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
                 before, so that a resumed run goes on in the same order.
         """
-        key = tuple(strategies)
+        given = tuple(strategies)
+        layouts = self._order(tuple(dict.fromkeys(self._twins[strategy] for strategy in given)), step)
+        return tuple(s for layout in layouts for s in given if self._twins[s] == layout)
+
+    def _order(self, key: tuple[Strategy, ...], step: int) -> tuple[Strategy, ...]:
+        """Of strategies with layouts of their own."""
         if len(key) < 2:
             return key
         if not self.second_source:
@@ -126,11 +140,12 @@ class PlanPool:
 
     def plans(self) -> list[SwitchPlan]:
         """Every plan that a mini-batch may need, whichever phases it has."""
-        plans = [plan for s in self.strategies for plan in (self.load(s), self.return_gradients(s))]
+        own = tuple(dict.fromkeys(self._twins.values()))
+        plans = [plan for s in own for plan in (self.load(s), self.return_gradients(s))]
         if self.second_source:
-            plans += [self.load(b, a) for a in self.strategies for b in self.strategies if a != b]
+            plans += [self.load(b, a) for a in own for b in own if a != b]
         if self.has_frozen:
-            plans += [self.load(s, trained_only=True) for s in self.strategies]
+            plans += [self.load(s, trained_only=True) for s in own]
         if self.has_frozen and self.second_source:
-            plans += [self.load(b, a, True) for a in self.strategies for b in self.strategies if a != b]
+            plans += [self.load(b, a, True) for a in own for b in own if a != b]
         return plans

@@ -179,7 +179,7 @@ def mixed_precision(rank, world_size):
     for strategy, phase in engine.phases.items():
         phase.load()
         full = dict(model.named_parameters())
-        for parameter, slot in phase.replica._parameters:
+        for parameter, slot in phase.replica.parameters:
             assert parameter.dtype == torch.bfloat16
             assert parameter.grad.dtype == torch.float32
             expected = full[slot.spec.name]

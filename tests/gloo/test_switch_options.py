@@ -110,3 +110,34 @@ def test_what_does_not_fit_is_refused_on_all_ranks_before_it_is_allocated():
 def test_options_that_cannot_be_meant_are_refused(options):
     with pytest.raises(HotspaConfigError):
         make_engine(tiny_model("llama_gqa_bias"), "dp1:60@80", **options)
+
+
+def moved(rank, world_size, buckets, options):
+    """The worst error of two mini-batches, and for each phase of them the bytes that were loaded and given back."""
+    model = tiny_model("qwen3_qk_norm_tied", torch.float64)
+    engine, worst, phases = make_engine(model, buckets, **options), 0.0, []
+    for seed in range(2):
+        rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
+        error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        worst = max(worst, error)
+        phases.append([(p.strategy, p.load_bytes, p.return_bytes) for p in report.phases])
+    engine.close()
+    return worst, phases
+
+
+@pytest.mark.parametrize("overlap", OVERLAPS, ids=["one after the other", "overlap"])
+@pytest.mark.parametrize("second_source", [False, True])
+def test_phases_of_equal_layout_share_one_load_and_one_return(second_source, overlap):
+    hot, options = "dp4:8@16,tp4:16@24,dp4+rc:60", {"second_source": second_source, **overlap}
+    alone = {load + back for _, phases in run_ranks(4, moved, "dp4:60", options) for ((_, load, back),) in phases}
+    (of_dp,) = alone
+    for worst, mini_batches in run_ranks(4, moved, hot, options):
+        assert worst <= 1e-11
+        for phases in mini_batches:
+            own = [(load, back) for name, load, back in phases if name.startswith("dp4")]
+            assert [name for name, *_ in phases] in (
+                ["dp4tp1pp1", "dp4tp1pp1+rc", "dp1tp4pp1"],
+                ["dp1tp4pp1", "dp4tp1pp1", "dp4tp1pp1+rc"],
+            )
+            assert (own[0][1], own[1][0]) == (0, 0)
+            assert own[0][0] + own[1][1] == of_dp

@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import pytest
 from written_plans import layout_of  # type: ignore[import-not-found]
@@ -169,6 +169,13 @@ def test_a_row_parallel_weight_is_one_interval_of_its_transposed_storage() -> No
     start = slots[0].spec.offset
     assert [[(i.start - start, i.stop - start) for i in slot.intervals()] for slot in slots] == [[(0, 4)], [(4, 8)]]
     assert [slot.shape for slot in slots] == [(2, 2), (2, 2)]
+
+
+@pytest.mark.parametrize("name", ["cp2", "dp2cp2tp2", "cp2tp2pp2", "cp2tp2+sp"])
+@pytest.mark.parametrize("layout", [strategy_layout, gradient_layout])
+def test_ranks_of_cp_hold_and_add_what_those_of_dp_do(name: str, layout: Callable[..., Layout]) -> None:
+    strategy = Strategy.parse(name)
+    assert layout(small_vector(), strategy).holdings == layout(small_vector(), strategy.layout).holdings
 
 
 def test_tied_embeddings_are_held_by_the_first_and_the_last_stage() -> None:

@@ -47,6 +47,19 @@ def test_plans_are_made_once_and_pairs_only_where_the_weights_of_both_are_kept()
     assert len(alone.plans()) == 6
 
 
+def test_strategies_of_one_layout_have_one_load_and_one_return_and_follow_one_another() -> None:
+    for second_source in (False, True):
+        pool = pool_of("dp4", "tp4", "cp4", "dp2cp2+ck64", "tp4+rc", second_source=second_source)
+        dp, tp, cp, both, recomputing = pool.strategies
+        assert pool.load(dp) is pool.load(cp) is pool.load(both) is pool.load(cp, dp)
+        assert pool.return_gradients(dp) is pool.return_gradients(cp)
+        assert pool.load(tp) is pool.load(recomputing, tp)
+        assert pool.num_layouts == 2
+        assert len(pool.plans()) == (6 if second_source else 4)
+        assert set(map(pool.order(pool.strategies).index, (dp, cp, both))) in ({0, 1, 2}, {2, 3, 4})
+    assert pool_of("dp4", "tp4", "cp4", second_source=False).order((dp, tp, cp)) == (dp, cp, tp)
+
+
 def test_weights_that_are_there_already_move_no_byte() -> None:
     pool = pool_of("dp4", "tp4", "dp2tp2")
     dp, tp, mixed = pool.strategies

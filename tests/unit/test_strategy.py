@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import (
+    AXES,
     Bucket,
     Coord,
     Strategy,
@@ -32,7 +33,7 @@ LLAMA = ModelShape(
     layer_parameters=50_000,
 )
 DEGREES = st.integers(1, 6)
-STRATEGIES = st.builds(Strategy, dp=DEGREES, tp=DEGREES, pp=DEGREES)
+STRATEGIES = st.builds(Strategy, dp=DEGREES, tp=DEGREES, pp=DEGREES, cp=st.integers(1, 3))
 
 
 # ---------------------------------------------------------------------------------------------- the strategy grammar
@@ -67,7 +68,7 @@ BAD_STRATEGIES = [
     ("dp2.0", "is not a strategy"),
     ("dp2 tp2", "is not a strategy"),
     ("DP2", "is not a strategy"),
-    ("cp2", "is not a strategy"),
+    ("ep2", "is not a strategy"),
     ("dp2xtp2", "is not a strategy"),
     ("dp٣", "is not a strategy"),
     ("dp2tp", "is not a strategy"),
@@ -103,7 +104,7 @@ def test_a_bad_strategy_is_refused_with_a_fix(text: str, says: str) -> None:
 
 
 @pytest.mark.parametrize("degree", [0, -1, (1 << 20) + 1, 1.0, "2", None])
-@pytest.mark.parametrize("axis", ["dp", "tp", "pp"])
+@pytest.mark.parametrize("axis", AXES)
 def test_a_bad_degree_is_refused(axis: str, degree: object) -> None:
     with pytest.raises(StrategyError, match=f"{axis} degree") as caught:
         Strategy(**{axis: degree})  # type: ignore[arg-type]
@@ -150,21 +151,34 @@ def test_ranks_run_tp_first_then_dp_then_pp() -> None:
         Coord(dp=1, tp=0, pp=1),
         Coord(dp=1, tp=1, pp=1),
     ]
-    assert strategy.tp_ranks(dp_coord=1, pp_coord=0) == (2, 3)
-    assert strategy.pp_ranks(dp_coord=1, tp_coord=1) == (3, 7)
+    assert strategy.group_of(3, "tp") == (2, 3)
+    assert strategy.group_of(3, "pp") == (3, 7)
+
+
+def test_cp_lies_between_tp_and_dp() -> None:
+    strategy = Strategy.parse("dp2cp2tp2pp2")
+    assert strategy == Strategy(2, 2, 2, cp=2)
+    assert str(strategy) == "dp2cp2tp2pp2"
+    assert strategy.world_size == 16
+    assert [strategy.group_of(13, axis) for axis in ("tp", "cp", "dp", "pp")] == [(12, 13), (13, 15), (9, 13), (5, 13)]
+    assert str(Strategy.parse("cp4+ck64")) == "dp1cp4tp1pp1+ck64"
+
+
+def test_strategies_that_differ_in_cp_and_options_have_one_layout() -> None:
+    alike = [Strategy.parse(name) for name in ("dp8", "cp8", "dp4cp2+ck4096", "dp2cp4+rc")]
+    assert {strategy.layout for strategy in alike} == {Strategy(8)}
+    assert Strategy.parse("cp2tp2+sp").layout != Strategy.parse("dp2tp2").layout  # all its ranks add to a norm
 
 
 @given(STRATEGIES)
 def test_groups_cover_every_rank_once(strategy: Strategy) -> None:
     everyone = list(range(strategy.world_size))
-    tp_groups = [strategy.tp_ranks(d, p) for d in range(strategy.dp) for p in range(strategy.pp)]
-    assert sorted(rank for group in tp_groups for rank in group) == everyone
-    pp_groups = [strategy.pp_ranks(d, t) for d in range(strategy.dp) for t in range(strategy.tp)]
-    assert sorted(rank for group in pp_groups for rank in group) == everyone
-    for group in tp_groups:
-        assert [strategy.coord(rank).tp for rank in group] == list(range(strategy.tp))
-    for group in pp_groups:
-        assert [strategy.coord(rank).pp for rank in group] == list(range(strategy.pp))
+    for axis in AXES:
+        groups = strategy.groups(axis)
+        assert sorted(rank for group in groups for rank in group) == everyone
+        for group in groups:
+            assert [getattr(strategy.coord(rank), axis) for rank in group] == list(range(getattr(strategy, axis)))
+            assert all(strategy.group_of(rank, axis) == group for rank in group)
 
 
 @given(STRATEGIES)
