@@ -49,6 +49,8 @@ PRELOAD = [
     "transformers.trainer",
     "tests.preload",  # the last one: it imports ours
 ]
+BACKEND_VARIABLE = "HOTSPA_TEST_BACKEND"
+"""In a rank, the name of the backend that fits its devices, for functions that make the process group themselves."""
 _EXIT_S = 15.0  # for a rank to leave after everything is reported
 _LINGER_S = 1.0  # a failed rank stays this long, unless all ranks have reported: peers can still read what it sent
 _SETTLE_S = 0.5  # after the first failure, the time for other ranks to report theirs
@@ -151,7 +153,8 @@ def run_ranks(
         env: Further environment variables of the ranks. Variables of the test process changed after the first call
             are not seen by ranks: pass them here.
         device: What the ranks see. `cpu`: no GPU, even where there is one. `cuda`: a GPU each and NCCL where there are
-            enough of them, else the same one and a group that goes through the host (`tests/shared_gpu.py`).
+            enough of them or NCCL lets ranks share one, else the same one and a group that goes through the host
+            (`tests/gpu_machine.py`, `tests/shared_gpu.py`).
         expect_failure: Return an `Outcome` for every rank, whatever it did, instead of raising. Ranks then run on after
             another rank failed, and there is no closing barrier.
 
@@ -403,6 +406,7 @@ def _call(rank: int, plan: _RankPlan) -> Any:
     # its default lock is a named semaphore, which a rank that is let go at once would leave behind
     tqdm.set_lock(threading.RLock())
     backend = "gloo" if plan.device == "cpu" else take_gpu(rank, plan.world_size)
+    os.environ[BACKEND_VARIABLE] = backend
     if plan.init:
         dist.init_process_group(
             backend,

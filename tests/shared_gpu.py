@@ -1,8 +1,9 @@
 """Ranks that share one GPU: a process group `shared_gpu` whose messages go through the host.
 
-NCCL wants a GPU for every rank, and gloo has no point-to-point messages for CUDA tensors. This group copies CUDA tensors
-to the host, lets gloo carry them, and copies the results back, in the stream that the caller is in. It promises the
-meaning of the collectives, not their speed: with it a machine with one GPU can test everything but NCCL itself.
+NCCL before 2.30 wants a GPU for every rank, and gloo has no point-to-point messages for CUDA tensors. This group copies
+CUDA tensors to the host, lets gloo carry them, and copies the results back, in the stream that the caller is in. It
+promises the meaning of the collectives, not their speed: with it a machine with one GPU and an older NCCL can test
+everything but NCCL itself.
 
 `take_gpu` gives a rank its GPU, and says which backend fits.
 """
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.gpu_machine import OWN, Machine, setup_of
+
 BACKEND = "shared_gpu"
 
 
@@ -24,11 +27,13 @@ def take_gpu(rank: int, world_size: int) -> str:
 
     Ranks that share a GPU look like nodes of one rank each, so that their local rank is the number of that GPU.
     """
-    if torch.cuda.device_count() >= world_size:
-        torch.cuda.set_device(rank)
+    setup = setup_of(Machine.found(), world_size)
+    os.environ.update(setup.environment)
+    if setup.kind != OWN:
+        os.environ.update(LOCAL_RANK=str(setup.devices[rank]), LOCAL_WORLD_SIZE="1")
+    torch.cuda.set_device(setup.devices[rank])
+    if setup.over_nccl:
         return "nccl"
-    os.environ.update(LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    torch.cuda.set_device(0)
     if BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(BACKEND, SharedGpuGroup, devices=["cpu", "cuda"])
     return BACKEND

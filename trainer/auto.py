@@ -37,6 +37,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout_settings import without_attention_dropout
 from hf_hotspa.report import StepReport
@@ -229,7 +230,7 @@ def agreement_of(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
     if args.world_size == 1:
         yield Agreement(None, 0)
         return
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=float(args.ddp_timeout)))
+    group = backends.host_group(timeout=timedelta(seconds=float(args.ddp_timeout)))
     yield Agreement(group, args.process_index)
     dist.destroy_process_group(group)  # not after a failure, when peers may be gone
 

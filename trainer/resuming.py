@@ -23,6 +23,7 @@ from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock
 from hf_hotspa.checkpoint.tensors import bare_optimizer, check_model, restore, restore_buffers, saved_vector
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.adapters import frozen_digest
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -96,7 +97,7 @@ class ResumeMixin(StockResumeMixin):
         if self.args.world_size == 1 or not dist.is_initialized():
             return Agreement(None, 0)
         if not hasattr(self, "_host_group"):
-            self._host_group = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+            self._host_group = backends.world_for_host_tensors()
             self._host_mailbox = Mailbox(self.args.process_index, self.args.world_size)
         return Agreement(self._host_group, self.args.process_index, self._host_mailbox)
 

@@ -35,6 +35,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, TransferError
 from hf_hotspa.model.options import default_device
 from hf_hotspa.model.specs import describe_model, dtype_name
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.strategy import Strategy, legal_strategies
@@ -123,7 +124,7 @@ def calibration_key(
         world_size=world_size,
         devices_per_node=devices_per_node,
         threads=torch.get_num_threads(),
-        backend=dist.get_backend() if world_size > 1 else "none",
+        backend=backends.name_of() if world_size > 1 else "none",
         dtype=dtype_name(dtype),
         model=config_digest(config.to_dict()),
         versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},

@@ -21,6 +21,7 @@ from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
+from hf_hotspa.parallel import backends
 
 _TIMEOUT = timedelta(minutes=10)
 _RESULT, _ERROR = "calibration.json", "error.json"
@@ -84,10 +85,14 @@ def _measure(data: dict[str, object], dtype: str | None, force: bool, quiet: boo
     )
 
 
+def _backend() -> str:
+    return backends.of_device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 def _run_launched(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration | None:
     ours = not dist.is_initialized()
     if ours:
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo", timeout=_TIMEOUT)
+        dist.init_process_group(_backend(), timeout=_TIMEOUT)
     rank = dist.get_rank()
     try:
         found = _measure(data, dtype, force, quiet)
@@ -124,7 +129,7 @@ def _rank_main(
     if not torch.cuda.is_available() and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # as launchers do
     dist.init_process_group(
-        "nccl" if torch.cuda.is_available() else "gloo",
+        _backend(),
         init_method=f"file://{folder}/rendezvous",
         rank=rank,
         world_size=count,

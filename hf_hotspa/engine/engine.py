@@ -286,6 +286,7 @@ class HotSPaEngine:
         if self._switching.worker is not None:
             place = f"{where}, strategy {phase.bucket.strategy}"
             self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
+        self._groups.abort()
         runner.release()
         self._switching.arenas.forget()
         return explained

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import Coord, Strategy
 
 
@@ -55,7 +56,7 @@ class ProcessGroups:
 
     Args:
         world_size: All ranks; with 1 no group is ever made.
-        device: Where this rank computes; decides the backend of agreement.
+        device: Where this rank computes.
         timeout: How long an operation may wait for a peer.
         switch_timeout: The same for the operations of switches; `timeout` when None.
 
@@ -77,11 +78,11 @@ class ProcessGroups:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
         everyone = list(range(world_size))
+        backends.prepare_environment(device)
         switch_timeout = switch_timeout or timeout
         self.switch = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
         self.forward = dist.new_group(everyone, timeout=switch_timeout) if world_size > 1 else None
-        # small host tensors: gloo, whatever the device
-        self.agreement = dist.new_group(everyone, timeout=timeout, backend="gloo") if world_size > 1 else None
+        self.agreement = backends.host_group(everyone, timeout) if world_size > 1 else None
 
     def __len__(self) -> int:
         return len(self._by_ranks) + sum(group is not None for group in self._of_all())
@@ -162,6 +163,13 @@ class ProcessGroups:
         """
         for group in self._joined(self.switch, self.forward, *self._by_ranks.values()):
             dist.all_reduce(torch.zeros(1, device=self.device), group=group)
+
+    def abort(self) -> None:
+        """Ends what is under way in the groups whose ranks would wait for a lost peer for ever (`backends.abort`).
+
+        After a failure; nothing can be computed with them afterwards, agreement goes on. Not collective.
+        """
+        backends.abort(self._joined(*self._by_ranks.values(), self.switch, self.forward))
 
     def close(self) -> None:
         """Destroys the groups made here; a collective call. Nothing may be in flight."""

@@ -1,0 +1,104 @@
+"""What a backend of torch's process groups can do: the one table, and the questions that are asked of it.
+
+Nothing else in the package knows backends by name (a contract test looks for their names), so that the same code runs
+over NCCL on GPUs, over gloo on CPU processes, and over what a test registers. The transport of switches is written for
+both kinds at once: tags and batches mean nothing where a backend does not know them.
+"""
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Abilities:
+    """What the code may expect of a backend.
+
+    Args:
+        host_tensors: Whether collectives take tensors in host memory.
+        tags: Whether point-to-point messages are told apart by tags; else their order pairs them.
+        wakes_ranks: Whether an operation ends with an error when a peer is gone. Where it does not, the ranks that wait
+            sit inside a kernel of their device until the communicator is aborted.
+        environment: Variables that must stand before a group is made, unless the user has set them.
+    """
+
+    host_tensors: bool
+    tags: bool
+    wakes_ranks: bool
+    environment: tuple[tuple[str, str], ...] = ()
+
+
+BACKENDS = {
+    "gloo": Abilities(host_tensors=True, tags=True, wakes_ranks=True),
+    # 2 of `TORCH_NCCL_ASYNC_ERROR_HANDLING`: after a timeout the watchdog aborts the communicator, and leaves the process
+    # alive to say why. torch's own choice, 3, ends the process before a typed error can be raised.
+    "nccl": Abilities(
+        host_tensors=False,
+        tags=False,
+        wakes_ranks=False,
+        environment=(("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2"),),
+    ),
+}
+_UNKNOWN = Abilities(host_tensors=False, tags=False, wakes_ranks=True)
+"""Of a backend that somebody registered: nothing is taken for granted, and nothing is aborted."""
+
+HOST = next(name for name, abilities in BACKENDS.items() if abilities.host_tensors)
+"""The backend of groups for small host tensors, whatever the others are."""
+
+
+def of_device(device_type: str) -> str:
+    """The backend for ranks that compute on devices of a type, `cuda` or `cpu`."""
+    return "nccl" if device_type == "cuda" else HOST
+
+
+def abilities(group: dist.ProcessGroup | None = None) -> Abilities:
+    """What the backend of a group can do; of the default group when None. Not collective."""
+    return BACKENDS.get(name_of(group), _UNKNOWN)
+
+
+def name_of(group: dist.ProcessGroup | None = None) -> str:
+    """The name of a group's backend, to be written down; of the default group when None. Not collective."""
+    return str(dist.get_backend(group))
+
+
+def prepare_environment(device: torch.device) -> None:
+    """Sets the variables that groups for a device read when they are made; what is set already stays. Not collective."""
+    for name, value in BACKENDS[of_device(device.type)].environment:
+        os.environ.setdefault(name, value)
+
+
+def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = None) -> dist.ProcessGroup:
+    """A new group that takes tensors in host memory. A collective call for all ranks of the world.
+
+    Args:
+        ranks: Its ranks; all when None.
+        timeout: How long an operation may wait for a peer; torch's default when None.
+    """
+    made: dist.ProcessGroup = dist.new_group(None if ranks is None else list(ranks), timeout=timeout, backend=HOST)
+    return made
+
+
+def world_for_host_tensors() -> dist.ProcessGroup:
+    """All ranks, for tensors in host memory: the default group where it takes them, else a new one. Collective."""
+    world = dist.group.WORLD
+    if world is not None and abilities(world).host_tensors:
+        return world
+    return host_group()
+
+
+def abort(groups: Iterable[dist.ProcessGroup]) -> int:
+    """Aborts the groups whose ranks would wait for a peer for ever, after a failure. Not collective.
+
+    Nothing can be done with such a group afterwards. Groups that wake their ranks are left alone.
+
+    Returns:
+        How many were aborted.
+    """
+    stuck = [group for group in groups if not abilities(group).wakes_ranks]
+    for group in stuck:
+        group.abort()
+    return len(stuck)
