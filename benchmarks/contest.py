@@ -47,7 +47,7 @@ def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[lis
     sides, left_out = [], []
     for strategy in strategies_of(options.ranks):
         limit = pack_limit(strategy, options.budget, options.budget_rule)
-        if why := strategy.misfit(shape):
+        if why := strategy.unsupported_reason(shape):
             left_out.append(f"{short_name(strategy)} is not legal: {why}")
         elif limit < longest:
             left_out.append(
@@ -119,8 +119,12 @@ def check_runs_everywhere(shape: ModelShape) -> None:
         SystemExit: saying why. A Llama runs under every strategy that its heads and layers allow.
     """
     plans = shape.has_tp_plan and shape.has_pp_plan
-    if obstacle := shape.tp_obstacle or shape.pp_obstacle or (None if plans else "a parallel plan is missing"):
-        raise SystemExit(f"sides that are legal cannot run: {obstacle}")
+    if (
+        unsupported := shape.tp_unsupported_reason
+        or shape.pp_unsupported_reason
+        or (None if plans else "a parallel plan is missing")
+    ):
+        raise SystemExit(f"sides that are legal cannot run: {unsupported}")
 
 
 def make_model(name: str) -> Any:

@@ -61,7 +61,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.packing.bucketing import plan_mini_batch
     from hf_hotspa.rows.table import SequenceTable
     from hf_hotspa.search.automatic import MARGIN, PACK_MARGIN, pool_of
-    from hf_hotspa.search.capacities import MemoryRooms
+    from hf_hotspa.search.capacities import MemoryCapacities
     from hf_hotspa.search.choice import Choice
     from hf_hotspa.search.chooser import PhaseChooser
     from hf_hotspa.search.search import search
@@ -80,7 +80,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     cost = CostModel.of_calibration(calibration, sizes, MemoryOptions())
     time_model, memory, switch = cost.time, cost.memory, cost.switch_seconds(strategies)
     limit = 1.05 * min(memory.bytes_needed(s, options.long) for s in strategies)
-    rooms = MemoryRooms(memory, limit)
+    capacities = MemoryCapacities(memory, limit)
     collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=shape.vocab_size)
 
     def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:
@@ -97,14 +97,16 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
 
         def searched(pool: Sequence[Strategy]) -> Choice:
             return search(
-                sample, pool, time_model, rooms, switch,
+                sample, pool, time_model, capacities, switch,
                 mini_batch_size=size, longest=longest, quadratic_cost=shape.quadratic_cost, margin=MARGIN,
                 pack_margin=PACK_MARGIN,
             )  # fmt: skip
 
         choice = searched(strategies)
-        chooser = PhaseChooser(pool_of(choice, rooms), time_model, switch, table, quadratic_cost=shape.quadratic_cost)
-        fitting = [s for s in strategies if rooms.tokens(s, rooms.arena(s)) >= longest]
+        chooser = PhaseChooser(
+            pool_of(choice, capacities), time_model, switch, table, quadratic_cost=shape.quadratic_cost
+        )
+        fitting = [s for s in strategies if capacities.tokens(s, capacities.arena(s)) >= longest]
         sides = [Side(f"static {short_name(s)}", searched([s]).buckets) for s in fitting]
         sides += [Side(AGAIN, (choice.static,)), Side("auto", choice.buckets)]
         seconds: dict[str, list[float]] = {side.name: [] for side in sides}

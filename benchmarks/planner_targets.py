@@ -118,7 +118,7 @@ class Chain:
         plan = plan_load(sources, weights(MODEL, self.strategies[index]), self.cluster, sizes, self.planner)
         return self._seconds(plan, sizes)
 
-    def give_back(self, index: int, wire_bytes: int) -> tuple[float, float]:
+    def return_gradients(self, index: int, wire_bytes: int) -> tuple[float, float]:
         """Seconds (fluid, hop after hop) of returning a phase's gradients."""
         sizes = [wire_bytes] * self._segments
         contributions = gradients(MODEL, self.strategies[index])
@@ -139,7 +139,7 @@ class Chain:
         """Seconds of the loads and of the gradient returns of one mini-batch."""
         phases = range(len(self.strategies))
         loads = [self.load(i, i - 1 if second and i else None) for i in phases]
-        returns = [self.give_back(i, wire_bytes) for i in phases]
+        returns = [self.return_gradients(i, wire_bytes) for i in phases]
         (load, load_after), (back, back_after) = (map(sum, zip(*found, strict=True)) for found in (loads, returns))
         return {
             "loads_s": load,

@@ -52,7 +52,7 @@ class Timing:
     load: list[float] = field(default_factory=list)
     compute: list[float] = field(default_factory=list)
     wait: list[float] = field(default_factory=list)
-    give_back: list[float] = field(default_factory=list)
+    gradients: list[float] = field(default_factory=list)
     optimizer: list[float] = field(default_factory=list)
     switch_share: list[float] = field(default_factory=list)
     moved_bytes: int = 0
@@ -119,7 +119,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
             timing.load.append(sum(phase.load_s for phase in report.phases))
             timing.compute.append(sum(phase.compute_s for phase in report.phases))
             timing.wait.append(sum(phase.wait_s for phase in report.phases))
-            timing.give_back.append(sum(phase.return_s for phase in report.phases))
+            timing.gradients.append(sum(phase.return_s for phase in report.phases))
             timing.switch_share.append(report.switch_s / seconds)
             timing.moved_bytes = report.moved_bytes
             timing.num_packs = [phase.num_packs for phase in report.phases]
@@ -228,7 +228,7 @@ def print_table(rows: Sequence[dict[str, Any]], ranks: int) -> None:
         )
     print(f"\n{'ms':{width}}  {'data':>8} {'load':>8} {'compute':>8} {'wait':>8} {'return':>8} {'optimizer':>9}")
     for row in rows:
-        parts = [row["medians"][key] * 1e3 for key in ("data", "load", "compute", "wait", "give_back", "optimizer")]
+        parts = [row["medians"][key] * 1e3 for key in ("data", "load", "compute", "wait", "gradients", "optimizer")]
         print(f"{row['side']:{width}}  " + " ".join(f"{part:8.1f}" for part in parts[:-1]) + f" {parts[-1]:9.1f}")
 
 

@@ -194,6 +194,6 @@ class PeerError(HotspaError):
 
 
 class SilentPeerError(PeerError):
-    """A rank hangs: it is the one that a roll call of the waiting ranks has missed."""
+    """A rank hangs: it is the one that the waiting ranks miss at a barrier."""
 
     code = "HSP-110"

@@ -19,11 +19,11 @@ class ModelShape:
         max_position_embeddings: The longest sequence the position encoding was made for; None when unbounded.
         has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
         has_pp_plan: Whether transformers has a pipeline plan for the family.
-        tp_obstacle: Why tp > 1 cannot be exact although there is a plan, or None.
-        pp_obstacle: The same for pp > 1.
-        sp_obstacle: Why tensor parallelism cannot be sequence parallel, too, or None.
-        ck_obstacle: Why a sequence cannot be trained in chunks of tokens, or None.
-        cp_obstacle: Why the tokens of a sequence cannot be divided over ranks, or None.
+        tp_unsupported_reason: Why tp > 1 cannot be exact although there is a plan, or None.
+        pp_unsupported_reason: The same for pp > 1.
+        sp_unsupported_reason: Why tensor parallelism cannot be sequence parallel, too, or None.
+        ck_unsupported_reason: Why a sequence cannot be trained in chunks of tokens, or None.
+        cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
@@ -40,11 +40,11 @@ class ModelShape:
     max_position_embeddings: int | None = None
     has_tp_plan: bool = True
     has_pp_plan: bool = True
-    tp_obstacle: str | None = None
-    pp_obstacle: str | None = None
-    sp_obstacle: str | None = None
-    ck_obstacle: str | None = None
-    cp_obstacle: str | None = None
+    tp_unsupported_reason: str | None = None
+    pp_unsupported_reason: str | None = None
+    sp_unsupported_reason: str | None = None
+    ck_unsupported_reason: str | None = None
+    cp_unsupported_reason: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
 

@@ -43,7 +43,7 @@ class PhaseReport:
         hidden_return_s: The same for the return.
         predicted_s: What the time model said of load, computation and return together, before it ran; None without a
             time model.
-        room_tokens: Tokens that its packs could have held.
+        capacity_tokens: Tokens that its packs could have held.
         busiest_tokens: Tokens of the busiest replica.
         longest_tokens: The longest sequence.
         frozen_bytes: The part of `load_bytes` that was frozen weights: none where a strategy still holds them from its
@@ -63,14 +63,14 @@ class PhaseReport:
     hidden_load_s: float = 0.0
     hidden_return_s: float = 0.0
     predicted_s: float | None = None
-    room_tokens: int = 0
+    capacity_tokens: int = 0
     busiest_tokens: int = 0
     longest_tokens: int = 0
     frozen_bytes: int = 0
 
     @property
     def seconds(self) -> float:
-        """Load, computation and return: what `predicted_s` foretells."""
+        """Load, computation and return: what `predicted_s` predicts."""
         return self.load_s + self.compute_s + self.return_s
 
     @property
@@ -266,7 +266,7 @@ class RunFacts:
         model: Family, parameters, dtypes, by name.
         settings: The flags that matter to speed and order, by name.
         buckets: `strategy`, `low`, `longest` and `pack_tokens` of each bucket.
-        plan: What the time model foretold when it chose the buckets; None where they were given. `seconds` and
+        plan: What the time model predicted when it chose the buckets; None where they were given. `seconds` and
             `switch_s` of a mini-batch, `static` (the best single strategy), `static_s`, and `rows` (one a bucket).
         lengths: The sequence lengths of the data set (`reporting/histogram.py`); None for a stream.
         single: The best single strategy that fits, by the time model; None without one, and where nothing fits.

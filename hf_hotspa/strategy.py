@@ -187,18 +187,18 @@ class Strategy:
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
         return cls(dp, tp, pp, "sp" in found, found.get("rc", 0), found.get("ck", 0), cp)
 
-    def misfit(self, model: ModelShape) -> str | None:
+    def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
         if self.tp > 1 and not model.has_tp_plan:
             return f"the family {model.family!r} has no tensor-parallel plan in transformers, so tp must be 1"
-        if self.tp > 1 and model.tp_obstacle:
-            return model.tp_obstacle
-        if self.sp and model.sp_obstacle:
-            return model.sp_obstacle
-        if self.ck and model.ck_obstacle:
-            return model.ck_obstacle
-        if self.cp > 1 and model.cp_obstacle:
-            return model.cp_obstacle
+        if self.tp > 1 and model.tp_unsupported_reason:
+            return model.tp_unsupported_reason
+        if self.sp and model.sp_unsupported_reason:
+            return model.sp_unsupported_reason
+        if self.ck and model.ck_unsupported_reason:
+            return model.ck_unsupported_reason
+        if self.cp > 1 and model.cp_unsupported_reason:
+            return model.cp_unsupported_reason
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads
@@ -206,8 +206,8 @@ class Strategy:
             return f"tp{self.tp} is neither at most the {kv_heads} key/value heads nor a multiple of them"
         if self.pp > 1 and not model.has_pp_plan:
             return f"the family {model.family!r} has no pipeline plan in transformers, so pp must be 1"
-        if self.pp > 1 and model.pp_obstacle:
-            return model.pp_obstacle
+        if self.pp > 1 and model.pp_unsupported_reason:
+            return model.pp_unsupported_reason
         if self.pp > model.num_layers:
             return f"pp{self.pp} is more than the {model.num_layers} layers"
         return None
@@ -224,7 +224,7 @@ def strategies_of(world_size: int) -> Iterator[Strategy]:
 
 def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
     """The strategies of a world size that can run the model."""
-    return [s for s in strategies_of(world_size) if s.misfit(model) is None]
+    return [s for s in strategies_of(world_size) if s.unsupported_reason(model) is None]
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
@@ -232,7 +232,7 @@ def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy
     return [
         replace(strategy, sp=sp, rc=rc)
         for strategy in legal_strategies(world_size, model)
-        for sp in ((False, True) if strategy.tp > 1 and model.sp_obstacle is None else (False,))
+        for sp in ((False, True) if strategy.tp > 1 and model.sp_unsupported_reason is None else (False,))
         for rc in (0, 1)
     ]
 
@@ -267,7 +267,7 @@ class Bucket:
     low: int = 0
 
     @property
-    def room(self) -> int:
+    def capacity(self) -> int:
         """Tokens of the longest sequence that a pack holds."""
         return max(self.longest, self.pack_tokens)
 
@@ -277,8 +277,8 @@ class Bucket:
         return most_in_flight(self.strategy.pp, self.pack_tokens, self.longest)
 
     def __str__(self) -> str:
-        capacity = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""
-        return f"{self.strategy}:{self.longest}{capacity}"
+        packs = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""
+        return f"{self.strategy}:{self.longest}{packs}"
 
 
 def parse_buckets(text: str) -> tuple[Bucket, ...]:
@@ -359,7 +359,7 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
         why = (
             f"it needs {strategy.world_size} processes and {world_size} are running"
             if strategy.world_size != world_size
-            else strategy.misfit(model)
+            else strategy.unsupported_reason(model)
         )
         if why:
             legal = ", ".join(map(str, legal_strategies(world_size, model)))

@@ -25,7 +25,7 @@ TRACEBACKS = "HOTSPA_TRACEBACK"
 _WAIT_S = 5.0
 """How long a rank that has nothing of its own to say leaves the others to end before it."""
 
-_signal_came = _interrupt_is_told = False
+_signal_came = _interrupt_is_announced = False
 
 
 def show_errors_once() -> None:
@@ -40,10 +40,10 @@ def signal_came() -> None:
     _signal_came = True
 
 
-def interrupt_is_told() -> None:
+def interrupt_is_announced() -> None:
     """The user has been told what Ctrl-C has ended: nothing is left to say of it."""
-    global _interrupt_is_told
-    _interrupt_is_told = True
+    global _interrupt_is_announced
+    _interrupt_is_announced = True
 
 
 class _Hook:
@@ -61,7 +61,7 @@ class _Hook:
             traceback.print_exception(kind, error, trace)
         elif isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # launchers pass on what the terminal has sent already
-            if not _interrupt_is_told and os.environ.get("RANK", "0") == "0":
+            if not _interrupt_is_announced and os.environ.get("RANK", "0") == "0":
                 _print("Stopped by Ctrl-C.")
         else:
             _show(error)

@@ -1,4 +1,4 @@
-"""Calibrations that were never measured: known constants, so that choices can be foretold."""
+"""Calibrations that were never measured: known constants, so that choices can be predicted."""
 
 from pathlib import Path
 

@@ -74,8 +74,8 @@ def sweep_on_rank(rank: int, world_size: int, family: str, strategies: Sequence[
         shape = describe_model(model).shape
         legal = []
         for strategy in strategies:
-            if misfit := Strategy.parse(strategy).misfit(shape):
-                found[strategy] = {"refused": misfit}
+            if reason := Strategy.parse(strategy).unsupported_reason(shape):
+                found[strategy] = {"refused": reason}
             else:
                 legal.append(strategy)
         found |= _run(rank, model, legal)

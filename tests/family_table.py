@@ -23,7 +23,15 @@ from hf_hotspa.model_shape import ModelShape
 from tests.tiny_families import planned_families, tiny_config_of, without_dropout
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
-FACTS = ("refused", "pp_obstacle", "sp_obstacle", "ck_obstacle", "cp_obstacle", "whole", "layer_factor")
+FACTS = (
+    "refused",
+    "pp_unsupported_reason",
+    "sp_unsupported_reason",
+    "ck_unsupported_reason",
+    "cp_unsupported_reason",
+    "whole",
+    "layer_factor",
+)
 """What is read off a model."""
 _SMALLEST = 5e-4
 """Shares below this (a router beside its experts) are left out."""
@@ -107,8 +115,11 @@ def family_facts(family: str) -> dict[str, object]:
     if counted is not None and family not in ONLY_TINY:
         factor = shape.layer_parameters / counted.layer_parameters
         counted = replace(counted, layer_parameters=shape.layer_parameters)
-    obstacles = {name: getattr(shape, name) for name in ("pp_obstacle", "sp_obstacle", "ck_obstacle", "cp_obstacle")}
-    found: dict[str, object] = {name: why for name, why in obstacles.items() if why}
+    unsupported = {
+        name: getattr(shape, name)
+        for name in ("pp_unsupported_reason", "sp_unsupported_reason", "ck_unsupported_reason", "cp_unsupported_reason")
+    }
+    found: dict[str, object] = {name: why for name, why in unsupported.items() if why}
     if counted is not None:
         least = 0.5 if family in ONLY_TINY else _SMALLEST
         shares = whole_shares(exact, counted).items()

@@ -75,8 +75,8 @@ MUTATIONS = [
     Mutation(
         "packs may be too full",
         "hf_hotspa/packing/packs.py",
-        "rooms[pack] -= length",
-        "rooms[pack] -= length - 1",
+        "free[pack] -= length",
+        "free[pack] -= length - 1",
         UNIT + "test_packing.py",
     ),
     Mutation(
@@ -409,7 +409,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the rank that hangs is not named",
-        "hf_hotspa/parallel/roll_call.py",
+        "hf_hotspa/parallel/monitored_barrier.py",
         "return _silent_error(error, silent)",
         "return error",
         "tests/gloo/test_overlap.py::test_a_switch_waits_for_a_peer_no_longer_than_its_timeout[False]",

@@ -16,7 +16,7 @@ def made_phase(strategy: str, seconds: float, predicted: bool = True, **changes:
     numbers: dict[str, Any] = {
         "num_packs": 4, "num_sequences": 10, "num_tokens": 200, "load_s": seconds / 10, "compute_s": seconds * 0.8,
         "wait_s": seconds / 20, "return_s": seconds / 10, "load_bytes": 2_000_000, "return_bytes": 4_000_000,
-        "hidden_load_s": seconds / 50, "predicted_s": seconds * 1.1 if predicted else None, "room_tokens": 256,
+        "hidden_load_s": seconds / 50, "predicted_s": seconds * 1.1 if predicted else None, "capacity_tokens": 256,
         "busiest_tokens": 110, "longest_tokens": 60,
     }  # fmt: skip
     return PhaseReport(strategy=strategy, **{**numbers, **changes})

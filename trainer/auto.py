@@ -131,7 +131,7 @@ class AutoStrategies:
         return {"pool": [str(bucket) for bucket in self.plan.pool], "chooser": chooser}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Goes on from a state; another pool is no obstacle.
+        """Goes on from a state; another pool is no reason against it.
 
         Raises:
             HotspaConfigError: it is not one.

@@ -29,7 +29,7 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.dataloader import Planner
 from hf_hotspa.trainer.evaluation_loader import EvaluationLoader, EvaluationRows, EvaluationSampler, evaluation_buckets
-from hf_hotspa.trainer.failures import told_to_all
+from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.rows import is_stream, scanned
 from hf_hotspa.trainer.same_data import data_facts
@@ -57,7 +57,7 @@ def _padded(result: EvaluationResult, rows: Mapping[int, Row]) -> tuple[Tensor, 
 
     Tokens stand where the data set has them, after its padding if there is some. What an over-long policy has cut off has
     no logits and is left out of all three, and so is padding at the end that every row has. Where documents of a packed
-    row begin, the label is -100: nothing before it could foretell it.
+    row begin, the label is -100: nothing before it could predict it.
     """
     at = {row: index for index, row in enumerate(rows)}
     ends = [rows[row].first + start + piece.shape[0] for (row, start), piece in result.logits.items()]
@@ -228,7 +228,7 @@ class EvaluationMixin:
         Raises:
             HotspaError: on every rank.
         """
-        with told_to_all(self, "evaluation"):
+        with broadcast_error(self, "evaluation"):
             return self._evaluated(dataloader, description, prediction_loss_only, metric_key_prefix)
 
     def _evaluated(

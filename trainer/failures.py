@@ -23,7 +23,7 @@ def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
 
 
 @contextmanager
-def told_to_all(trainer: Any, what: str) -> Iterator[None]:
+def broadcast_error(trainer: Any, what: str) -> Iterator[None]:
     """Leaves an error for the other ranks, and a lack of memory for the next launch; raises what a peer was first to raise.
 
     May be nested: an error is told once.

@@ -8,7 +8,7 @@ from difflib import get_close_matches
 
 logger = logging.getLogger(__name__)
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def unknown_flag(flag: str, known: Collection[str]) -> str:
@@ -39,12 +39,12 @@ def warn_of_misspelt(fields: Collection[str], words: Sequence[str] | None = None
         return
     for word in sys.argv[1:] if words is None else words:
         flag = word.partition("=")[0]
-        if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _told:
+        if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _warned:
             continue
         if any(name.startswith(_name(flag)) for name in fields):  # argparse takes a beginning for the whole
             continue
         if nearest(flag, fields) is not None:
-            _told.add(flag)
+            _warned.add(flag)
             logger.warning("%s", unknown_flag(flag, fields))
 
 

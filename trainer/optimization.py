@@ -18,7 +18,7 @@ from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
 from hf_hotspa.trainer.same_settings import group_facts, optimizer_facts, text_of
-from hf_hotspa.trainer.user_optimizer import give_back, take_over
+from hf_hotspa.trainer.user_optimizer import release, take_over
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class OptimizationMixin(Trainer):
         if optimizer is None or engine is None:
             return
         if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
-            give_back(optimizer, engine, self.model)
+            release(optimizer, engine, self.model)
         else:
             self.optimizer = self.lr_scheduler = None
 

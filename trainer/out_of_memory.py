@@ -75,7 +75,7 @@ def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         failed = [e for e in entries if Strategy.parse(e["strategy"]) == bucket.strategy]
         tokens = min((entry["pack_tokens"] for entry in failed), default=None)
-        if tokens is not None and bucket.room >= tokens:
+        if tokens is not None and bucket.capacity >= tokens:
             what = f"with a pack of {tokens} tokens" if tokens else "before its first pack"
             logger.warning(
                 "%s ran out of memory in an earlier run %s (%s): lower the tokens after @, or use more tp or pp",

@@ -105,8 +105,8 @@ class Predictions:
 
     def trained(self, step: int, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """The report of a mini-batch with predictions."""
-        foretold = {str(p.strategy): p.seconds for p in predict_phases(self._cost.time, self._switch, plan)}
-        phases = (replace(phase, predicted_s=foretold[phase.strategy]) for phase in report.phases)
+        predicted = {str(p.strategy): p.seconds for p in predict_phases(self._cost.time, self._switch, plan)}
+        phases = (replace(phase, predicted_s=predicted[phase.strategy]) for phase in report.phases)
         report = replace(report, phases=tuple(phases))
         return with_single(report, self.single, plan) if self.single is not None else report
 

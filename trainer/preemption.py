@@ -29,7 +29,7 @@ from transformers.trainer_utils import SaveStrategy
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.uncaught import interrupt_is_told, signal_came
+from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 
 logger = logging.getLogger(__name__)
 
@@ -134,7 +134,7 @@ class PreemptionMixin(Trainer):
         logger.warning(
             "Ctrl-C: training stopped after step %d; %s%s", self.state.global_step, go_on, self._where_the_report_is()
         )
-        interrupt_is_told()
+        interrupt_is_announced()
 
     def _where_the_report_is(self) -> str:
         pages = [found.page for found in self.callback_handler.callbacks if isinstance(found, ReportCallback)]

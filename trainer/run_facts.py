@@ -26,16 +26,16 @@ def run_facts(
     model: PreTrainedModel,
     args: HotSPaTrainingArguments,
     table: SequenceTable | None,
-    foretold: AutoStrategies | Predictions | None,
+    predictions: AutoStrategies | Predictions | None,
 ) -> RunFacts:
     """The facts of a run. No communication, no host names.
 
     Args:
         table: The scan of the data set; None for a stream.
-        foretold: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
+        predictions: What `hotspa_strategies=auto` chose, or the predictions for strategies that were given; None without.
     """
     shape = engine.description.shape
-    single = foretold.single if foretold is not None else None
+    single = predictions.single if predictions is not None else None
     return RunFacts(
         world_size=engine.world_size,
         versions={name.replace("-", "_"): _version(name) for name in _LIBRARIES}
@@ -63,7 +63,7 @@ def run_facts(
             "planner": args.hotspa_planner,
             "pipeline_schedule": args.hotspa_pipeline_schedule,
             "overlap_load": engine.overlap.load,
-            "overlap_return": engine.overlap.give_back,
+            "overlap_return": engine.overlap.return_gradients,
             "max_steps": args.max_steps,
             "learning_rate": args.learning_rate,
             "lr_scheduler": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
@@ -74,7 +74,7 @@ def run_facts(
             {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
             for b in engine.buckets
         ],
-        plan=_plan(foretold.plan) if isinstance(foretold, AutoStrategies) else None,
+        plan=_plan(predictions.plan) if isinstance(predictions, AutoStrategies) else None,
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
         single=str(single.bucket.strategy) if single is not None else None,
     )

@@ -134,10 +134,10 @@ def _switching(trainer: "HotSPaTrainer") -> Side:
 
 def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[Bucket]:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
-    foretold = trainer._auto or trainer._predictions
-    found = foretold.singles() if foretold is not None else []
+    predictions = trainer._auto or trainer._predictions
+    found = predictions.singles() if predictions is not None else []
     longest = max(bucket.longest for bucket in hot.buckets)
-    return found or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.room >= longest]
+    return found or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
 
 
 def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:

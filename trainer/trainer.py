@@ -41,7 +41,7 @@ from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
-from hf_hotspa.trainer.failures import told_to_all
+from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSourceMixin
 from hf_hotspa.trainer.older_transformers import workers_context
@@ -333,9 +333,9 @@ class HotSPaTrainer(
         steps: int | None = self.args.torch_empty_cache_steps
         if steps is not None and self.state.global_step % steps == 0:
             clear_device_cache()
-        foretold = self._auto or self._predictions
-        if foretold is not None:
-            report = foretold.trained(self.state.global_step, inputs["mini_batch"].plan, report)
+        predictions = self._auto or self._predictions
+        if predictions is not None:
+            report = predictions.trained(self.state.global_step, inputs["mini_batch"].plan, report)
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)
@@ -358,7 +358,7 @@ class HotSPaTrainer(
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         try:
             alone = self.args.world_size == 1
-            with self.callback_handler.deferring_errors(alone), self._preemption, told_to_all(self, "training"):
+            with self.callback_handler.deferring_errors(alone), self._preemption, broadcast_error(self, "training"):
                 output = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
                     self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")

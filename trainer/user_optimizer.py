@@ -94,7 +94,7 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         if saved:
             optimizer_to_json(bare, Share())
     except UnsupportedError:
-        give_back(bare, engine, model)
+        release(bare, engine, model)
         raise
     return True
 
@@ -115,7 +115,7 @@ def _cut(state: Any, spec: Any, start: int, stop: int, kind: str) -> Any:
     return cut
 
 
-def give_back(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
+def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
     """Puts the model's parameters in the place of the shares; the state stays this rank's share, for `take_over`."""
     bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
     back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}

@@ -35,7 +35,7 @@ def _sigterm_held() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _end_when_told(rank: int) -> None:
+def _end_when_announced(rank: int) -> None:
     """Takes every SIGTERM in place of the handlers, and obeys the one that the rank sends."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != rank:
         pass
@@ -67,8 +67,8 @@ class _Worker:
         rank = multiprocessing.parent_process()
         assert rank is not None
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # a fork server may have been started before
-        for target, told in ((_end_when_told, rank.pid), (_end_with_rank, rank)):
-            threading.Thread(target=target, args=(told,), name=f"hotspa{target.__name__}", daemon=True).start()
+        for target, argument in ((_end_when_announced, rank.pid), (_end_with_rank, rank)):
+            threading.Thread(target=target, args=(argument,), name=f"hotspa{target.__name__}", daemon=True).start()
         super().run()  # type: ignore[misc]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from contest import check_runs_everywhere, make_model, short_name
 
-from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.strategy import Bucket, Strategy
 from peers.work import Work
 
@@ -89,7 +89,7 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
     return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
 
 
-class _FullPipelines(MemoryRooms):
+class _FullPipelines(MemoryCapacities):
     """Pipelines that are full of the longest packs: how a fixed strategy is run elsewhere. Only `auto` takes smaller ones."""
 
     def tokens(self, strategy: Strategy, arena: int) -> int:

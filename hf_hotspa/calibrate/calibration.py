@@ -235,11 +235,11 @@ class _Session:
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
         plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
         # the whole model may have more stages than a copy has layers
-        whole = sorted(s for s in plain if s.world_size == self.world_size and s.misfit(copied) is None)
+        whole = sorted(s for s in plain if s.world_size == self.world_size and s.unsupported_reason(copied) is None)
         # tp 1 is always measured: the longest pack is found with it
         degrees = sorted({1, *(s.tp for s in strategies)})
         for tp in degrees:
-            why = Strategy(1, tp).misfit(shape) or (
+            why = Strategy(1, tp).unsupported_reason(shape) or (
                 f"{self.world_size} ranks cannot be divided by it" if self.world_size % tp else None
             )
             if why:

@@ -1,4 +1,4 @@
-"""The last part of a calibration: whole phases under every strategy, to compare with what single packs foretell.
+"""The last part of a calibration: whole phases under every strategy, to compare with what single packs predict.
 
 Two mini-batches of as many tokens: one with a sequence as long as the longest pack among short ones, which is what layouts
 differ in most, and one of equal sequences. `costs.phase_factors` says what becomes of the seconds.

@@ -145,7 +145,7 @@ class MemoryModel:
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
-        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.room)
+        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self._master
         held_tokens = tokens_at_a_time(strategy, bucket.most_tokens)
@@ -167,7 +167,7 @@ class MemoryModel:
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
-        layers += sizes.num_layers * carried_bytes(strategy, shape, bucket.room, dtype_bytes(options.compute_dtype))
+        layers += sizes.num_layers * carried_bytes(strategy, shape, bucket.capacity, dtype_bytes(options.compute_dtype))
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2

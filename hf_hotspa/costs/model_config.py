@@ -186,10 +186,10 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         max_position_embeddings=config.get("max_position_embeddings"),
         has_tp_plan=family["tp"],
         has_pp_plan=family["pp"],
-        pp_obstacle=known.get("pp_obstacle"),
-        sp_obstacle=known.get("sp_obstacle"),
-        ck_obstacle=known.get("ck_obstacle"),
-        cp_obstacle=known.get("cp_obstacle"),
+        pp_unsupported_reason=known.get("pp_unsupported_reason"),
+        sp_unsupported_reason=known.get("sp_unsupported_reason"),
+        ck_unsupported_reason=known.get("ck_unsupported_reason"),
+        cp_unsupported_reason=known.get("cp_unsupported_reason"),
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))

@@ -133,7 +133,7 @@ _Row = tuple[str, float, float, float, float]
 """Strategy, predicted and measured seconds of computation, predicted and measured seconds of the switch."""
 
 
-class Trust:
+class OnlineCalibration:
     """Watches predictions and corrects them.
 
     Args:

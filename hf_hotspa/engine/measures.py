@@ -149,7 +149,9 @@ def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> Phas
         # the busy seconds of a rank hold its waiting for slower ones: the shortest are the switch's own
         hidden_load_s=max(0.0, least.load_busy_s - most.load_s),
         hidden_return_s=max(0.0, least.return_busy_s - most.return_s),
-        room_tokens=sum(max(phase.bucket.pack_tokens, pack.num_tokens) for packs in phase.replicas for pack in packs),
+        capacity_tokens=sum(
+            max(phase.bucket.pack_tokens, pack.num_tokens) for packs in phase.replicas for pack in packs
+        ),
         busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
         longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
         frozen_bytes=frozen_bytes,

@@ -77,7 +77,7 @@ class PhaseRunner:
         if overlap.load:
             self._guard = WeightGuard(self.replica.model, self.replica.layers, self.replica.parameters)
             self.replica.check_weights = self._guard.check
-        self._watch = GradientWatch(self.replica.parameters) if overlap.give_back else None
+        self._watch = GradientWatch(self.replica.parameters) if overlap.return_gradients else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
         self.act = "load"

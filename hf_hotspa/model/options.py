@@ -29,14 +29,14 @@ class Overlap:
 
     Args:
         load: A phase computes as soon as the weights of its first modules have arrived.
-        give_back: Gradients leave while earlier layers still run backward.
+        return_gradients: Gradients leave while earlier layers still run backward.
     """
 
     load: bool = False
-    give_back: bool = False
+    return_gradients: bool = False
 
     def __bool__(self) -> bool:
-        return self.load or self.give_back
+        return self.load or self.return_gradients
 
 
 @dataclass(frozen=True)
@@ -120,12 +120,12 @@ class EngineOptions:
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""
         beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
-        load, give_back = self.overlap_load, self.overlap_return
-        return Overlap(beside if load is None else load, beside if give_back is None else give_back)
+        load, gradients = self.overlap_load, self.overlap_return
+        return Overlap(beside if load is None else load, beside if gradients is None else gradients)
 
     def timeouts(self, device: torch.device) -> tuple[timedelta, timedelta]:
         """Of everything, and of switches: with overlapped returns these wait for computations, too."""
-        switch = self.timeout_s if self.overlap(device).give_back else self.switch_timeout_s
+        switch = self.timeout_s if self.overlap(device).return_gradients else self.switch_timeout_s
         return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
 
     def uses_second_source(self, device: torch.device, num_strategies: int, copy_bytes: int) -> bool:

@@ -25,7 +25,7 @@ from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.dropout_settings import refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.router_loss import router_layers
-from hf_hotspa.parallel.stage_input import stage_obstacle
+from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 
 _RANDOM_ROUTERS = {"phimoe"}
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
@@ -258,10 +258,12 @@ def describe_model(
         max_position_embeddings=getattr(text, "max_position_embeddings", None),
         has_tp_plan=plan.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
-        pp_obstacle=stage_obstacle(base_model, layers, before, after),
-        sp_obstacle=_sequence_obstacle(plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]),
-        ck_obstacle=_cut_obstacle(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
-        cp_obstacle=_cut_obstacle(text.model_type, base_model, kinds, layers, _RANKS),
+        pp_unsupported_reason=stage_unsupported_reason(base_model, layers, before, after),
+        sp_unsupported_reason=_sp_unsupported_reason(
+            plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]
+        ),
+        ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
+        cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
@@ -303,7 +305,7 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
     return attention, mlp
 
 
-def _sequence_obstacle(
+def _sp_unsupported_reason(
     plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str]
 ) -> str | None:
     """Why tensor parallelism of the model cannot be sequence parallel, or None."""
@@ -313,13 +315,15 @@ def _sequence_obstacle(
         early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
-    return sequence_parallel.obstacle(plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes)
+    return sequence_parallel.unsupported_reason(
+        plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes
+    )
 
 
 _CHUNKS, _RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 
 
-def _cut_obstacle(
+def _cut_unsupported_reason(
     family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str, routers: int = 0
 ) -> str | None:
     """Why sequences of the model cannot be cut along their tokens, or None.

@@ -78,8 +78,8 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
     if policy == "error" and int(lengths.max()) > longest:
         num_over = int((lengths > longest).sum())
         row = int(lengths.argmax())
-        room = _AUTO if chosen else _GIVEN
-        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit", room)
+        remedy = _AUTO if chosen else _GIVEN
+        raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit", remedy)
 
 
 def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error") -> CutRows:
@@ -200,10 +200,10 @@ _GIVEN = "let the last bucket of hotspa_strategies take {} tokens"
 _AUTO = "raise hotspa_longest to {} or leave it out"
 
 
-def _overlong(row: int, length: int, longest: int, why: str, room: str) -> OverlongError:
+def _overlong(row: int, length: int, longest: int, why: str, remedy: str) -> OverlongError:
     return OverlongError(
         f"a sequence of {length} tokens is longer than the longest bucket, {longest} tokens",
         where=f"dataset row {row}",
         why=why,
-        fix=f"set hotspa_overlong to truncate, split or drop, or {room.replace('{}', str(length))}",
+        fix=f"set hotspa_overlong to truncate, split or drop, or {remedy.replace('{}', str(length))}",
     )

@@ -75,7 +75,7 @@ def pack_sequences(
     rest = order[len(alone) :]
     fitted = _best_fit(rest, lengths, capacity)
     target = _num_packs(len(alone) + len(fitted), len(order), sum(lengths), dp, pp) - len(alone)
-    packs = _cheapest_with_room(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
+    packs = _cheapest_that_fits(rest, lengths, costs, capacity, target) or _halve_to(fitted, costs, target)
     replicas = _to_replicas(alone + packs, costs, dp)
     if pp == 1:
         return replicas
@@ -86,17 +86,17 @@ def pack_sequences(
 def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:
     """Each sequence into the fullest pack that has room, a new one when none has."""
     packs: Packs = []
-    rooms: list[tuple[int, int]] = []  # (room in tokens, pack), ascending
+    free: list[tuple[int, int]] = []  # (free tokens, pack), ascending
     for i in order:
         length = lengths[i]
-        at = bisect_left(rooms, (length, -1))
-        if at < len(rooms):
-            room, pack = rooms.pop(at)
+        at = bisect_left(free, (length, -1))
+        if at < len(free):
+            left, pack = free.pop(at)
         else:
-            room, pack = capacity, len(packs)
+            left, pack = capacity, len(packs)
             packs.append([])
         packs[pack].append(i)
-        insort(rooms, (room - length, pack))
+        insort(free, (left - length, pack))
     return packs
 
 
@@ -112,31 +112,31 @@ def _num_packs(num_fitted: int, num_sequences: int, num_tokens: int, dp: int, pp
     return multiple if multiple >= num_fitted else num_sequences
 
 
-def _cheapest_with_room(
+def _cheapest_that_fits(
     order: Sequence[int], lengths: Sequence[int], costs: Sequence[float], capacity: int, num_packs: int
 ) -> Packs | None:
     """Longest first into the cheapest pack that has room; None when some sequence finds no room.
 
-    A pack without room for the sequence at hand waits aside, by room. Lengths only fall, so once it has room again it
+    A pack without room for the sequence at hand waits aside, by free tokens. Lengths only fall, so once it has room again it
     keeps it until it is given a sequence: each pack moves at most once for each sequence placed.
     """
     packs: Packs = [[] for _ in range(num_packs)]
-    rooms = [capacity] * num_packs
+    free = [capacity] * num_packs
     ready = [(0.0, pack) for pack in range(num_packs)]  # heap by cost
-    aside: list[tuple[int, int, float]] = []  # heap by -room
+    aside: list[tuple[int, int, float]] = []  # heap by -free
     for i in order:
         length = lengths[i]
         while aside and -aside[0][0] >= length:
             _, pack, cost = heapq.heappop(aside)
             heapq.heappush(ready, (cost, pack))
-        while ready and rooms[ready[0][1]] < length:
+        while ready and free[ready[0][1]] < length:
             cost, pack = heapq.heappop(ready)
-            heapq.heappush(aside, (-rooms[pack], pack, cost))
+            heapq.heappush(aside, (-free[pack], pack, cost))
         if not ready:
             return None
         cost, pack = ready[0]
         packs[pack].append(i)
-        rooms[pack] -= length
+        free[pack] -= length
         heapq.heapreplace(ready, (cost + costs[i], pack))
     return packs
 

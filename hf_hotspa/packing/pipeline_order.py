@@ -1,7 +1,7 @@
 """Which schedule runs the packs of a pipeline, and in which order each stage runs them, within a number of tokens.
 
 Owns the choice of the schedule and the order of its passes, for the stages that run them and for the cost model that
-foretells what they take and hold. Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs
+predicts what they take and hold. Stage s of p in our 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) runs
 a forward pass as long as fewer than p - s packs are in flight, else the oldest backward pass. What is in flight holds
 its activations; where a mini-batch has packs of very different sizes, a number of tokens limits it, too: a long pack
 then goes through with few or no others beside it, and short ones follow one another closely.

@@ -5,7 +5,7 @@
 digests and hand over an error, if one of them has it. Where something differs, who is not with the majority is named. `Mailbox` serves the other case, a rank that fails while its
 peers wait inside a collective: it leaves its error in the rendezvous store, where the peers find it when their
 connection breaks. A peer that is gone without a word is a `PeerError`; where ranks waited for it in vain, they hold a
-roll call in the same store, and the one that does not answer is named (`SilentPeerError`). An error that a script has
+monitored barrier in the same store, and the one that does not answer is named (`SilentPeerError`). An error that a script has
 caught is over with the next agreement of all ranks: later ones are told in a mailbox of their own.
 """
 
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hf_hotspa.errors import HotspaError, PeerError, PlanMismatchError, TransferError
-from hf_hotspa.parallel.roll_call import RollCall
+from hf_hotspa.parallel.monitored_barrier import MonitoredBarrier
 
 T = TypeVar("T")
 _MAILBOX_KEY = "hotspa_first_error"
@@ -333,13 +333,13 @@ class Mailbox:
     def explain(self, error: Exception, where: str) -> Exception:
         """What to raise for an error of this rank: the error itself, or the earlier one of the peer that caused it.
 
-        May be called more than once for an error, and from any thread. For a lost peer it takes seconds: see `RollCall`.
+        May be called more than once for an error, and from any thread. For a lost peer it takes seconds: see `MonitoredBarrier`.
         """
         if self._store is None or error is self._mine:
             return error
         store = dist.PrefixStore(f"hotspa_era_{self._era.number}", self._store)
         if isinstance(error, PeerError | TransferError) and _LOST.search(str(error)):
-            error = RollCall(store, self.rank, self._world_size, _MAILBOX_KEY).named(error)
+            error = MonitoredBarrier(store, self.rank, self._world_size, _MAILBOX_KEY).named(error)
         mine = json.dumps(_located(as_hotspa_error(error, where), self.rank).to_dict())
         try:
             # only the first one in stays

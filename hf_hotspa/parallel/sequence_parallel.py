@@ -109,7 +109,7 @@ def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
     return frozenset(name.rpartition(".")[0] for name, style in styles.items() if style in SHARDED)
 
 
-def obstacle(
+def unsupported_reason(
     modules: Mapping[str, nn.Module], styles: Mapping[str, str], own: set[str], layers: tuple[str, ...]
 ) -> str | None:
     """Why a model cannot be sequence parallel, or None.

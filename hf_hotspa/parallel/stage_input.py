@@ -2,7 +2,7 @@
 
 A later stage gets the hidden state of the stage before as `inputs_embeds`. What a family does to embeddings in its
 base model (a multiplier) must not happen to it again: `take_hidden_state` turns off what is known, and
-`stage_obstacle` runs the base model with nothing but pass-throughs to see that what goes in comes out, so that a family
+`stage_unsupported_reason` runs the base model with nothing but pass-throughs to see that what goes in comes out, so that a family
 that does something unknown there is refused instead of trained wrong. A model on the meta device gets the same answer as
 the same model with data: only buffers take part in that run, and they follow from the config.
 """
@@ -59,7 +59,7 @@ def take_hidden_state(base: Any, embeddings: tuple[str, ...]) -> None:
     base.config = config
 
 
-def stage_obstacle(
+def stage_unsupported_reason(
     base: Any, layers: tuple[str, ...], embeddings: tuple[str, ...], norms: tuple[str, ...]
 ) -> str | None:
     """Why a stage cannot be the model's own class with the other stages' layers passed through, or None.

@@ -72,9 +72,9 @@ class _CutSequence:
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
         """Takes the keys and values of the tokens from `first` on."""
         if module not in self.kept:
-            self.kept[module] = _Pair(*(self._room(x, x.dtype) for x in (key, value)))
-        for room, x in zip(self.kept[module].both(), (key, value), strict=True):
-            room[:, :, first : first + x.shape[2]] = x
+            self.kept[module] = _Pair(*(self._storage(x, x.dtype) for x in (key, value)))
+        for storage, x in zip(self.kept[module].both(), (key, value), strict=True):
+            storage[:, :, first : first + x.shape[2]] = x
 
     def add(self, module: nn.Module, is_value: bool, leaf: Tensor) -> None:
         """Adds the gradient that a leaf has got, of the tokens from the first on, and takes it from the leaf."""
@@ -85,7 +85,7 @@ class _CutSequence:
             self.sums[module] = _Pair(*(torch.zeros_like(x, dtype=wide) for x in self.kept[module].both()))
         self.sums[module].both()[is_value][:, :, : gradient.shape[2]] += gradient
 
-    def _room(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+    def _storage(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return x.new_empty((*x.shape[:2], self.num_tokens, x.shape[3]), dtype=dtype)
 
 

@@ -16,8 +16,8 @@ from hf_hotspa.errors import HotspaError, PeerError
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.005, 1.0
 
-_told: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
-"""How many verdicts this process has told or heard of, by the store that all ranks share."""
+_announced: weakref.WeakKeyDictionary[dist.Store, int] = weakref.WeakKeyDictionary()
+"""How many verdicts this process has announced or heard of, by the store that all ranks share."""
 
 
 def settled(what: str, function: Callable[[], object], decides: bool, timeout_s: float) -> None:
@@ -40,7 +40,7 @@ def settled(what: str, function: Callable[[], object], decides: bool, timeout_s:
     if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
         # the store behind the default group: private in torch, and the only channel that needs no partner
         store = dist.distributed_c10d._get_default_store()
-        number = _told[store] = _told.get(store, 0) + 1
+        number = _announced[store] = _announced.get(store, 0) + 1
         key = f"hotspa_verdict/{number}"
         if decides:
             store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))

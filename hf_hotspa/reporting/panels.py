@@ -188,14 +188,14 @@ def padding_panel(run: RunLog) -> Panel:
     padded = [
         max((p.longest_tokens for p in r.phases), default=0) * sum(p.num_sequences for p in r.phases) for r in reports
     ]
-    room = [sum(p.room_tokens for p in r.phases) for r in reports]
+    held = [sum(p.capacity_tokens for p in r.phases) for r in reports]
     series = [
         Series("in a padded batch", "s5", [_waste(r.num_tokens, n) for r, n in zip(reports, padded, strict=True)]),
-        Series("unused room in packs", "s2", [_waste(r.num_tokens, n) for r, n in zip(reports, room, strict=True)]),
+        Series("unused capacity of packs", "s2", [_waste(r.num_tokens, n) for r, n in zip(reports, held, strict=True)]),
     ]
     body = svg.lines("Padding share", _steps(run), series, "%", 100.0)
     schedule = run.facts.settings.get("pipeline_schedule", "auto")
-    note = "Padded: every sequence as long as the longest of its mini-batch. Unused room costs memory, not computation."
+    note = "Padded: every sequence as long as the longest of its mini-batch. Unused capacity costs memory, not seconds."
     if schedule in ("1f1b", "gpipe"):
         note += f" The schedule {schedule} also pads the packs of a replica to one length."
     return Panel(name, title, len(reports), body, note, _legend(series))
@@ -239,16 +239,16 @@ def prediction_panel(run: RunLog) -> Panel:
 
 
 def plan_panel(run: RunLog) -> Panel:
-    """The buckets, and what was foretold of them."""
+    """The buckets, and what was predicted of them."""
     facts = run.facts
     rows = [["tokens", "strategy", "pack tokens"]]
-    foretold = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
-    if foretold:
+    predicted = {row.get("strategy"): row for row in (facts.plan or {}).get("rows", ()) if isinstance(row, dict)}
+    if predicted:
         rows[0] += ["compute s", "load + return s"]
     for bucket in facts.buckets:
         row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
-        if foretold:
-            found = foretold.get(bucket["strategy"], {})
+        if predicted:
+            found = predicted.get(bucket["strategy"], {})
             row += [_seconds(found.get("compute_s")), _seconds(found.get("switch_s"))]
         rows.append(row)
     note = ""

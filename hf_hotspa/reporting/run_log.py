@@ -197,6 +197,9 @@ class RunLogWriter:
             self._lock.release()
 
 
+_BEFORE = {"capacity_tokens": "room_tokens"}
+"""Names under which the first records have a field."""
+
 _LATER: dict[str, Any] = {"frozen_bytes": 0, "single": None, "single_s": None}
 """Fields that the first records do not have, and what they count as there."""
 
@@ -314,7 +317,8 @@ def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
     """The known fields, each of its type; a newer version may have written more."""
     found: dict[str, Any] = {}
     for name, kind in types.items():
-        value = data[name] if name in data or name not in _LATER else _LATER[name]
+        key = name if name in data else _BEFORE.get(name, name)
+        value = data[key] if key in data or key not in _LATER else _LATER[key]
         if kind is int:
             found[name] = _count(value)
         elif kind is str:

@@ -141,10 +141,10 @@ def verdict(run: RunLog) -> list[str]:
     used = summary.strategies
     if len(used) < 2:
         name = used[0].strategy if used else "none"
-        foretold = (
+        predicted_s = (
             ["Predicted: for these lengths switching is not worth it here."] if run.facts.plan is not None else []
         )
-        return [f"One strategy trained everything ({name}): nothing was switched", *foretold]
+        return [f"One strategy trained everything ({name}): nothing was switched", *predicted_s]
     cost = (
         f"Measured: switching took {summary.switch_share:.1%} of the step time ({summary.switch_s:.2f} s). Loading weights "
         f"and returning gradients once a mini-batch, as one strategy would have, too, took {summary.load_return_share:.1%}."
@@ -158,11 +158,11 @@ def verdict(run: RunLog) -> list[str]:
 def _against_prediction(run: RunLog) -> list[str] | None:
     """The answer where a time model has said what the best single strategy would take; None without one."""
     known = [(r.report, r.report.single_s, r.report.predicted_s) for r in measured_steps(run)]
-    compared = [(report, single, foretold) for report, single, foretold in known if single and foretold]
+    compared = [(report, single, predicted_s) for report, single, predicted_s in known if single and predicted_s]
     if not compared or run.facts.single is None:
         return None
     measured = sum(phase.seconds for report, *_ in compared for phase in report.phases)
-    predicted = sum(foretold for *_, foretold in compared)
+    predicted = sum(predicted_s for *_, predicted_s in compared)
     # how far the model is off in what ran is taken for how far it is off in what did not
     own = [p for report, *_ in compared for p in report.phases if p.strategy == run.facts.single and p.predicted_s]
     ratio = measured / predicted

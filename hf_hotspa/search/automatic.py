@@ -17,7 +17,7 @@ from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, Overlong
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.capacities import MemoryRooms, Rooms
+from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.search import search
 from hf_hotspa.search.tables import table as text_table
@@ -92,36 +92,36 @@ class AutoPlan:
 
 
 @dataclass(frozen=True)
-class CappedRooms:
-    """Rooms of strategies of which some ran out of memory before, with fewer tokens than their room allows.
+class CappedCapacities:
+    """Capacities of strategies of which some ran out of memory before, with fewer tokens than their capacity allows.
 
     Args:
-        rooms: What the memory model allows.
+        capacities: What the memory model allows.
         most: The most tokens of a pack, for some strategies; 0 where not even the weights fitted.
     """
 
-    rooms: Rooms
+    capacities: Capacities
     most: Mapping[Strategy, int]
 
     def arena(self, strategy: Strategy) -> int:
         """As without a cap."""
-        return self.rooms.arena(strategy)
+        return self.capacities.arena(strategy)
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
         """The longest sequence in a pool with that arena."""
-        room = self.rooms.tokens(strategy, arena)
-        return min(room, self.most.get(strategy, room))
+        capacity = self.capacities.tokens(strategy, arena)
+        return min(capacity, self.most.get(strategy, capacity))
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`."""
-        found = self.rooms.pack_tokens(strategy, arena, longest)
+        found = self.capacities.pack_tokens(strategy, arena, longest)
         return min(found, self.most.get(strategy, found))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
         """Says what ran out of memory, where the memory model alone would have allowed it."""
-        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self.rooms.tokens(s, 0)]
+        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self.capacities.tokens(s, 0)]
         if not failed:
-            return self.rooms.too_long(longest, strategies)
+            return self.capacities.too_long(longest, strategies)
         return DeviceMemoryError(
             f"no strategy is left for a sequence of {longest} tokens",
             why=f"an earlier run ran out of memory under {', '.join(map(str, failed))}",
@@ -170,10 +170,10 @@ def make_auto_plan(
             the longest sequence asked for.
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
-    rooms = CappedRooms(MemoryRooms(cost.memory, limit_bytes), most_tokens or {})
+    capacities = CappedCapacities(MemoryCapacities(cost.memory, limit_bytes), most_tokens or {})
     switch = cost.switch_seconds(strategies)
     top = _longest(
-        [table, *evaluated], shape, longest, policy, max(rooms.tokens(s, rooms.arena(s)) for s in strategies)
+        [table, *evaluated], shape, longest, policy, max(capacities.tokens(s, capacities.arena(s)) for s in strategies)
     )
     sample, size = _sample(table, top, policy, mini_batch_size)
     try:
@@ -181,7 +181,7 @@ def make_auto_plan(
             sample,
             strategies,
             cost.time,
-            rooms,
+            capacities,
             switch,
             mini_batch_size=size,
             longest=top,
@@ -195,7 +195,7 @@ def make_auto_plan(
         raise DeviceMemoryError(
             error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
         ) from None
-    pool = pool_of(choice, rooms)
+    pool = pool_of(choice, capacities)
     return AutoPlan(
         pool,
         choice,
@@ -244,14 +244,14 @@ def longest_wanted(
     return needed
 
 
-def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, room: int) -> int:
+def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, capacity: int) -> int:
     """The longest sequence that must fit."""
     wanted = longest_wanted(tables, shape, asked, policy)
     if wanted is not None:
         return wanted
-    # what fits nowhere is what the policy is for; with no room at all the search says what is missing
+    # what fits nowhere is what the policy is for; with no capacity at all the search says what is missing
     data = max(int(table.longest_of_rows.max()) for table in tables)
-    return max(1, min(data, shape.max_position_embeddings or data, room or data))
+    return max(1, min(data, shape.max_position_embeddings or data, capacity or data))
 
 
 def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:
@@ -267,25 +267,25 @@ def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: in
     return [sequence.num_tokens for sequence in sequences], max(1, size)
 
 
-def pool_of(choice: Choice, rooms: Rooms) -> tuple[Bucket, ...]:
+def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
     """The buckets of a search, and the best static strategy where it needs no more memory: its packs hold any sequence."""
-    arena = max(rooms.arena(bucket.strategy) for bucket in choice.buckets)
+    arena = max(capacities.arena(bucket.strategy) for bucket in choice.buckets)
     static, longest = choice.static, choice.buckets[-1].longest
-    # strategies that differ in `+sp` alone are one: the bucket has it because it needs the room
+    # strategies that differ in `+sp` alone are one: the bucket has it because it needs the capacity
     plain = replace(static.strategy, sp=False)
     same = next((bucket for bucket in choice.buckets if replace(bucket.strategy, sp=False) == plain), None)
     if same is not None:
         static = replace(static, strategy=same.strategy)
-    if rooms.arena(static.strategy) > arena or rooms.tokens(static.strategy, arena) < longest:
+    if capacities.arena(static.strategy) > arena or capacities.tokens(static.strategy, arena) < longest:
         return choice.buckets
-    room = min(rooms.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
-    spare = replace(static, pack_tokens=room)
+    capacity = min(capacities.pack_tokens(static.strategy, arena, longest), static.pack_tokens)
+    spare = replace(static, pack_tokens=capacity)
     others = [bucket for bucket in choice.buckets if bucket is not same]
     # packs that hold any sequence serve both; in a pipeline these may have to be the smaller ones
-    if same is not None and room >= longest:
-        spare = replace(same, pack_tokens=max(same.pack_tokens, room))
+    if same is not None and capacity >= longest:
+        spare = replace(same, pack_tokens=max(same.pack_tokens, capacity))
     elif same is not None:
-        spare = replace(spare, low=same.low, pack_tokens=min(same.pack_tokens, room))
+        spare = replace(spare, low=same.low, pack_tokens=min(same.pack_tokens, capacity))
     return tuple(sorted([*others, spare], key=_by_length))
 
 

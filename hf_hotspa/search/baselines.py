@@ -177,10 +177,10 @@ class DataParallel:
             limit_bytes: Memory of a device; None for no limit.
         """
         most = max(longest, *map(sum, batches))
-        rooms = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
+        capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
         found: Baseline | None = None
-        for again, room in rooms.items():
-            for tokens in pack_choices(room, longest) if room >= longest else ():
+        for again, capacity in capacities.items():
+            for tokens in pack_choices(capacity, longest) if capacity >= longest else ():
                 seconds = sum(
                     weight * self.seconds(stage, again, self._packed(batch, tokens, longest))
                     for batch, weight in zip(batches, weights, strict=True)
@@ -189,8 +189,8 @@ class DataParallel:
                     found = Baseline(stage, again, tokens, seconds, self.breakdown(stage, again, tokens))
         if found is not None:
             return found
-        again = rooms[True] > rooms[False]
-        return Baseline(stage, again, rooms[again], None, self.breakdown(stage, again, rooms[again]))
+        again = capacities[True] > capacities[False]
+        return Baseline(stage, again, capacities[again], None, self.breakdown(stage, again, capacities[again]))
 
     def _packed(self, batch: Sequence[int], tokens: int, longest: int) -> list[list[list[int]]]:
         lengths = sorted(batch)

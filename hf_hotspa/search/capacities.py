@@ -15,7 +15,7 @@ from hf_hotspa.strategy import Strategy
 _GIB = 1 << 30
 
 
-class Rooms(Protocol):
+class Capacities(Protocol):
     """How many tokens the packs of a strategy may have."""
 
     def arena(self, strategy: Strategy) -> int:
@@ -32,7 +32,7 @@ class Rooms(Protocol):
 
 
 @dataclass(frozen=True)
-class MemoryRooms:
+class MemoryCapacities:
     """How many tokens a sequence and a pack of a strategy may have inside a pool, from the memory model.
 
     Args:
@@ -88,10 +88,10 @@ def too_long(
     """
     tried = list(strategies)
     cheapest = min(tried, key=needed)
-    roomiest = max(tried, key=tokens)
-    most = tokens(roomiest)
+    largest = max(tried, key=tokens)
+    most = tokens(largest)
     shorter = (
-        f", or sequences of at most {most} tokens ({roomiest} holds them under this limit)"
+        f", or sequences of at most {most} tokens ({largest} holds them under this limit)"
         if most
         else ", or more devices"
     )

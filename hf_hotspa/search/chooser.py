@@ -1,7 +1,7 @@
 """The phases of one mini-batch after the other: selection, hysteresis and correction over a whole run.
 
 Owns what the choice for a mini-batch depends on beside its lengths: the strategies of the one before, and the factors
-on the time model (`trust`). Mini-batches are numbered from 0 over the whole run, which is the Trainer's global step.
+on the time model (`online`). Mini-batches are numbered from 0 over the whole run, which is the Trainer's global step.
 
 Mini-batches are planned ahead of training, by data loader workers by several. So that the choice does not depend on how
 fast anybody runs, a correction found after mini-batch n holds from mini-batch `n + 1 + delay` on, and `delay` is at
@@ -12,7 +12,7 @@ least as far as anybody plans ahead: every rank chooses alike, and so does a run
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_hotspa.costs.online_calibration import Factors, PhaseSeconds, Refit, ScaledTime, Trust, fingerprint
+from hf_hotspa.costs.online_calibration import Factors, OnlineCalibration, PhaseSeconds, Refit, ScaledTime, fingerprint
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.packing.bucketing import cut_rows
@@ -72,7 +72,7 @@ class PhaseChooser:
         self.pool, self.delay = tuple(pool), delay
         self._time, self._switch, self._table, self._policy = time, dict(switch), table, policy
         self._options = {"quadratic_cost": quadratic_cost, **options}
-        self._trust = Trust(bucket.strategy for bucket in pool) if refit else None
+        self._online = OnlineCalibration(bucket.strategy for bucket in pool) if refit else None
         self._fingerprint = fingerprint(time, {b.strategy: switch[b.strategy] for b in pool if b.strategy in switch})
         # (first mini-batch, factors, selector) of each correction that may still be needed, the oldest first
         self._in_force: list[tuple[int, Factors, Selector]] = [(0, Factors(), self._selector(Factors()))]
@@ -147,9 +147,9 @@ class PhaseChooser:
         # the first run of a strategy pays for memory and kernels
         warm = self._seen.issuperset(strategies)
         self._seen.update(strategies)
-        if self._trust is None or not warm or not strategies:
+        if self._online is None or not warm or not strategies:
             return None
-        refit = self._trust.observe(self._uncorrected(plan), [measured[strategy] for strategy in strategies])
+        refit = self._online.observe(self._uncorrected(plan), [measured[strategy] for strategy in strategies])
         if refit is not None:
             # never in place: another thread may be looking
             needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
@@ -167,7 +167,7 @@ class PhaseChooser:
             "constants": self._fingerprint,
             "in_force": [[first, factors.to_dict()] for first, factors, _ in self._in_force],
             "seen": sorted(map(str, self._seen)),
-            "trust": self._trust.state_dict() if self._trust is not None else None,
+            "trust": self._online.state_dict() if self._online is not None else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
@@ -184,11 +184,11 @@ class PhaseChooser:
             previous = tuple(Strategy.parse(name) for name in state["previous"])
             seen = {Strategy.parse(name) for name in state["seen"]}
             same: bool = state["constants"] == self._fingerprint
-            in_force, trust = state["in_force"], state["trust"]
+            in_force, online = state["in_force"], state["trust"]
             factors = []
-            if same and self._trust is not None and trust is not None:
+            if same and self._online is not None and online is not None:
                 factors = [(int(first), Factors.from_dict(row)) for first, row in in_force]
-                self._trust.load_state_dict(trust)
+                self._online.load_state_dict(online)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise HotspaConfigError(
                 f"the state of the choice of phases cannot be read: {type(error).__name__}: {error}",

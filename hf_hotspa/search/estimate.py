@@ -230,10 +230,10 @@ class Evaluator:
         return total
 
 
-def choose_edges(batches: Sequence[Sequence[int]], rooms: Sequence[int], longest: int, most: int) -> list[int]:
+def choose_edges(batches: Sequence[Sequence[int]], capacities: Sequence[int], longest: int, most: int) -> list[int]:
     """Candidate edges: 0, then at most about `most` lengths that occur, then `longest`.
 
-    All different lengths where they are few. Otherwise the longest sequence that each room holds, and quantiles: half
+    All different lengths where they are few. Otherwise the longest sequence that each capacity holds, and quantiles: half
     of them by number of sequences, half by tokens, because a few long sequences hold much of the work.
     """
     lengths = sorted(length for batch in batches for length in batch)
@@ -241,7 +241,7 @@ def choose_edges(batches: Sequence[Sequence[int]], rooms: Sequence[int], longest
     if len(unique) <= most:
         chosen = set(unique)
     else:
-        chosen = {lengths[bisect_right(lengths, room) - 1] for room in rooms if room >= lengths[0]}
+        chosen = {lengths[bisect_right(lengths, capacity) - 1] for capacity in capacities if capacity >= lengths[0]}
         tokens = np.cumsum(lengths)
         slices = max(2, (most - len(chosen)) // 2 + 1)
         for step in range(1, slices):

@@ -2,7 +2,7 @@
 
 Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan`
 (`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
-strategies better than they foretell seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
+strategies better than they predict seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
 their time.
 """
 
@@ -22,7 +22,7 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.search.baselines import Baseline, DataParallel, baselines
-from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
@@ -120,8 +120,8 @@ class Setup:
                 fix=f"use at most {memory >> 20}MiB, or hardware with more memory",
             )
         limit, source = planned_limit(given, memory, f"of {(memory or 0) / 2**30:,.2f} GiB", "--memory-limit")
-        if options.get("sequence_parallel") and (obstacle := shape.shape.sp_obstacle):
-            raise HotspaConfigError(f"{shape.name} cannot run +sp", why=obstacle, fix="leave --sequence-parallel out")
+        if options.get("sequence_parallel") and (why := shape.shape.sp_unsupported_reason):
+            raise HotspaConfigError(f"{shape.name} cannot run +sp", why=why, fix="leave --sequence-parallel out")
         if machine is not None:
             machine = replace(machine, devices_per_node=devices)
         adapter = Adapter.read(lora, shape.linears) if lora is not None else None
@@ -315,7 +315,7 @@ def make_plan(
         found,
         strategies,
         time,
-        MemoryRooms(cost.memory, setup.limit_bytes),
+        MemoryCapacities(cost.memory, setup.limit_bytes),
         cost.switch_seconds(strategies),
         mini_batch_size=mini_batch_size,
         longest=top,

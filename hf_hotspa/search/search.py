@@ -7,12 +7,12 @@ What is exact and what is not:
 * With few candidates (`EXACT_PHASES` phases to look at) every phase is packed and simulated, and the dynamic programme
   over these times is exact. Otherwise the dynamic programme runs over estimates (`estimate.LengthTable`), the best
   partitions are packed and simulated, which corrects the estimates of the others, and the edges of the best are moved
-  while that helps: a heuristic. Of strategies that differ in `+sp` alone, which costs no time, the roomier one is looked
+  while that helps: a heuristic. Of strategies that differ in `+sp` alone, which costs no time, the one with more capacity is looked
   at, with the packs of both, and its `+sp` left out again where the packs fit without.
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
-* Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others room. The search
+* Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
   runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
   as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
 
@@ -30,7 +30,7 @@ import numpy as np
 
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.capacities import Rooms
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice, Row
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
@@ -54,7 +54,7 @@ def search(
     lengths: Iterable[int],
     strategies: Iterable[Strategy],
     time: TimeModel,
-    rooms: Rooms,
+    capacities: Capacities,
     switch: Mapping[Strategy, float],
     *,
     mini_batch_size: int | None = None,
@@ -70,7 +70,7 @@ def search(
     Args:
         lengths: Lengths in random order, each at least 1: a sample of the data set.
         strategies: The legal ones; those without coefficients in the time model are left out.
-        rooms: How long packs may be.
+        capacities: How long packs may be.
         switch: Load and return seconds of each strategy.
         mini_batch_size: Sequences of a mini-batch; all lengths when None.
         longest: The longest sequence that must fit, where it is longer than those given.
@@ -80,11 +80,11 @@ def search(
         pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
             what was measured, and the time model is not that exact.
         plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
-            share: ranks that wait for one another are harder to foretell.
+            share: ranks that wait for one another are harder to predict.
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
-        HotspaError: no strategy holds the longest sequence; what `rooms` says about it.
+        HotspaError: no strategy holds the longest sequence; what `capacities` says about it.
     """
     sample = [int(length) for length in lengths]
     if not sample or min(sample) < 1:
@@ -99,9 +99,9 @@ def search(
             "no strategy has coefficients in the time model", fix="calibrate the model's strategies"
         )
     longest = max(longest or 0, *sample)
-    if all(rooms.tokens(s, rooms.arena(s)) < longest for s in pool):
-        raise rooms.too_long(longest, pool)
-    found = _Search(sample, pool, time, rooms, switch, mini_batch_size, longest, quadratic_cost, max_phases)
+    if all(capacities.tokens(s, capacities.arena(s)) < longest for s in pool):
+        raise capacities.too_long(longest, pool)
+    found = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
     return found.run(margin, pack_margin, plain_margin)
 
 
@@ -143,7 +143,7 @@ class _Search:
         sample: list[int],
         pool: list[Strategy],
         time: TimeModel,
-        rooms: Rooms,
+        capacities: Capacities,
         switch: Mapping[Strategy, float],
         mini_batch_size: int | None,
         longest: int,
@@ -151,10 +151,10 @@ class _Search:
         max_phases: int,
     ) -> None:
         self.batches, weights = mini_batches(sample, mini_batch_size, longest)
-        self.time, self.rooms, self.switch = time, rooms, switch
+        self.time, self.capacities, self.switch = time, capacities, switch
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
-        self.plain = {sp: s for sp, s in twins.items() if s in pool and self._is_roomier(sp, s)}
+        self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
         self.pool = [s for s in pool if s not in set(self.plain.values())]
         self.longest, self.max_phases = longest, max_phases
         self.num_drawn = round(1 / weights[0])
@@ -164,10 +164,12 @@ class _Search:
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
-    def _is_roomier(self, sp: Strategy, plain: Strategy) -> bool:
+    def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
         """Whether there is nothing that the one without `+sp` does better."""
         same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
-        return same and self.rooms.tokens(sp, self.rooms.arena(sp)) >= self.rooms.tokens(plain, self.rooms.arena(plain))
+        return same and self.capacities.tokens(sp, self.capacities.arena(sp)) >= self.capacities.tokens(
+            plain, self.capacities.arena(plain)
+        )
 
     def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
         static = self._best_static(plain_margin)
@@ -192,11 +194,11 @@ class _Search:
 
     def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> _Phases:
         """The same without `+sp` where the packs fit without."""
-        arena, found = max(self.rooms.arena(phase[0]) for phase in phases), []
+        arena, found = max(self.capacities.arena(phase[0]) for phase in phases), []
         for strategy, low, high, tokens in phases:
             plain = self.plain.get(strategy)
-            fits = plain is not None and high <= self._room(plain, arena)
-            if plain is not None and fits and tokens <= self.rooms.pack_tokens(plain, arena, high):
+            fits = plain is not None and high <= self._capacity(plain, arena)
+            if plain is not None and fits and tokens <= self.capacities.pack_tokens(plain, arena, high):
                 strategy = plain
             found.append((strategy, low, high, tokens))
         return tuple(found)
@@ -204,16 +206,16 @@ class _Search:
     def _seconds(self, phases: _Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
 
-    def _room(self, strategy: Strategy, arena: int) -> int:
+    def _capacity(self, strategy: Strategy, arena: int) -> int:
         """Tokens of a sequence, no more than a mini-batch can fill."""
-        return min(self.rooms.tokens(strategy, arena), self.most_tokens)
+        return min(self.capacities.tokens(strategy, arena), self.most_tokens)
 
     def _packs(self, strategy: Strategy, arena: int, high: int) -> list[int]:
         """Pack sizes worth trying with sequences up to `high`; none where these do not fit."""
         key = strategy, arena, high
         if key not in self._known_packs:
-            fits = high <= self._room(strategy, arena)
-            capacity = min(self.rooms.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
+            fits = high <= self._capacity(strategy, arena)
+            capacity = min(self.capacities.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
             found = set(pack_choices(capacity, high)) if capacity else set()
             if strategy in self.plain:
                 found.update(self._packs(self.plain[strategy], arena, high))
@@ -228,7 +230,7 @@ class _Search:
         whole = 0, self.longest
         options = []
         for strategy in self.pool:
-            for tokens in self._packs(strategy, self.rooms.arena(strategy), self.longest):
+            for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
         found: list[tuple[float, Strategy, int]] = []
         most = float("inf")
@@ -245,16 +247,16 @@ class _Search:
     def _candidates(self) -> list[_Phases]:
         """Pools worth simulating, over all sizes of arena."""
         arenas: list[int] = []
-        for arena in sorted({self.rooms.arena(s) for s in self.pool}, reverse=True):
+        for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
             if not arenas or arena < arenas[-1] * 0.99:
                 arenas.append(arena)
         found: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in arenas:
-            rooms = {s: self._room(s, arena) for s in self.pool if self.rooms.arena(s) <= arena}
-            rooms = {s: room for s, room in rooms.items() if room >= min(map(min, self.batches))}
-            if len(rooms) > 1 and max(rooms.values()) >= self.longest:
-                for each in self._partitions(rooms, arena):
+            capacities = {s: self._capacity(s, arena) for s in self.pool if self.capacities.arena(s) <= arena}
+            capacities = {s: capacity for s, capacity in capacities.items() if capacity >= min(map(min, self.batches))}
+            if len(capacities) > 1 and max(capacities.values()) >= self.longest:
+                for each in self._partitions(capacities, arena):
                     strategies = tuple(strategy for strategy, *_ in each)
                     if strategies not in found or _total(each) < _total(found[strategies]):
                         found[strategies] = each
@@ -291,20 +293,20 @@ class _Search:
 
     def _with_packs(self, each: _Estimated) -> _Phases:
         """The phases with their best pack sizes in a pool of these strategies."""
-        arena = max(self.rooms.arena(strategy) for strategy, *_ in each)
+        arena = max(self.capacities.arena(strategy) for strategy, *_ in each)
         return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
 
-    def _partitions(self, rooms: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
-        """The best partitions with given rooms in a pool with that arena, with more than one phase."""
-        edges = choose_edges(self.batches, list(rooms.values()), self.longest, _MOST_EDGES)
-        strategies = list(rooms)
-        if len(rooms) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
+    def _partitions(self, capacities: Mapping[Strategy, int], arena: int) -> list[_Estimated]:
+        """The best partitions with given capacities in a pool with that arena, with more than one phase."""
+        edges = choose_edges(self.batches, list(capacities.values()), self.longest, _MOST_EDGES)
+        strategies = list(capacities)
+        if len(capacities) * (len(edges) * (len(edges) - 1) // 2) * 4 <= EXACT_PHASES:
             costs = np.stack([self._simulated(edges, strategy, arena) for strategy in strategies])
             keep = 1
         else:
             self.exact, keep = False, _KEPT
             table = LengthTable(self.batches, edges, self.weights)
-            costs = np.stack([self._estimated(table, strategy, rooms[strategy], arena) for strategy in strategies])
+            costs = np.stack([self._estimated(table, strategy, capacities[strategy], arena) for strategy in strategies])
         return [
             tuple((strategies[s], edges[i], edges[j], float(costs[s, i, j])) for s, i, j in partition.ranges)
             for partition in best_partitions(costs, self.max_phases, keep)
@@ -312,13 +314,13 @@ class _Search:
         ]
 
     def _estimated(
-        self, table: LengthTable, strategy: Strategy, room: int, arena: int
+        self, table: LengthTable, strategy: Strategy, capacity: int, arena: int
     ) -> np.typing.NDArray[np.float64]:
         """Seconds of every range with its best pack size, by estimate; [low edge, high edge]."""
-        longest = min(room, self.longest)
-        capacity = min(self.rooms.pack_tokens(strategy, arena, 0), self.most_tokens)
-        sizes = {(tokens, 0) for tokens in pack_choices(capacity, 1)} if capacity else set()
-        if longest > capacity:
+        longest = min(capacity, self.longest)
+        pack_tokens = min(self.capacities.pack_tokens(strategy, arena, 0), self.most_tokens)
+        sizes = {(tokens, 0) for tokens in pack_choices(pack_tokens, 1)} if pack_tokens else set()
+        if longest > pack_tokens:
             sizes |= {(tokens, longest) for tokens in self._packs(strategy, arena, longest)}
         switch_s = self.switch[strategy]
         return np.min(
@@ -352,12 +354,12 @@ class _Search:
         while improved:
             improved = False
             for index in range(len(best) - 1):
-                (first, low, edge, room), (second, _, high, other) = best[index : index + 2]
+                (first, low, edge, capacity), (second, _, high, other) = best[index : index + 2]
                 at = int(np.searchsorted(edges, edge))
                 for near in (at + step for step in _STEPS):
-                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(room, edge):
+                    if 0 < near < len(edges) and low < edges[near] < high and edges[near] <= max(capacity, edge):
                         moved = edges[near]
-                        trial = (*best[:index], (first, low, moved, room), (second, moved, high, other))
+                        trial = (*best[:index], (first, low, moved, capacity), (second, moved, high, other))
                         trial = (*trial, *best[index + 2 :])
                         if (seconds := self._seconds(trial)) < best_seconds:
                             best, best_seconds, improved = trial, seconds, True

@@ -62,7 +62,7 @@ class Selector:
     """Chooses among the buckets of a pool.
 
     Args:
-        pool: The buckets. Their longest lengths are only the order; `Bucket.room` says what fits.
+        pool: The buckets. Their longest lengths are only the order; `Bucket.capacity` says what fits.
         switch: Load and return seconds of each strategy.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         margin: See `MARGIN`.
@@ -118,7 +118,7 @@ class Selector:
             return sum(self._cost(evaluator, phase).seconds for phase in phases)
 
         singles: list[_Phases] = [
-            ((index, 0, batch[-1]),) for index, bucket in enumerate(self.pool) if bucket.room >= batch[-1]
+            ((index, 0, batch[-1]),) for index, bucket in enumerate(self.pool) if bucket.capacity >= batch[-1]
         ]
         before = sorted({i for i, bucket in enumerate(self.pool) if bucket.strategy in set(previous)})
         candidates, again = self._candidates(batch, before)
@@ -148,11 +148,11 @@ class Selector:
         """The best phases of each number, by estimate; and the best edges for the phases of the mini-batch before."""
         if len(self.pool) == 1:
             return [], None
-        edges = choose_edges([batch], [bucket.room for bucket in self.pool], batch[-1], _MOST_EDGES)
+        edges = choose_edges([batch], [bucket.capacity for bucket in self.pool], batch[-1], _MOST_EDGES)
         table = LengthTable([batch], edges)
         costs = np.stack(
             [
-                table.phase_seconds(self.time, b.strategy, b.pack_tokens, self.switch[b.strategy], b.room)
+                table.phase_seconds(self.time, b.strategy, b.pack_tokens, self.switch[b.strategy], b.capacity)
                 for b in self.pool
             ]
         )
@@ -174,5 +174,5 @@ class Selector:
         for over-long sequences cut to that length were counted with it, so what `plan_mini_batch` cuts stays the same.
         """
         found = [replace(self.pool[index], low=low, longest=high) for index, low, high in phases]
-        found[-1] = replace(found[-1], longest=min(self.pool[phases[-1][0]].room, self.longest))
+        found[-1] = replace(found[-1], longest=min(self.pool[phases[-1][0]].capacity, self.longest))
         return tuple(found)

@@ -38,7 +38,7 @@ class SingleStrategy:
         """Predicted seconds for the rows of a mini-batch, loads and returns included, by this time model: of this strategy
         alone, and of the phases of the plan. None where a row does not fit."""
         lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
-        if not lengths or max(lengths) > self.bucket.room:
+        if not lengths or max(lengths) > self.bucket.capacity:
             return None
         evaluator = Evaluator([lengths], self._time, self._switch, self._quadratic_cost)
         alone = evaluator.phase(self.bucket.strategy, 0, max(lengths), self.bucket.pack_tokens).seconds

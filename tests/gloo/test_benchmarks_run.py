@@ -111,7 +111,7 @@ def test_a_side_that_is_legal_and_cannot_run_is_an_error(monkeypatch: pytest.Mon
     step = importlib.import_module("step")
     with pytest.raises(SystemExit, match="there are no sides"):
         step.main(["--quick", "--only", "static tp3"])
-    monkeypatch.setattr(specs, "stage_obstacle", lambda *_: "llama cannot run as a later pipeline stage: why")
+    monkeypatch.setattr(specs, "stage_unsupported_reason", lambda *_: "llama cannot run as a later pipeline stage: why")
     with pytest.raises(SystemExit, match="sides that are legal cannot run: llama cannot run as a later"):
         step.main(["--quick"])
 

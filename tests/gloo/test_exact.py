@@ -68,7 +68,7 @@ def rank_errors(
 
 def legal_buckets(world_size: int, family: str) -> list[str]:
     shape = describe_model(tiny_model(family)).shape
-    return [f"{s}:40@64" for s in strategies_of(world_size) if s.misfit(shape) is None]
+    return [f"{s}:40@64" for s in strategies_of(world_size) if s.unsupported_reason(shape) is None]
 
 
 def check(per_rank: list[list[tuple[str, float, float, str]]], dtype: torch.dtype) -> None:

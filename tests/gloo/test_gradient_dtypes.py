@@ -54,11 +54,11 @@ def contributions(rank, world_size):
     engine = make_engine(model, "dp4:20@32", compute_dtype=torch.bfloat16, gradients=GradientDtypes("bf16", "auto"))
     runner = next(iter(engine.phases.values()))
     kept = []
-    give_back = runner.return_gradients
+    return_gradients = runner.return_gradients
 
     def watched():
         kept.extend(None if g is None else g.clone() for g in runner._gradients)
-        return give_back()
+        return return_gradients()
 
     runner.return_gradients = watched
     engine.forward_backward(make_mini_batch(engine, rows))

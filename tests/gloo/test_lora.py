@@ -84,7 +84,7 @@ def test_every_schedule_and_overlap(schedule, overlap):
 @pytest.mark.parametrize("world_size", [4, 8])
 def test_every_strategy(family, world_size):
     shape = describe_model(tiny_lora(family)).shape
-    strategies = [s for s in strategies_of(world_size) if s.misfit(shape) is None]
+    strategies = [s for s in strategies_of(world_size) if s.unsupported_reason(shape) is None]
     assert len(strategies) == {4: 6, 8: 9}[world_size]
     cases = [(str(s), (family, f"{s}:60@64", {}), {}) for s in strategies]
     check(run_ranks(world_size, one_step_errors, cases, timeout=300), len(cases))

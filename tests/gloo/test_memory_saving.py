@@ -24,8 +24,8 @@ HOT = "dp4+rc2:5@24,dp2tp2+sp:12@32,tp2pp2+sp+rc:30@40,tp4:40@64"
 def option_buckets(world_size: int, family: str) -> list[str]:
     """Every strategy that is legal with sequence parallelism, recomputing or not, and the others recomputing."""
     shape = describe_model(tiny_model(family)).shape
-    legal = [s for s in strategies_of(world_size) if s.misfit(shape) is None]
-    may_sp = shape.sp_obstacle is None
+    legal = [s for s in strategies_of(world_size) if s.unsupported_reason(shape) is None]
+    may_sp = shape.sp_unsupported_reason is None
     # 67 tokens: not a multiple of any tp
     return [f"{s}{option}:40@67" for s in legal for option in (("+sp", "+sp+rc") if may_sp and s.tp > 1 else ("+rc",))]
 

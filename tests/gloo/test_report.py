@@ -106,7 +106,7 @@ def test_the_record_the_page_the_trace_and_the_events(tmp_path):
     for record in run.steps:
         assert record.wall_s >= record.report.total_s
         for phase in record.report.phases:
-            assert phase.num_tokens <= phase.room_tokens
+            assert phase.num_tokens <= phase.capacity_tokens
             assert 0 < phase.longest_tokens <= phase.busiest_tokens <= phase.num_tokens
     assert (folder / "report.html").read_text().count("<svg") >= 6
     check_trace(json.loads((folder / "perfetto_trace.json").read_text()), run)

@@ -37,7 +37,9 @@ HOT = "dp4+ck3:4@24,dp2tp2+sp+ck7:14@32,tp2pp2+rc:45@50,tp4+ck13:60@64"
 def chunked_buckets(world_size: int, family: str) -> list[str]:
     """Every strategy without stages, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
     legal = [
-        s for s in strategies_of(world_size) if s.pp == 1 and s.misfit(describe_model(tiny_model(family)).shape) is None
+        s
+        for s in strategies_of(world_size)
+        if s.pp == 1 and s.unsupported_reason(describe_model(tiny_model(family)).shape) is None
     ]
     found, sizes = [], iter((3, 7, 13, 39, 40, 6, 11, 64, 5, 19))
     for strategy in legal:
@@ -66,7 +68,7 @@ def test_every_size_of_a_chunk(family):
 def errors_of_family(rank, world_size, family):
     """The worst error of a family in chunks; None where it is refused."""
     model = tiny_model_of(family)
-    if describe_model(model).shape.ck_obstacle:
+    if describe_model(model).shape.ck_unsupported_reason:
         with pytest.raises(StrategyError, match=r"computed in chunks \(\+ck\)"):
             make_engine(model, "dp1+ck4:30@40")
         return None
@@ -269,7 +271,9 @@ def test_no_more_than_a_chunk_is_in_a_graph(monkeypatch):
 
 def test_what_cannot_run_in_chunks_says_why():
     hybrid = describe_model(tiny_model_of("qwen3_5_text")).shape
-    assert re.search("Qwen3_5DecoderLayer 0 of qwen3_5_text is given whole sequences", Strategy(ck=8).misfit(hybrid))
+    assert re.search(
+        "Qwen3_5DecoderLayer 0 of qwen3_5_text is given whole sequences", Strategy(ck=8).unsupported_reason(hybrid)
+    )
     with pytest.raises(StrategyError, match="legal with 1 processes"):
         make_engine(tiny_model_of("qwen3_5_text"), "dp1+ck8:30")
     with pytest.raises(StrategyError, match="token chunks in a pipeline.*in the place of pp"):

@@ -178,10 +178,10 @@ def test_flags_parse_from_a_command_line(tmp_path, capsys):
 
 def test_overlap_flags_reach_the_engine(tmp_path):
     found = []
-    for load, give_back in (("auto", "auto"), ("on", "off"), ("off", "on")):
-        trainer = make_trainer(tmp_path, hotspa_overlap_load=load, hotspa_overlap_return=give_back)
+    for load, return_gradients in (("auto", "auto"), ("on", "off"), ("off", "on")):
+        trainer = make_trainer(tmp_path, hotspa_overlap_load=load, hotspa_overlap_return=return_gradients)
         trainer.train()
-        found.append((trainer.engine.overlap.load, trainer.engine.overlap.give_back))
+        found.append((trainer.engine.overlap.load, trainer.engine.overlap.return_gradients))
         found.append(trainer.last_report.loss)
     assert found[::2] == [(False, False), (True, False), (False, True)]  # auto is off on CPU
     assert found[1] == found[3] == found[5]

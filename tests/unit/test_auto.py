@@ -70,7 +70,7 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
 def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
     found = plan(limit_mb=LIMIT)
     static = next(bucket for bucket in found.pool if bucket.strategy == found.choice.static.strategy)
-    assert static.room >= found.longest
+    assert static.capacity >= found.longest
     selector = Selector(found.pool, found.time, found.switch, quadratic_cost=SHAPE.quadratic_cost)
     assert len(selector.select([50] * 200).buckets) == 1
     assert len(selector.select([50] * 200 + [2900]).buckets) == 2

@@ -378,7 +378,7 @@ def phases(factors: dict[tuple[int, int], float], num_layers: int = 3) -> tuple[
     return tuple(found)
 
 
-def test_whole_phases_correct_what_packs_foretell() -> None:
+def test_whole_phases_correct_what_packs_predict() -> None:
     factors = {(1, 1): 1.25, (2, 1): 0.9, (1, 2): 1.5, (4, 1): 1.0}
     plain, found = calibration().time_model(SIZES), calibration(phases=phases(factors)).time_model(SIZES)
     assert found.phase_factors == pytest.approx(factors)

@@ -15,7 +15,7 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes
-from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.planning import Setup
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from tests.random_models import random_model
@@ -207,15 +207,15 @@ def test_a_pipeline_holds_long_sequences_with_smaller_packs_beside_them(data: st
     schedule = data.draw(st.sampled_from(SCHEDULES))
     model = MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=schedule))
     arena, limit = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))])), 80 * GIB
-    rooms = MemoryRooms(model, limit)
-    longest, full = rooms.tokens(strategy, arena), model.largest_pack(strategy, limit, arena_bytes=arena)
+    capacities = MemoryCapacities(model, limit)
+    longest, full = capacities.tokens(strategy, arena), model.largest_pack(strategy, limit, arena_bytes=arena)
     if not longest:
         return
     assert longest >= full
     if strategy.pp == 1:
         assert longest == full
     lengths = sorted(data.draw(st.lists(st.integers(1, longest), min_size=1, max_size=4)))
-    packs = [rooms.pack_tokens(strategy, arena, length) for length in lengths]
+    packs = [capacities.pack_tokens(strategy, arena, length) for length in lengths]
     assert packs == sorted(packs, reverse=True)
     for length, tokens in zip(lengths, packs, strict=True):
         # one that fits alone fits whatever is beside it: a pipeline full of packs that are that much smaller (GPipe
@@ -250,19 +250,21 @@ def test_chunks_hold_one_chunk_and_the_keys_and_values_of_the_longest_sequence()
 
 def test_an_impossible_limit_names_what_would_work() -> None:
     model = MemoryModel(SIZES_7B, 8)
-    rooms = MemoryRooms(model, 24 * GIB)
+    capacities = MemoryCapacities(model, 24 * GIB)
     strategies = legal_strategies(8, LLAMA_7B)
-    error = rooms.too_long(100_000, strategies)
+    error = capacities.too_long(100_000, strategies)
     assert isinstance(error, DeviceMemoryError)
     needs = {s: model.bytes_needed(s, 100_000, num_packs=1) for s in strategies}
     cheapest = min(strategies, key=lambda s: needs[s])
     assert str(cheapest) in str(error)
     named = int(str(error.fix).split("a limit of ")[1].split("MiB")[0]) << 20
-    assert MemoryRooms(model, named).tokens(cheapest, 0) >= 100_000  # the limit it names works
-    assert all(MemoryRooms(model, named - (2 << 20)).tokens(s, 0) < 100_000 for s in strategies)  # and is the smallest
+    assert MemoryCapacities(model, named).tokens(cheapest, 0) >= 100_000  # the limit it names works
+    assert all(
+        MemoryCapacities(model, named - (2 << 20)).tokens(s, 0) < 100_000 for s in strategies
+    )  # and is the smallest
     tokens = int(str(error.fix).split("at most ")[1].split(" ")[0])
-    assert max(rooms.tokens(s, 0) for s in strategies) == tokens > 0
-    assert "more devices" in str(MemoryRooms(model, GIB).too_long(10, strategies))
+    assert max(capacities.tokens(s, 0) for s in strategies) == tokens > 0
+    assert "more devices" in str(MemoryCapacities(model, GIB).too_long(10, strategies))
 
 
 def test_a_pool_that_does_not_fit() -> None:

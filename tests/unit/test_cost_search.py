@@ -15,7 +15,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, HotspaError, OverlongError
-from hf_hotspa.search.capacities import MemoryRooms
+from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.histogram import synthetic_lengths
@@ -26,8 +26,8 @@ from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
 
 
 @dataclass(frozen=True)
-class FixedRooms:
-    """Given room for each strategy, whatever the pool and the sequences."""
+class FixedCapacities:
+    """A given capacity for each strategy, whatever the pool and the sequences."""
 
     capacities: Mapping[Strategy, int]
 
@@ -44,7 +44,7 @@ class FixedRooms:
         return self.capacities[strategy]
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
-        """Names the roomiest strategy."""
+        """Names the strategy with the largest capacity."""
         best = max(strategies, key=lambda strategy: self.capacities[strategy])
         return OverlongError(
             f"no strategy holds a sequence of {longest} tokens",
@@ -57,30 +57,30 @@ OPTIONS = (Strategy(2, 2, 1, sp=True), Strategy(1, 4, 1, sp=True), Strategy(2, 1
 
 
 def random_case(rng: random.Random):
-    """A time model, rooms and switch seconds in which each strategy may be the best for some lengths."""
+    """A time model, capacities and switch seconds in which each strategy may be the best for some lengths."""
     layers = {
         tp: Cost(rng.uniform(0, 3e-8) / tp, rng.uniform(1, 2) * 1e-6 / tp**0.8, rng.uniform(0, 3e-4))
         for tp in (1, 2, 4)
     }
     time = TimeModel("random", (1,) * 4, rng.choice((0, 1)), layers, heads={1: Cost(b=1e-7)}, hop_intra=Hop(1e-5, 1e-9))
     strategies = rng.sample(FOUR + OPTIONS, rng.randint(1, 5))
-    rooms = {s: rng.randint(20, 400) * s.tp * s.pp * (1 + s.sp + s.rc) for s in strategies}
+    capacities = {s: rng.randint(20, 400) * s.tp * s.pp * (1 + s.sp + s.rc) for s in strategies}
     switch = {s: rng.uniform(0, 1e-4) for s in strategies}
     switch |= {s: switch[replace(s, sp=False)] for s in strategies if replace(s, sp=False) in switch}
-    return time, strategies, rooms, switch
+    return time, strategies, capacities, switch
 
 
-def brute_force(lengths, strategies, time, rooms, switch, longest, max_phases):
+def brute_force(lengths, strategies, time, capacities, switch, longest, max_phases):
     """The least seconds over all contiguous partitions with different strategies, and all pack sizes."""
     evaluator = Evaluator([lengths], time, switch, 0.001)
     most = max(longest, sum(lengths))
     edges = sorted({*lengths, longest})
 
     def phase(strategy, low, high):
-        room = min(rooms[strategy], most)
-        if room < high:
+        capacity = min(capacities[strategy], most)
+        if capacity < high:
             return float("inf")
-        return min(evaluator.phase(strategy, low, high, tokens).seconds for tokens in pack_choices(room, high))
+        return min(evaluator.phase(strategy, low, high, tokens).seconds for tokens in pack_choices(capacity, high))
 
     best = float("inf")
     for count in range(1, max_phases + 1):
@@ -96,14 +96,21 @@ def brute_force(lengths, strategies, time, rooms, switch, longest, max_phases):
 def test_search_against_brute_force() -> None:
     rng, several = random.Random(7), 0
     for _ in range(150):
-        time, strategies, rooms, switch = random_case(rng)
-        longest = max(rooms.values())
+        time, strategies, capacities, switch = random_case(rng)
+        longest = max(capacities.values())
         distinct = [rng.randint(1, longest) for _ in range(rng.randint(1, 6))]
         lengths = [rng.choice(distinct) for _ in range(rng.randint(1, 30))]
         choice = search(
-            lengths, strategies, time, FixedRooms(rooms), switch, quadratic_cost=0.001, max_phases=3, margin=0.0
+            lengths,
+            strategies,
+            time,
+            FixedCapacities(capacities),
+            switch,
+            quadratic_cost=0.001,
+            max_phases=3,
+            margin=0.0,
         )
-        found = brute_force(lengths, strategies, time, rooms, switch, max(lengths), 3)
+        found = brute_force(lengths, strategies, time, capacities, switch, max(lengths), 3)
         assert choice.seconds == pytest.approx(found, rel=1e-9)
         several += choice.switches
     assert several > 15
@@ -114,14 +121,21 @@ def test_the_heuristic_against_brute_force(monkeypatch) -> None:
     monkeypatch.setattr("hf_hotspa.search.search.EXACT_PHASES", 0)
     rng, missed = random.Random(8), 0
     for _ in range(100):
-        time, strategies, rooms, switch = random_case(rng)
-        longest = max(rooms.values())
+        time, strategies, capacities, switch = random_case(rng)
+        longest = max(capacities.values())
         lengths = [rng.randint(1, longest) for _ in range(rng.randint(2, 6))] * 4
         choice = search(
-            lengths, strategies, time, FixedRooms(rooms), switch, quadratic_cost=0.001, max_phases=3, margin=0.0
+            lengths,
+            strategies,
+            time,
+            FixedCapacities(capacities),
+            switch,
+            quadratic_cost=0.001,
+            max_phases=3,
+            margin=0.0,
         )
         assert not choice.exact or not choice.switches
-        found = brute_force(lengths, strategies, time, rooms, switch, max(lengths), 3)
+        found = brute_force(lengths, strategies, time, capacities, switch, max(lengths), 3)
         assert found * (1 - 1e-9) <= choice.seconds <= found * 1.1
         missed += choice.seconds > found * (1 + 1e-9)
     assert missed <= 5
@@ -169,32 +183,32 @@ def test_estimates_are_near_what_is_simulated() -> None:
 def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
     sizes, hardware = ModelSizes(shape), load_hardware(preset)
     strategies = [replace(s, sp=s.tp > 1) for s in legal_strategies(world_size, shape)]
-    rooms = MemoryRooms(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
+    capacities = MemoryCapacities(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
     return (
         strategies,
         TimeModel.analytic(sizes, hardware),
-        rooms,
+        capacities,
         estimate(strategies, sizes, hardware.cluster(world_size)),
     )
 
 
 @pytest.mark.parametrize("name", ["commoncrawl", "github", "chat", "uniform"])
 def test_choices_are_legal_and_never_worse_than_static(name: str) -> None:
-    strategies, time, rooms, switch = planner(8)
+    strategies, time, capacities, switch = planner(8)
     lengths = synthetic_lengths(name, 512, 16384)
     choice = search(
-        lengths, strategies, time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
+        lengths, strategies, time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
     )
     assert choice.seconds <= choice.static_seconds
     assert choice.buckets[-1].longest == max(lengths)
     assert parse_buckets(str(choice)) == choice.buckets
     check_buckets(choice.buckets, 8, LLAMA_7B)
-    rooms.model.check_pool(choice.buckets, rooms.limit_bytes)
+    capacities.model.check_pool(choice.buckets, capacities.limit_bytes)
     assert sum(row.num_sequences for row in choice.rows) == 256
     assert sum(row.num_tokens for row in choice.rows) == pytest.approx(sum(lengths) / 2)
     assert sum(row.compute_s + row.switch_s for row in choice.rows) == pytest.approx(choice.seconds)
     assert choice == search(
-        lengths, strategies[::-1], time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
+        lengths, strategies[::-1], time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost
     )
 
 
@@ -204,21 +218,21 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
     lengths, longest = synthetic_lengths("commoncrawl", 512, 32768), 32768
     model = roomy.model
     limit = 1.02 * min(model.bytes_needed(s, longest) for s in strategies)
-    rooms = MemoryRooms(model, limit)
-    full = FixedRooms({s: model.largest_pack(s, limit) for s in strategies})
+    capacities = MemoryCapacities(model, limit)
+    full = FixedCapacities({s: model.largest_pack(s, limit) for s in strategies})
 
-    def found(pool: list[Strategy], rooms: MemoryRooms | FixedRooms, max_phases: int = 1) -> Choice:
+    def found(pool: list[Strategy], capacities: MemoryCapacities | FixedCapacities, max_phases: int = 1) -> Choice:
         return search(
-            lengths, pool, time, rooms, switch, mini_batch_size=256, longest=longest, max_phases=max_phases,
+            lengths, pool, time, capacities, switch, mini_batch_size=256, longest=longest, max_phases=max_phases,
             quadratic_cost=LLAMA_7B.quadratic_cost,
         )  # fmt: skip
 
     smaller = 0
     for strategy in strategies:
         if full.capacities[strategy] >= longest:  # what fitted before is not worse
-            assert found([strategy], rooms).seconds <= found([strategy], full).seconds * (1 + 1e-9)
-        elif rooms.tokens(strategy, rooms.arena(strategy)) >= longest:
-            (bucket,) = found([strategy], rooms).buckets
+            assert found([strategy], capacities).seconds <= found([strategy], full).seconds * (1 + 1e-9)
+        elif capacities.tokens(strategy, capacities.arena(strategy)) >= longest:
+            (bucket,) = found([strategy], capacities).buckets
             assert bucket.pack_tokens < longest == bucket.longest
             assert strategy.pp > 1
             arena = model.arena_bytes(strategy)
@@ -226,17 +240,17 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
             assert held.total <= limit
             smaller += 1
     assert smaller
-    assert found(strategies, rooms, 3).seconds <= found(strategies, rooms).seconds
+    assert found(strategies, capacities, 3).seconds <= found(strategies, capacities).seconds
 
 
 @pytest.mark.parametrize("name", ["commoncrawl", "chat"])
 def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
     strategies, time, _, switch = planner(8)
-    lengths, rooms = synthetic_lengths(name, 512, 16384), FixedRooms(dict.fromkeys(strategies, 1 << 20))
+    lengths, capacities = synthetic_lengths(name, 512, 16384), FixedCapacities(dict.fromkeys(strategies, 1 << 20))
 
     def found(pack_margin: float) -> Choice:
         return search(
-            lengths, strategies, time, rooms, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost,
+            lengths, strategies, time, capacities, switch, mini_batch_size=256, quadratic_cost=LLAMA_7B.quadratic_cost,
             pack_margin=pack_margin,
         )  # fmt: skip
 
@@ -253,11 +267,11 @@ def test_packs_are_no_larger_than_is_worth_it(name: str) -> None:
 def test_a_plainer_strategy_is_taken_unless_another_is_clearly_faster() -> None:
     strategies, time, _, switch = planner(8)
     # one long sequence in each mini-batch: replicas would wait for the one that has it
-    lengths, rooms = [16384, *[64] * 7], FixedRooms(dict.fromkeys(strategies, 1 << 20))
+    lengths, capacities = [16384, *[64] * 7], FixedCapacities(dict.fromkeys(strategies, 1 << 20))
 
     def static(plain_margin: float) -> tuple[int, float]:
         found = search(
-            lengths, strategies, time, rooms, switch, mini_batch_size=8, quadratic_cost=LLAMA_7B.quadratic_cost,
+            lengths, strategies, time, capacities, switch, mini_batch_size=8, quadratic_cost=LLAMA_7B.quadratic_cost,
             max_phases=1, plain_margin=plain_margin,
         )  # fmt: skip
         return found.static.strategy.tp * found.static.strategy.pp, found.static_seconds
@@ -274,10 +288,10 @@ def test_a_plainer_strategy_is_taken_unless_another_is_clearly_faster() -> None:
 
 
 def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap() -> None:
-    strategies, time, rooms, switch = planner(16, llama(40, 5120, 40, 13824))
+    strategies, time, capacities, switch = planner(16, llama(40, 5120, 40, 13824))
     lengths = synthetic_lengths("commoncrawl", 512)
-    free = search(lengths, strategies, time, rooms, dict.fromkeys(switch, 0.0), longest=32768)
-    dear = search(lengths, strategies, time, rooms, dict.fromkeys(switch, 1e3), longest=32768)
+    free = search(lengths, strategies, time, capacities, dict.fromkeys(switch, 0.0), longest=32768)
+    dear = search(lengths, strategies, time, capacities, dict.fromkeys(switch, 1e3), longest=32768)
     assert free.switches
     assert free.static_seconds / free.seconds > 1.1
     assert not dear.switches
@@ -287,36 +301,40 @@ def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap
 
 def test_small_samples_fill_a_mini_batch_and_longer_rows_keep_their_place() -> None:
     time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(b=1e-6)})
-    rooms = FixedRooms({Strategy(2, 1, 1): 100, Strategy(1, 2, 1): 1000})
-    choice = search([10, 20], rooms.capacities, time, rooms, dict.fromkeys(rooms.capacities, 0.0), mini_batch_size=8)
+    capacities = FixedCapacities({Strategy(2, 1, 1): 100, Strategy(1, 2, 1): 1000})
+    choice = search(
+        [10, 20], capacities.capacities, time, capacities, dict.fromkeys(capacities.capacities, 0.0), mini_batch_size=8
+    )
     assert choice.rows[0].num_sequences == 8
-    choice = search([10, 20], rooms.capacities, time, rooms, dict.fromkeys(rooms.capacities, 0.0), longest=500)
+    choice = search(
+        [10, 20], capacities.capacities, time, capacities, dict.fromkeys(capacities.capacities, 0.0), longest=500
+    )
     assert choice.buckets[-1].longest == 500
     assert choice.static.strategy == Strategy(1, 2, 1)
 
 
 def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
     time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(1e-9, 1e-6), 4: Cost(1e-12, 1e-6)})
-    rooms = FixedRooms({Strategy(4, 1, 1): 100, Strategy(2, 2, 1): 9000, Strategy(1, 4, 1): 9000})
+    capacities = FixedCapacities({Strategy(4, 1, 1): 100, Strategy(2, 2, 1): 9000, Strategy(1, 4, 1): 9000})
     for longest in (1000, 9000):
-        switch = dict.fromkeys(rooms.capacities, 1e-6)
-        choice = search([10, 20] * 20, rooms.capacities, time, rooms, switch, longest=longest)
+        switch = dict.fromkeys(capacities.capacities, 1e-6)
+        choice = search([10, 20] * 20, capacities.capacities, time, capacities, switch, longest=longest)
         assert [b.strategy for b in choice.buckets] == [Strategy(4, 1, 1), Strategy(1, 4, 1)]
         assert choice.rows[1].num_sequences == 0
 
 
 def test_bad_input() -> None:
     time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6)})
-    rooms, switch = FixedRooms({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
+    capacities, switch = FixedCapacities({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
     with pytest.raises(OverlongError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
-        search([10, 500], rooms.capacities, time, rooms, switch)
+        search([10, 500], capacities.capacities, time, capacities, switch)
     for lengths in ([], [0, 5]):
         with pytest.raises(HotspaConfigError, match="lengths"):
-            search(lengths, rooms.capacities, time, rooms, switch)
+            search(lengths, capacities.capacities, time, capacities, switch)
     with pytest.raises(HotspaConfigError, match="no strategy has coefficients"):
-        search([5], [Strategy(1, 2, 1)], time, rooms, switch)
+        search([5], [Strategy(1, 2, 1)], time, capacities, switch)
     with pytest.raises(HotspaConfigError, match="max_phases 0"):
-        search([5], rooms.capacities, time, rooms, switch, max_phases=0)
+        search([5], capacities.capacities, time, capacities, switch, max_phases=0)
     strategies, time, memory, switch = planner(8)
     with pytest.raises(
         DeviceMemoryError, match="a limit of [0-9]+MiB .* with .*, or sequences of at most [0-9]+ tokens"

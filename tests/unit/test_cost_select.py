@@ -66,9 +66,9 @@ def test_the_phases_before_are_kept_for_a_small_gain_only() -> None:
 def test_never_slower_than_the_best_single_phase() -> None:
     rng = random.Random(11)
     for _ in range(60):
-        time, strategies, rooms, switch = random_case(rng)
-        edges = sorted(rooms[s] for s in strategies)
-        order = sorted(strategies, key=lambda s: rooms[s])
+        time, strategies, capacities, switch = random_case(rng)
+        edges = sorted(capacities[s] for s in strategies)
+        order = sorted(strategies, key=lambda s: capacities[s])
         if len(set(edges)) < len(edges):
             continue
         pool = parse_buckets(",".join(f"{s}:{edge}" for s, edge in zip(order, edges, strict=True)))

@@ -13,7 +13,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 from hf_hotspa.parallel.isolation import LayerKind, run_alone
-from hf_hotspa.parallel.stage_input import stage_obstacle
+from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.family_page import PAGE, cell, outcome, render_page
@@ -81,9 +81,9 @@ def test_every_refusal_of_the_table_is_raised_with_its_reason(family: str) -> No
         assert set(row.values()) == {str(caught.value)}
         return
     shape = describe_model(model).shape
-    assert {name: Strategy.parse(name).misfit(shape) for name in row} == row
+    assert {name: Strategy.parse(name).unsupported_reason(shape) for name in row} == row
     legal = TABLE["families"][family]["strategies"].keys() - row.keys() - {"mix"}
-    assert all(Strategy.parse(name).misfit(shape) is None for name in legal)
+    assert all(Strategy.parse(name).unsupported_reason(shape) is None for name in legal)
 
 
 def test_dropout_behind_the_layers_is_no_dropout_of_embeddings() -> None:
@@ -93,7 +93,7 @@ def test_dropout_behind_the_layers_is_no_dropout_of_embeddings() -> None:
         late = {"late": (["hidden_states"], ["hidden_states"])}
         model.config.base_model_pp_plan = {**plan, **late} if place == "behind" else {**late, **plan}
         model.model.late = nn.Dropout(0.1)
-        found = describe_model(model).shape.pp_obstacle
+        found = describe_model(model).shape.pp_unsupported_reason
         assert (found is None) if reason is None else (reason in str(found))
 
 
@@ -128,7 +128,7 @@ def test_a_stage_that_would_change_its_input_is_found(base_class: type[LlamaMode
     assert isinstance(model, LlamaForCausalLM)
     base = base_class(model.config)
     before = {name: id(child) for name, child in base.named_modules()}
-    found = stage_obstacle(base, ("layers",), ("embed_tokens",), ("norm",))
+    found = stage_unsupported_reason(base, ("layers",), ("embed_tokens",), ("norm",))
     assert (found is None) if reason is None else (reason in str(found))
     assert {name: id(child) for name, child in base.named_modules()} == before
 
@@ -164,13 +164,15 @@ def test_a_model_on_meta_is_described_as_one_with_weights(families: list[str]) -
 def test_a_stage_that_fails_is_found_on_meta_too() -> None:
     with torch.device("meta"):
         base = _Failing(tiny_model("llama_uneven").config)
-    assert "RuntimeError: needs the ids" in str(stage_obstacle(base, ("layers",), ("embed_tokens",), ("norm",)))
+    assert "RuntimeError: needs the ids" in str(
+        stage_unsupported_reason(base, ("layers",), ("embed_tokens",), ("norm",))
+    )
 
 
-def test_a_multiplier_of_embeddings_is_no_obstacle() -> None:
+def test_a_multiplier_of_embeddings_is_no_reason_to_refuse() -> None:
     model = tiny_model_of("granite")
     assert model.config.embedding_multiplier != 1.0
-    assert describe_model(model).shape.pp_obstacle is None
+    assert describe_model(model).shape.pp_unsupported_reason is None
     assert model.model.embedding_multiplier == model.config.embedding_multiplier
 
 

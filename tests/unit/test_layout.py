@@ -74,7 +74,7 @@ def test_every_legal_cut_covers_a_part_exactly_and_never_splits_an_item() -> Non
         items = groups * per_group
         for tp in range(1, 9):
             if tp > groups and tp % groups and per_group > 1:
-                continue  # refused by Strategy.misfit
+                continue  # refused by Strategy.unsupported_reason
             cuts = [Part(items * size, groups, items).cut(tp, shard) for shard in range(tp)]
             assert [cuts[0][0], *(stop for _, stop in cuts)] == [*(start for start, _ in cuts), items * size]
             assert all(start % size == 0 and start <= stop for start, stop in cuts)

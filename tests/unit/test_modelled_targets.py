@@ -149,4 +149,4 @@ def test_the_longest_chain_keeps_its_targets() -> None:
 
 def test_a_wider_wire_takes_twice_as_long() -> None:
     phases = Chain(CHAINS["C1"], "device")
-    assert phases.give_back(1, 4)[0] == pytest.approx(2 * phases.give_back(1, 2)[0])
+    assert phases.return_gradients(1, 4)[0] == pytest.approx(2 * phases.return_gradients(1, 2)[0])

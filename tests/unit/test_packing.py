@@ -11,7 +11,7 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.errors import OverlongError
 from hf_hotspa.packing.packs import (
     MIN_PIPELINE_PACK_TOKENS,
-    _cheapest_with_room,
+    _cheapest_that_fits,
     _halve_to,
     pack_sequences,
     sequence_cost,
@@ -162,7 +162,7 @@ def test_tight_packs_fall_back_to_best_fit():
 def test_the_fall_back_still_gives_every_replica_as_many_packs():
     # Seven packs are enough and eight are wanted; cheapest-first leaves 28 without room in any of the eight.
     lengths = [51, 50, 49, 47, 46, 45, 43, 42, 36, 35, 35, 34, 33, 32, 30, 29, 28]
-    assert _cheapest_with_room(range(17), lengths, lengths, 100, 8) is None
+    assert _cheapest_that_fits(range(17), lengths, lengths, 100, 8) is None
     replicas = pack_sequences(lengths, capacity=100, dp=4)
     assert sum(len(packs) for packs in replicas) == 8
     assert sorted(i for packs in replicas for pack in packs for i in pack) == list(range(17))
@@ -171,7 +171,7 @@ def test_the_fall_back_still_gives_every_replica_as_many_packs():
 def test_a_pack_without_room_for_one_sequence_is_asked_again_for_a_shorter_one():
     lengths = [6, 3, 3, 3, 2, 1]  # three of 3 cost less than one of 6, but leave room for 1 only
     costs = [sequence_cost(length, 0.5) for length in lengths]
-    assert _cheapest_with_room(range(6), lengths, costs, 10, 2) == [[0, 4], [1, 2, 3, 5]]
+    assert _cheapest_that_fits(range(6), lengths, costs, 10, 2) == [[0, 4], [1, 2, 3, 5]]
 
 
 @given(CASES, st.integers(1, 12))
@@ -189,7 +189,7 @@ def test_placement_is_the_cheapest_pack_with_room(case, num_packs):
         packs[best].append(i)
         rooms[best] -= length
         loads[best] += costs[i]
-    assert _cheapest_with_room(range(len(lengths)), lengths, costs, capacity, num_packs) == packs
+    assert _cheapest_that_fits(range(len(lengths)), lengths, costs, capacity, num_packs) == packs
 
 
 def test_halving_reaches_the_target_and_loses_nothing():

@@ -190,5 +190,5 @@ def test_a_bucket_knows_what_its_pipeline_may_hold() -> None:
     assert Bucket(Strategy(1, 1, 4), 2048, 1000).most_tokens == 4000  # a full pipeline of packs
     assert Bucket(Strategy(1, 1, 4), 8192, 1000).most_tokens == 8192  # one sequence, and nothing beside it
     assert Bucket(Strategy(4, 1, 1), 100, 300).most_tokens == 300
-    assert Bucket(Strategy(1, 1, 4), 8192, 1000).room == 8192
-    assert Bucket(Strategy(1, 1, 4), 100, 300).room == 300
+    assert Bucket(Strategy(1, 1, 4), 8192, 1000).capacity == 8192
+    assert Bucket(Strategy(1, 1, 4), 100, 300).capacity == 300

@@ -235,8 +235,8 @@ def _longest(report, tokens):
 def test_one_strategy_is_no_comparison(tmp_path):
     run = read_run_log(write_run(tmp_path))
     run.steps = [replace(r, report=replace(r.report, phases=r.report.phases[:1])) for r in run.steps]
-    foretold = "Predicted: for these lengths switching is not worth it here."
-    assert verdict(run) == [f"One strategy trained everything ({SHORT}): nothing was switched", foretold]
+    predicted = "Predicted: for these lengths switching is not worth it here."
+    assert verdict(run) == [f"One strategy trained everything ({SHORT}): nothing was switched", predicted]
     run.steps = []
     assert verdict(run) == ["No mini-batch was recorded"]
 

@@ -140,7 +140,7 @@ def test_numbers_that_json_has_not(tmp_path):
     assert read_run_log(tmp_path).evaluations == [(1, {"eval_loss": None})]
 
 
-def test_a_newer_field_is_no_obstacle(tmp_path):
+def test_a_newer_field_is_left_alone(tmp_path):
     path = write_run(tmp_path) / FILE_NAME
     lines = path.read_text().splitlines()
     lines[1] = _changed(lines[1], report__phases__0__new_field=1, report__newer=2, newest=3)

@@ -214,14 +214,14 @@ def test_strategies_of_a_world(world_size: int, count: int) -> None:
         ("dp2", {"has_tp_plan": False}, None),
         ("pp2", {"has_pp_plan": False}, "'llama' has no pipeline plan"),
         ("dp2", {"has_pp_plan": False}, None),
-        ("tp2", {"tp_obstacle": "tp would be wrong"}, "tp would be wrong"),
-        ("pp2", {"tp_obstacle": "tp would be wrong"}, None),
-        ("pp2", {"pp_obstacle": "pp would be wrong"}, "pp would be wrong"),
-        ("tp2", {"pp_obstacle": "pp would be wrong"}, None),
+        ("tp2", {"tp_unsupported_reason": "tp would be wrong"}, "tp would be wrong"),
+        ("pp2", {"tp_unsupported_reason": "tp would be wrong"}, None),
+        ("pp2", {"pp_unsupported_reason": "pp would be wrong"}, "pp would be wrong"),
+        ("tp2", {"pp_unsupported_reason": "pp would be wrong"}, None),
     ],
 )
-def test_misfit(strategy: str, change: dict[str, object], says: str | None) -> None:
-    why = Strategy.parse(strategy).misfit(replace(LLAMA, **change))  # type: ignore[arg-type]
+def test_what_a_strategy_lacks_is_said(strategy: str, change: dict[str, object], says: str | None) -> None:
+    why = Strategy.parse(strategy).unsupported_reason(replace(LLAMA, **change))  # type: ignore[arg-type]
     if says is None:
         assert why is None
     else:
@@ -247,7 +247,7 @@ def test_data_parallelism_is_always_legal(world_size: int, layers: int, kv_heads
     model = replace(LLAMA, num_layers=layers, num_key_value_heads=kv_heads, num_attention_heads=kv_heads * group)
     legal = legal_strategies(world_size, model)
     assert Strategy(dp=world_size) in legal
-    assert all(s.misfit(model) is None and s.world_size == world_size for s in legal)
+    assert all(s.unsupported_reason(model) is None and s.world_size == world_size for s in legal)
 
 
 # ----------------------------------------------------------------------------------------------- the bucket grammar

@@ -157,7 +157,7 @@ def test_what_is_no_flag_ends_it_with_the_nearest(case, capsys):
 
 
 def test_scripts_with_a_parser_of_their_own_are_told_the_nearest(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(misspelt, "_told", set())
+    monkeypatch.setattr(misspelt, "_warned", set())
     words = [
         "--hotspa_stategies",
         "dp1:8",
@@ -177,10 +177,10 @@ def test_scripts_with_a_parser_of_their_own_are_told_the_nearest(monkeypatch, ca
     assert said == ["there is no flag --hotspa_stategies; did you mean --hotspa_strategies?"]
     with pytest.raises(ValueError, match="hotspa_stategies"):  # of transformers, after it
         HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses([*base, *words])
-    monkeypatch.setattr(misspelt, "_told", set())
+    monkeypatch.setattr(misspelt, "_warned", set())
     monkeypatch.setenv("RANK", "1")
     misspelt.warn_of_misspelt(HotSPaTrainingArguments.__dataclass_fields__)
-    assert misspelt._told == set()
+    assert misspelt._warned == set()
 
 
 NAMES = {

@@ -115,7 +115,7 @@ def test_ctrl_c_is_one_line(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     raised(KeyboardInterrupt())
     monkeypatch.setattr(uncaught, "_interrupt_is_told", False)
-    uncaught.interrupt_is_told()
+    uncaught.interrupt_is_announced()
     monkeypatch.setenv("RANK", "0")
     raised(KeyboardInterrupt())
     assert capfd.readouterr().err == ""

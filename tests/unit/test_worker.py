@@ -126,14 +126,14 @@ def test_a_segment_can_be_used_before_the_switch_is_over(make_worker):
 def test_a_switch_waits_for_its_gate(make_worker):
     order = []
 
-    def give_back(progress):
+    def return_gradients(progress):
         for segment in (2, 0, 1):  # 2 is not behind the gate
             progress.await_source([segment])
             order.append(segment)
 
-    worker = make_worker(give_back=give_back)
+    worker = make_worker(return_gradients=return_gradients)
     gate = SegmentGate([0, 1], CPU)
-    job = submit(worker, "give_back", gate=gate)
+    job = submit(worker, "return_gradients", gate=gate)
     until(lambda: order == [2])
     time.sleep(0.01)
     assert order == [2]
@@ -151,12 +151,12 @@ def test_seconds_at_the_gate_are_not_busy(make_worker, clock):
         def wait(self, segments):
             clock.now += 8.0
 
-    def give_back(progress):
+    def return_gradients(progress):
         clock.now += 1.0
         progress.await_source([0])
         clock.now += 2.0
 
-    job = submit(make_worker(give_back=give_back), "give_back", gate=LateGate([0], CPU))
+    job = submit(make_worker(return_gradients=return_gradients), "return_gradients", gate=LateGate([0], CPU))
     job.result()
     assert job.busy_s == 3.0
 
@@ -208,9 +208,9 @@ def test_an_error_is_raised_as_it_is_where_somebody_waits(make_worker, error):
 
 
 def test_cancel_ends_what_waits_at_a_gate_or_has_not_started(make_worker):
-    worker = make_worker(give_back=lambda progress: progress.await_source([3]), load=lambda progress: None)
+    worker = make_worker(return_gradients=lambda progress: progress.await_source([3]), load=lambda progress: None)
     gate = SegmentGate([3], CPU)
-    at_gate, queued = submit(worker, "give_back", gate=gate), submit(worker, "load")
+    at_gate, queued = submit(worker, "return_gradients", gate=gate), submit(worker, "load")
     done = []
 
     def wait_for_it():
@@ -227,7 +227,7 @@ def test_cancel_ends_what_waits_at_a_gate_or_has_not_started(make_worker):
         with pytest.raises(TransferError, match="was cancelled.*the forward failed"):
             job.result()
     assert len(done) == 1
-    assert [name for name, _, _ in worker.executor.ran] == ["give_back"]
+    assert [name for name, _, _ in worker.executor.ran] == ["return_gradients"]
     with pytest.raises(TransferError, match="the forward failed"):
         submit(worker, "load")
 
@@ -335,8 +335,8 @@ def test_real_switches_run_through_workers(seed):
     for gate in gates:
         for segment in reversed(range(len(cases[1].wires))):
             gate.open([segment])
-    for _, give_back in jobs:
-        give_back.result()
+    for _, return_gradients in jobs:
+        return_gradients.result()
     for worker in workers:
         worker.close()
     hub.close()

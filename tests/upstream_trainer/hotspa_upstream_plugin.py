@@ -98,7 +98,7 @@ class TokenRows:
 
 
 class TokenAccuracy:
-    """In place of upstream's `AlmostAccuracy`: the share of tokens that are foretold."""
+    """In place of upstream's `AlmostAccuracy`: the share of tokens that are predicted."""
 
     def __call__(self, eval_pred: Any) -> dict[str, float]:
         predictions, labels = eval_pred

@@ -1,4 +1,4 @@
-"""The roll call: threads in place of ranks, and a store in memory."""
+"""The monitored barrier: threads in place of ranks, and a store in memory."""
 
 import threading
 import time
@@ -8,8 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from hf_hotspa.errors import HotspaError, PeerError, SilentPeerError
-from hf_hotspa.parallel import roll_call
-from hf_hotspa.parallel.roll_call import RollCall
+from hf_hotspa.parallel import monitored_barrier
+from hf_hotspa.parallel.monitored_barrier import MonitoredBarrier
 
 TIMED_OUT = "another rank is gone, or did not answer in time: Timed out waiting 4000ms for recv operation to complete"
 CLOSED = "another rank is gone, or did not answer in time: Connection closed by peer [127.0.0.1]:41234"
@@ -18,8 +18,8 @@ OUTCOME = "first error"
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roll_call, "ANSWER_S", 2.0)
-    monkeypatch.setattr(roll_call, "_GRACE_S", 1.0)
+    monkeypatch.setattr(monitored_barrier, "ANSWER_S", 2.0)
+    monkeypatch.setattr(monitored_barrier, "_GRACE_S", 1.0)
 
 
 class Waits:
@@ -38,7 +38,7 @@ class Waits:
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> Waits:
     counted = Waits()
-    monkeypatch.setattr(roll_call, "time", counted)
+    monkeypatch.setattr(monitored_barrier, "time", counted)
     return counted
 
 
@@ -49,7 +49,7 @@ def call(texts: dict[int, str], world_size: int, late_s: float = 0.0) -> dict[in
     def rank_main(rank: int) -> None:
         if rank == max(texts):
             time.sleep(late_s)
-        error = RollCall(store, rank, world_size, OUTCOME).named(PeerError(texts[rank], where=f"rank {rank}"))
+        error = MonitoredBarrier(store, rank, world_size, OUTCOME).named(PeerError(texts[rank], where=f"rank {rank}"))
         if isinstance(error, SilentPeerError):
             store.set(OUTCOME, str(error))
         found[rank] = error
@@ -81,8 +81,8 @@ def test_several_silent_ranks_share_the_blame() -> None:
 def test_nobody_is_named_where_all_answer(waits: Waits) -> None:
     store = dist.HashStore()
     for rank in (1, 2):  # they have answered already
-        store.set(f"{roll_call._CALLED}/{rank}", "here")
-    assert type(RollCall(store, 0, 3, OUTCOME).named(PeerError(TIMED_OUT))) is PeerError
+        store.set(f"{monitored_barrier._CALLED}/{rank}", "here")
+    assert type(MonitoredBarrier(store, 0, 3, OUTCOME).named(PeerError(TIMED_OUT))) is PeerError
     assert waits.polls == 0, "it waited for nothing"
     assert {type(error) for error in call(dict.fromkeys(range(3), TIMED_OUT), 3).values()} == {PeerError}
 
@@ -92,13 +92,13 @@ def test_a_rank_whose_connection_was_closed_waits_for_the_verdict() -> None:
     store, ended = dist.HashStore(), []
 
     def closed() -> None:
-        RollCall(store, 0, 3, OUTCOME).named(PeerError(CLOSED))
+        MonitoredBarrier(store, 0, 3, OUTCOME).named(PeerError(CLOSED))
         ended.append(store.check([OUTCOME]))
 
     thread = threading.Thread(target=closed)
     thread.start()
     time.sleep(0.1)
-    error = RollCall(store, 1, 3, OUTCOME).named(PeerError(TIMED_OUT))
+    error = MonitoredBarrier(store, 1, 3, OUTCOME).named(PeerError(TIMED_OUT))
     assert "rank 2 is silent" in str(error)
     store.set(OUTCOME, "known")
     thread.join()
@@ -107,9 +107,9 @@ def test_a_rank_whose_connection_was_closed_waits_for_the_verdict() -> None:
 
 def test_a_dead_peer_costs_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     waited = []
-    monkeypatch.setattr(RollCall, "_wait", lambda self, seconds, ready: waited.append(seconds))
+    monkeypatch.setattr(MonitoredBarrier, "_wait", lambda self, seconds, ready: waited.append(seconds))
     assert type(call({0: CLOSED}, 2)[0]) is PeerError
-    assert waited == [roll_call._GRACE_S], "and not for answers"
+    assert waited == [monitored_barrier._GRACE_S], "and not for answers"
 
 
 def test_nothing_is_waited_for_when_the_run_has_its_error(waits: Waits) -> None:
@@ -117,7 +117,7 @@ def test_nothing_is_waited_for_when_the_run_has_its_error(waits: Waits) -> None:
     store.set(OUTCOME, "known")
     for text in (CLOSED, TIMED_OUT):
         error = PeerError(text)
-        assert RollCall(store, 0, 4, OUTCOME).named(error) is error
+        assert MonitoredBarrier(store, 0, 4, OUTCOME).named(error) is error
     assert waits.polls == 0
 
 
@@ -128,4 +128,4 @@ def test_a_store_that_is_gone_changes_nothing() -> None:
 
     error = PeerError(TIMED_OUT)
     store: Any = Gone()
-    assert RollCall(store, 0, 4, OUTCOME).named(error) is error
+    assert MonitoredBarrier(store, 0, 4, OUTCOME).named(error) is error

@@ -1,4 +1,4 @@
-"""Which rank hangs: the ranks that lost a peer hold a roll call, and name the ones that do not answer.
+"""Which rank hangs: the ranks that lost a peer meet at a barrier that names the missing.
 
 A rank that hangs says nothing; what its peers see is a collective that times out, or, where another rank was sooner,
 a connection that is closed. Each of them leaves its name in the rendezvous store. The ones that timed out wait a few
@@ -22,11 +22,11 @@ ANSWER_S = 3.0
 _GRACE_S = 0.5  # between a connection that another rank closes because it gave up, and its call
 _POLL_S = 0.05
 _TIMED_OUT = re.compile("[Tt]imed? ?out")
-_CALLED = "hotspa_roll_call"
+_CALLED = "hotspa_barrier"
 
 
-class RollCall:
-    """The roll call of one rank. Not collective; may be held by several threads.
+class MonitoredBarrier:
+    """The barrier of one rank, as `torch.distributed.monitored_barrier` but over the store. Several threads may hold it.
 
     Args:
         store: The store that all ranks share.

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from hf_hotspa.costs.coefficients import Cost
-from hf_hotspa.costs.online_calibration import LIMIT, WINDOW, Factors, PhaseSeconds, ScaledTime, Trust
+from hf_hotspa.costs.online_calibration import LIMIT, WINDOW, Factors, OnlineCalibration, PhaseSeconds, ScaledTime
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.packing.bucketing import plan_mini_batch
@@ -17,7 +17,7 @@ from hf_hotspa.strategy import Strategy, parse_buckets
 DP, TP, PP = Strategy(dp=4), Strategy(tp=4), Strategy(pp=4)
 
 
-def observe(trust: Trust, count: int, *ratios: tuple[Strategy, float, float]):
+def observe(online: OnlineCalibration, count: int, *ratios: tuple[Strategy, float, float]):
     """Shows `count` mini-batches whose phases took (computation, switch) times what was predicted."""
     refits = []
     for number in range(count):
@@ -25,19 +25,19 @@ def observe(trust: Trust, count: int, *ratios: tuple[Strategy, float, float]):
         measured = [
             PhaseSeconds(s, p.compute_s * c, p.switch_s * w) for p, (s, c, w) in zip(predicted, ratios, strict=True)
         ]
-        refits.append(trust.observe(predicted, measured))
+        refits.append(online.observe(predicted, measured))
     return [refit for refit in refits if refit is not None]
 
 
 def test_good_predictions_are_left_alone() -> None:
-    trust = Trust([DP, TP])
-    assert not observe(trust, 50, (DP, 1.2, 1.2), (TP, 0.85, 1.0))
-    assert trust.factors == Factors()
+    online = OnlineCalibration([DP, TP])
+    assert not observe(online, 50, (DP, 1.2, 1.2), (TP, 0.85, 1.0))
+    assert online.factors == Factors()
 
 
 def test_bad_predictions_are_corrected_once_and_then_hold() -> None:
-    trust = Trust([DP, TP, PP])
-    [refit] = observe(trust, 4 * WINDOW, (DP, 1.5, 3.0), (TP, 2.5, 1.0))
+    online = OnlineCalibration([DP, TP, PP])
+    [refit] = observe(online, 4 * WINDOW, (DP, 1.5, 3.0), (TP, 2.5, 1.0))
     assert refit.error > LIMIT
     assert refit.factors.compute[DP] == pytest.approx(1.5)
     assert refit.factors.compute[TP] == pytest.approx(2.5)
@@ -49,32 +49,32 @@ def test_bad_predictions_are_corrected_once_and_then_hold() -> None:
 
 
 def test_one_hiccup_changes_nothing_and_errors_do_not_cancel() -> None:
-    trust = Trust([DP, TP])
+    online = OnlineCalibration([DP, TP])
     for _ in range(5):
-        assert not observe(trust, WINDOW // 2, (DP, 1.0, 1.0))
-        assert not observe(trust, 1, (DP, 50.0, 1.0))
-    cancelling = Trust([DP, TP])
+        assert not observe(online, WINDOW // 2, (DP, 1.0, 1.0))
+        assert not observe(online, 1, (DP, 50.0, 1.0))
+    cancelling = OnlineCalibration([DP, TP])
     assert observe(cancelling, WINDOW, (DP, 1.6, 1.0), (TP, 0.4, 1.0))  # the sum is right
 
 
 def test_a_refit_is_bounded() -> None:
-    trust = Trust([DP])
-    [first] = observe(trust, WINDOW, (DP, 1000.0, 1.0))
+    online = OnlineCalibration([DP])
+    [first] = observe(online, WINDOW, (DP, 1000.0, 1.0))
     assert first.factors.compute[DP] == 4.0
-    [second] = observe(trust, WINDOW, (DP, 1000.0, 1.0))
+    [second] = observe(online, WINDOW, (DP, 1000.0, 1.0))
     assert second.factors.compute[DP] == 16.0
 
 
 def test_without_switches_there_is_no_factor_for_them() -> None:
-    trust = Trust([DP])
+    online = OnlineCalibration([DP])
     for _ in range(WINDOW):
-        trust.observe([PhaseSeconds(DP, 1.0, 0.0)], [PhaseSeconds(DP, 2.0, 0.0)])
-    assert trust.factors.to_dict() == {"dp4tp1pp1": [2.0, 1.0]}
+        online.observe([PhaseSeconds(DP, 1.0, 0.0)], [PhaseSeconds(DP, 2.0, 0.0)])
+    assert online.factors.to_dict() == {"dp4tp1pp1": [2.0, 1.0]}
 
 
 def test_the_state_goes_on_where_it_stopped() -> None:
     rng = random.Random(3)
-    whole, first = Trust([DP, TP]), Trust([DP, TP])
+    whole, first = OnlineCalibration([DP, TP]), OnlineCalibration([DP, TP])
     stream = [
         (DP, rng.uniform(1, 3), rng.uniform(0.5, 2)) if rng.random() < 0.6 else (TP, rng.uniform(1, 3), 1.0)
         for _ in range(40)
@@ -83,7 +83,7 @@ def test_the_state_goes_on_where_it_stopped() -> None:
         observe(whole, 1, phase)
     for phase in stream[:17]:
         observe(first, 1, phase)
-    second = Trust([DP, TP])
+    second = OnlineCalibration([DP, TP])
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     for phase in stream[17:]:
         observe(second, 1, phase)
@@ -96,7 +96,7 @@ def test_the_state_goes_on_where_it_stopped() -> None:
 )
 def test_a_broken_state_is_refused(state) -> None:
     with pytest.raises(HotspaConfigError, match="leave it out|not a strategy"):
-        Trust([DP]).load_state_dict(state)
+        OnlineCalibration([DP]).load_state_dict(state)
 
 
 def test_scaled_seconds_are_scaled_for_every_kind_of_strategy() -> None:
