@@ -61,10 +61,10 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
 
 def _changed(args: Any) -> str:
     """Our flags that are not at their defaults, and have no line of their own."""
-    found = []
+    changes = []
     for field in fields(args):
         value = getattr(args, field.name)
         is_default = field.default is not MISSING and value == field.default
         if field.name.startswith(_OURS) and field.name not in _SHOWN_ELSEWHERE and not is_default:
-            found.append(f"{field.name}={value}")
-    return ", ".join(found)
+            changes.append(f"{field.name}={value}")
+    return ", ".join(changes)

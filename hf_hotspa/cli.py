@@ -191,17 +191,17 @@ def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
 
 
 def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
-    found = make_estimate(_setup(args), args.strategy, args.pack_tokens)
-    return found, "" if args.json else estimate_text(found)
+    estimate = make_estimate(_setup(args), args.strategy, args.pack_tokens)
+    return estimate, "" if args.json else estimate_text(estimate)
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Calibration | None, str]:
     from hf_hotspa.commands.calibrate import run  # imports torch
 
-    found = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
-    if found is not None and args.output:
-        found.save(args.output)
-    return found, "" if args.json or found is None else calibration_text(found)
+    calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
+    if calibration is not None and args.output:
+        calibration.save(args.output)
+    return calibration, "" if args.json or calibration is None else calibration_text(calibration)
 
 
 def _inputs(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
@@ -241,13 +241,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if args.command in CHECKPOINT_COMMANDS:
             return run_checkpoint_command(args)
-        found, text = _COMMANDS[args.command](args)
-        if found is None:  # a rank that has nothing to say
+        result, text = _COMMANDS[args.command](args)
+        if result is None:  # a rank that has nothing to say
             return 0
-        print(json.dumps(found.to_dict(), indent=1) if args.json else text, flush=True)
-        if isinstance(found, Estimate) and not found.fits:
-            tokens = found.memory.pack_tokens
-            found.setup.memory.check_pool((Bucket(found.strategy, tokens, tokens),), found.setup.limit_bytes)
+        print(json.dumps(result.to_dict(), indent=1) if args.json else text, flush=True)
+        if isinstance(result, Estimate) and not result.fits:
+            tokens = result.memory.pack_tokens
+            result.setup.memory.check_pool((Bucket(result.strategy, tokens, tokens),), result.setup.limit_bytes)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HotspaError, OSError) as error:

@@ -163,18 +163,18 @@ class Strategy:
         text = text.strip()
         how = "write the degrees as dp4tp2pp1; an axis may be left out when its degree is 1 (dp2tp2, tp4)"
         base, *options = text.split("+")
-        found: dict[str, int] = {}
+        numbers: dict[str, int] = {}
         for option in options:
             match = _OPTION.fullmatch(option)
-            if match is None or option[:2] in found:
+            if match is None or option[:2] in numbers:
                 raise StrategyError(
                     f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer) and"
                     " +ck4096 (compute packs in chunks of 4096 tokens)",
                 )
-            found[option[:2]] = int(match[1] or match[2] or 1)
-            if option.startswith("ck") and found["ck"] < 1:
-                raise StrategyError(f"strategy {text!r} asks for chunks of {found['ck']} tokens", fix=_CHUNK_FIX)
+            numbers[option[:2]] = int(match[1] or match[2] or 1)
+            if option.startswith("ck") and numbers["ck"] < 1:
+                raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=_CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
         degrees: dict[str, int] = {}
@@ -185,7 +185,7 @@ class Strategy:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
-        return cls(dp, tp, pp, "sp" in found, found.get("rc", 0), found.get("ck", 0), cp)
+        return cls(dp, tp, pp, "sp" in numbers, numbers.get("rc", 0), numbers.get("ck", 0), cp)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""

@@ -179,12 +179,12 @@ def prepare_auto(
         description, tables = agreement.run(
             "auto strategies",
             look,
-            lambda found: {"model": found[0].digest()},
-            facts=lambda found: (
+            lambda prepared: {"model": prepared[0].digest()},
+            facts=lambda prepared: (
                 model_facts(model)
                 | {
-                    "rows of the data set": str([len(table) for table in found[1]]),
-                    "tokens of the data set": str([table.num_tokens for table in found[1]]),
+                    "rows of the data set": str([len(table) for table in prepared[1]]),
+                    "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
                 }
             ),
         )

@@ -283,7 +283,7 @@ class CheckpointingMixin(ResumeMixin):
         for callback in [*self.callback_handler.callbacks, self.control]:
             if isinstance(callback, ExportableState):
                 callbacks.setdefault(type(callback).__name__, []).append(callback.state())
-        self.state.stateful_callbacks = {n: found if len(found) > 1 else found[0] for n, found in callbacks.items()}
+        self.state.stateful_callbacks = {n: states if len(states) > 1 else states[0] for n, states in callbacks.items()}
         texts = {
             TRAINER_STATE: json.dumps(dataclasses.asdict(self.state), indent=2, sort_keys=True) + "\n",
             TRAINING_ARGUMENTS: self.args.to_json_string() + "\n",

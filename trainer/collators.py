@@ -133,15 +133,15 @@ def _check_own(collator: PackedBucketCollator, args: HotSPaTrainingArguments) ->
             "the data collator has buckets, and hotspa_strategies=auto would choose others",
             fix="pass no data_collator, or give its buckets as hotspa_strategies",
         )
-    for name, found, expected in (
+    for name, actual, expected in (
         ("buckets", collator.buckets, tuple(args.hotspa_buckets)),
         ("policy", collator.policy, args.hotspa_overlong),
         ("rank", collator.rank, args.process_index),
     ):
-        if found != expected:
+        if actual != expected:
             raise HotspaConfigError(
                 f"the {name} of the data collator and of the arguments differ",
-                where=f"{_text(found)} and {_text(expected)}",
+                where=f"{_text(actual)} and {_text(expected)}",
                 why="rows would be arranged otherwise than one of them says",
                 fix="give both the same hotspa_strategies and hotspa_overlong, or pass no data_collator",
             )

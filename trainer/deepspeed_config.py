@@ -93,22 +93,22 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     try:
         if not text.lstrip().startswith("{"):
             where, text = text, Path(text).read_text()
-        found = json.loads(text, object_pairs_hook=_without_repeats)
+        config = json.loads(text, object_pairs_hook=_without_repeats)
     except (OSError, ValueError, RecursionError) as error:
         raise HotspaConfigError(
             f"the DeepSpeed config cannot be read: {error}", where=where, fix="give the path of a JSON file, or a dict"
         ) from error
-    if not isinstance(found, dict):
+    if not isinstance(config, dict):
         raise HotspaConfigError(f"the DeepSpeed config is no JSON object: {text[:_MAX_SHOWN]!r}", where=where)
-    return found
+    return config
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    section = dict(pairs)
+    if len(section) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
+    return section
 
 
 def map_config(

@@ -108,11 +108,11 @@ class CallbackEvents(CallbackHandler):
 
     def pop_callback(self, callback: Any) -> TrainerCallback | None:
         """Takes a callback out, the user's or our own, by its class or itself, and returns it; None where there is none."""
-        found: TrainerCallback | None = super().pop_callback(callback)
-        if found is None:
-            found = next((own for own in self._own.values() if _is(own, callback)), None)
-            self._own = {kind: own for kind, own in self._own.items() if own is not found}
-        return found
+        popped: TrainerCallback | None = super().pop_callback(callback)
+        if popped is None:
+            popped = next((own for own in self._own.values() if _is(own, callback)), None)
+            self._own = {kind: own for kind, own in self._own.items() if own is not popped}
+        return popped
 
     def remove_callback(self, callback: Any) -> None:
         """As `pop_callback`. Raises `ValueError` for a callback that is not there, as in transformers."""

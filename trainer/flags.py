@@ -29,10 +29,10 @@ class FlagParser(HfArgumentParser):
 
     def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
         """As `ArgumentParser.parse_args`; what is not known ends the program with code 2."""
-        found, unknown = self.parse_known_args(args, namespace)
+        parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             self._refuse(unknown)
-        return found
+        return parsed
 
     def _refuse(self, unknown: list[str]) -> None:
         flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]

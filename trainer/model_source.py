@@ -65,9 +65,9 @@ class ModelSourceMixin(Trainer):
 
         def opened() -> PreTrainedModel:
             folder, config = self._named(model, has_model_init)
-            found, self._model_folder = open_model(folder, config), folder
-            refuse_other_models(found)
-            return found
+            loaded, self._model_folder = open_model(folder, config), folder
+            refuse_other_models(loaded)
+            return loaded
 
         return self._agreement().run("opening the model", opened)
 

@@ -107,7 +107,7 @@ class OptimizationMixin(Trainer):
         bare = bare_optimizer(optimizer)
         if self._watched is None or self._watched() is not bare:
             # groups that are added in the course of training come with parameters of the model
-            bare.register_step_pre_hook(lambda found, *_: self._take_over_added(found))
+            bare.register_step_pre_hook(lambda stepped, *_: self._take_over_added(stepped))
             self._watched = weakref.ref(bare)
 
     def _take_over_added(self, optimizer: Optimizer) -> None:

@@ -149,8 +149,8 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
             fix="use an elementwise optimizer such as torch.optim.AdamW",
         ) from error
     whole, pieces, alone = ends
-    for found, expected in ((pieces, whole), (alone, whole[:, :5])):
-        if not torch.allclose(found, expected, rtol=1e-5, atol=1e-6):  # kernels may round tails of vectors otherwise
+    for actual, expected in ((pieces, whole), (alone, whole[:, :5])):
+        if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):  # kernels may round tails of vectors otherwise
             raise UnsupportedError(
                 f"the optimizer {name} is not elementwise: cut in two, a vector is updated in another way",
                 why=_WHY,

@@ -23,23 +23,23 @@ _SMALLER = 0.75
 """How much smaller the packs become that failed."""
 
 
-def record(folder: str | Path, found: OutOfMemory) -> None:
+def record(folder: str | Path, shortage: OutOfMemory) -> None:
     """Adds an entry to the file. Never raises: the lack of memory is the error that counts."""
     try:
         try:
             entries = _entries(folder)
         except HotspaError:  # damaged: what is known now counts
             entries = []
-        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, found.to_dict()]})
+        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, shortage.to_dict()]})
     except OSError as error:
         logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
 
 
 def note(folder: str | Path, failures: PhaseFailures) -> None:
     """Adds what is known of a lack of memory on this rank to the file, once. Never raises."""
-    found, failures.out_of_memory = failures.out_of_memory, None
-    if found is not None:
-        record(folder, found)
+    shortage, failures.out_of_memory = failures.out_of_memory, None
+    if shortage is not None:
+        record(folder, shortage)
 
 
 def largest_packs(folder: str | Path) -> dict[str, int]:
@@ -55,10 +55,10 @@ def largest_packs(folder: str | Path) -> dict[str, int]:
     return most
 
 
-def fewest_tokens(found: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
+def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
     """The answers of `largest_packs` on all ranks as one."""
     most: dict[Strategy, int] = {}
-    for of_rank in found:
+    for of_rank in shortages:
         for name, tokens in of_rank.items():
             strategy = Strategy.parse(name)
             most[strategy] = min(tokens, most.get(strategy, tokens))
@@ -97,7 +97,7 @@ def _entries(folder: str | Path) -> list[dict[str, Any]]:
     )
     if not good or any(entry["pack_tokens"] < 0 for entry in entries):
         raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY)
-    found: list[dict[str, Any]] = entries
-    for entry in found:
+    checked: list[dict[str, Any]] = entries
+    for entry in checked:
         Strategy.parse(entry["strategy"])
-    return found
+    return checked

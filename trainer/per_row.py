@@ -62,8 +62,8 @@ class PerRow:
         rules = replace(rules, columns=())
         alone = {row: read_row(self(example, row), row, rules) for row, example in examples.items()}
         for pair in pairwise(examples) if len(examples) > 1 else [(row, row) for row in examples]:
-            for row, found in zip(pair, self._collated([examples[row] for row in pair], pair[0]), strict=True):
-                if not _same(found, alone[row], row, rules):
+            for row, collated in zip(pair, self._collated([examples[row] for row in pair], pair[0]), strict=True):
+                if not _same(collated, alone[row], row, rules):
                     raise self._refused(
                         f"rows {pair[0]} and {pair[1]} come out otherwise together than alone",
                         row,
@@ -110,9 +110,9 @@ class PerRow:
         )
 
 
-def _same(found: Mapping[str, Any], own: Row, row: int, rules: RowRules) -> bool:
+def _same(collated: Mapping[str, Any], own: Row, row: int, rules: RowRules) -> bool:
     """Whether a row of a batch is the same as alone. Padding at the end that has no mask and no label changes nothing."""
-    there = read_row(found, row, rules)
+    there = read_row(collated, row, rules)
     length = len(own.ids)
     if len(there.ids) < length or not np.array_equal(there.ids[:length], own.ids):
         return False

@@ -140,10 +140,10 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
     dtype = torch.bfloat16 if args.bf16 else model.dtype
     try:
         config = trained_config(model.config, args)
-        found = cached_calibration(
+        calibration = cached_calibration(
             calibration_key(config, dtype, args.device, args.world_size, processes_of_a_node(args))
         )
     except HotspaError as error:
         logger.warning("no predictions: %s", error)
         return None
-    return found if found is not None and found.covers(strategies) else None
+    return calibration if calibration is not None and calibration.covers(strategies) else None

@@ -137,5 +137,5 @@ class PreemptionMixin(Trainer):
         interrupt_is_announced()
 
     def _where_the_report_is(self) -> str:
-        pages = [found.page for found in self.callback_handler.callbacks if isinstance(found, ReportCallback)]
+        pages = [callback.page for callback in self.callback_handler.callbacks if isinstance(callback, ReportCallback)]
         return next((f"; the run in one page: {page}" for page in pages if page is not None), "")

@@ -133,16 +133,16 @@ class ResumeMixin(StockResumeMixin):
         folder = Path(self._get_output_dir(None))
         names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
         for path in (folder / name for name in names):
-            found, reason = None, ""
+            resumption, reason = None, ""
             try:
-                found = self._verified(path, agreement)
+                resumption = self._verified(path, agreement)
             except HotspaError as error:  # raised by nobody: another checkpoint may do
                 reason = str(error)
             reasons = [text for text in agreement.texts(reason) if text]
-            if found is not None and not reasons:
+            if resumption is not None and not reasons:
                 if self.is_world_process_zero():
                     logger.info("resuming from %s", path)
-                return found
+                return resumption
             if self.is_world_process_zero():
                 logger.warning("%s is skipped: %s", path, reasons[0])
         raise ResumeError(

@@ -73,6 +73,6 @@ class StockResumeMixin(Trainer):
 
     def _set_stock_random_state(self, stock: StockCheckpoint) -> None:
         """The generators of this rank. Raises on all ranks."""
-        found = self._agreement().run("resume", lambda: stock.set_random_state(self.args.process_index))
-        if not found and self.is_world_process_zero():
+        restored = self._agreement().run("resume", lambda: stock.set_random_state(self.args.process_index))
+        if not restored and self.is_world_process_zero():
             logger.warning("%s holds no random states: what draws random numbers goes on with others", stock.path)

@@ -78,15 +78,15 @@ class RowsOfUser(Sampler[int]):
         return len(self._sampler)
 
     def __iter__(self) -> Iterator[int]:
-        found: list[int] | str
+        order: list[int] | str
         try:
-            found = [int(row) for row in itertools.islice(self._sampler, len(self._sampler))]
-            wrong = next((row for row in found if not 0 <= row < self._num_rows), None)
+            order = [int(row) for row in itertools.islice(self._sampler, len(self._sampler))]
+            wrong = next((row for row in order if not 0 <= row < self._num_rows), None)
             if wrong is not None:
-                found = f"the row {wrong}, and the data set has {self._num_rows}"
+                order = f"the row {wrong}, and the data set has {self._num_rows}"
         except Exception as error:  # whatever the code of a user raises
-            found = f"{type(error).__name__}: {error}"
-        ranks = self._texts(json.dumps(found))
+            order = f"{type(error).__name__}: {error}"
+        ranks = self._texts(json.dumps(order))
         bad = next((text for text in map(json.loads, ranks) if isinstance(text, str)), None)
         if bad is not None:
             raise UnsupportedError(

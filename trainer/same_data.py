@@ -55,13 +55,13 @@ def _digest(dataset: Any, rows: list[int], rules: RowRules) -> str:
     digest = hashlib.sha256()
     for row in rows:
         try:
-            found = read_row(dataset[row], row, rules)
+            parsed = read_row(dataset[row], row, rules)
         except HotspaError:
             raise
         except Exception as error:  # whatever a data set raises is carried to all ranks
             raise DataError(
                 f"the dataset failed to give rows: {type(error).__name__}: {error}", where=f"dataset row {row}"
             ) from error
-        for array in (found.ids, found.ids[:0] if found.labels is None else found.labels, found.cuts):
+        for array in (parsed.ids, parsed.ids[:0] if parsed.labels is None else parsed.labels, parsed.cuts):
             digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
     return digest.hexdigest()[:16]

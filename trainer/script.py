@@ -117,13 +117,13 @@ def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
     """
     name = Path(str(given.model or given.config)).name
     rate = LORA_LEARNING_RATE if given.lora_r else NEW_LEARNING_RATE if given.model is None else LEARNING_RATE
-    found = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}
-    found["output_dir"] = str(Path("out", name))
+    defaults = {"learning_rate": rate, "lr_scheduler_type": "cosine", "warmup_steps": 0.03, "logging_steps": 10}
+    defaults["output_dir"] = str(Path("out", name))
     if given.eval_dataset or given.eval_split:
-        found["eval_strategy"] = "epoch"
+        defaults["eval_strategy"] = "epoch"
     if not given.use_cpu and not given.fp16 and torch.cuda.is_available() and torch.cuda.is_bf16_supported():
-        found["bf16"] = True
-    return found
+        defaults["bf16"] = True
+    return defaults
 
 
 def parse(
@@ -219,10 +219,10 @@ def _folder(name: str) -> Path | None:
     from huggingface_hub import snapshot_download
 
     try:
-        found = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+        downloaded = Path(snapshot_download(name, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     except Exception as error:  # the hub client has many ways to say no
         raise _not_there("the model", name, error) from error
-    return found if any(found.glob("*.safetensors")) else None
+    return downloaded if any(downloaded.glob("*.safetensors")) else None
 
 
 def _not_there(what: str, name: str, error: Exception) -> ModelError:
@@ -238,10 +238,10 @@ def _not_there(what: str, name: str, error: Exception) -> ModelError:
 
 def _open_config(path: Path | str | None, **options: Any) -> PreTrainedConfig:
     try:
-        found: PreTrainedConfig = AutoConfig.from_pretrained(path, **options)
+        config: PreTrainedConfig = AutoConfig.from_pretrained(path, **options)
     except (OSError, ValueError) as error:
         raise _not_there("the config of", str(path), error) from error
-    return found
+    return config
 
 
 def _tokenizer(script: Any) -> Any:

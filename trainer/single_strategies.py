@@ -112,11 +112,11 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
     engine.close()
     switching, *others = (tuple(seconds[side.name]) for side in sides)
     singles = dict(zip((side.name for side in sides[1:]), others, strict=True))
-    found = MeasuredGain(switching, singles, max(differences))
+    measured = MeasuredGain(switching, singles, max(differences))
     if trainer.is_world_process_zero():
-        tqdm.write(str(found))
-    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=found)
-    return found
+        tqdm.write(str(measured))
+    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=measured)
+    return measured
 
 
 def _switching(trainer: "HotSPaTrainer") -> Side:
@@ -135,9 +135,9 @@ def _switching(trainer: "HotSPaTrainer") -> Side:
 def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[Bucket]:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
     predictions = trainer._auto or trainer._predictions
-    found = predictions.singles() if predictions is not None else []
+    singles = predictions.singles() if predictions is not None else []
     longest = max(bucket.longest for bucket in hot.buckets)
-    return found or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
+    return singles or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
 
 
 def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:

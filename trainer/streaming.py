@@ -134,8 +134,8 @@ class StreamRows(Dataset[Any]):
             try:
                 rows = self._read(examples)
                 mini_batch = self._collator.of_rows(rows)
-            except HotspaError as found:
-                error = self._located(found, number)
+            except HotspaError as cause:
+                error = self._located(cause, number)
         if error is not None:
             mini_batch = MiniBatch(MiniBatchPlan((), 0, len(examples)), (), error)
         item: dict[str, Any] = {"mini_batch": mini_batch, "place": (self._epoch, number)}

@@ -100,9 +100,9 @@ def calibrate(
             rounds,
             pack_tokens,
         )
-        found = session.run(strategies, cache or cache_folder(), force)
+        calibration = session.run(strategies, cache or cache_folder(), force)
         groups.close()
-        return found
+        return calibration
     except Exception as failure:
         if isinstance(failure, HotspaError) and not isinstance(failure, TransferError):
             raise  # agreed upon: every rank raises it
@@ -133,8 +133,8 @@ def calibration_key(
 
 def config_dtype(config: PreTrainedConfig) -> torch.dtype:
     """The dtype that a config names, else float32. `save_pretrained` leaves a name in the config of a live model."""
-    found: torch.dtype | str = getattr(config, "dtype", None) or torch.float32
-    return getattr(torch, found) if isinstance(found, str) else found
+    dtype: torch.dtype | str = getattr(config, "dtype", None) or torch.float32
+    return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
 def cached_calibration(key: CalibrationKey, folder: Path | None = None) -> Calibration | None:
@@ -156,9 +156,9 @@ def _of_any_kind(failure: Exception) -> HotspaError:
     return as_hotspa_error(failure, "calibration")
 
 
-def _same(found: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -> dict[str, str]:
+def _same(facts: tuple[CalibrationKey, ModelShape, list[int], list[Strategy]]) -> dict[str, str]:
     """What of the set-up must be equal on all ranks."""
-    key, _, degrees, whole = found
+    key, _, degrees, whole = facts
     return {
         "calibration's degrees": repr(degrees),
         "calibration's strategies": repr(whole),
@@ -191,13 +191,13 @@ class _Session:
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
         key, shape, degrees, whole = self._set_up(strategies)
         path = folder / f"{key.digest()}.json"
-        found = None if force else self._cached(folder, key)
-        if found is not None:
-            had = [Strategy.parse(sample.strategy) for sample in found.phases]
-            if set(degrees) <= set(found.degrees) and (len(whole) < 2 or set(whole) <= set(had)):
+        calibration = None if force else self._cached(folder, key)
+        if calibration is not None:
+            had = [Strategy.parse(sample.strategy) for sample in calibration.phases]
+            if set(degrees) <= set(calibration.degrees) and (len(whole) < 2 or set(whole) <= set(had)):
                 self.say(f"read {path}")
-                return found
-            degrees, whole = sorted({*degrees, *found.degrees}), sorted({*whole, *had})
+                return calibration
+            degrees, whole = sorted({*degrees, *calibration.degrees}), sorted({*whole, *had})
         measured = self._same_everywhere(self._measure(key, shape, degrees, whole))
         if self.rank == 0:
             try:
@@ -251,14 +251,16 @@ class _Session:
         """Rank 0's JSON-ready data on every rank."""
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
 
-    def _same_everywhere(self, found: Calibration | None) -> Calibration:
+    def _same_everywhere(self, calibration: Calibration | None) -> Calibration:
         """Rank 0's calibration on every rank."""
-        return Calibration.from_dict(self._from_first(found.to_dict() if found is not None else None))
+        return Calibration.from_dict(self._from_first(calibration.to_dict() if calibration is not None else None))
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
         """What the cache of rank 0 holds; a broken file is an error of all ranks."""
-        found = self.agreement.run("calibration", lambda: cached_calibration(key, folder) if self.rank == 0 else None)
-        data = self._from_first(found.to_dict() if found is not None else None)
+        calibration = self.agreement.run(
+            "calibration", lambda: cached_calibration(key, folder) if self.rank == 0 else None
+        )
+        data = self._from_first(calibration.to_dict() if calibration is not None else None)
         return None if data is None else Calibration.from_dict(data, str(folder))
 
     # -- measuring ----------------------------------------------------------------------------------------------------
@@ -317,16 +319,16 @@ class _Session:
         transport = ProcessGroupTransport(self.groups.switch)
         assert self.compute_dtype is not None
         token_bytes = shape.hidden_size * self.compute_dtype.itemsize
-        found: dict[str, Any] = {}
+        links: dict[str, Any] = {}
         many = self.world_size > self.devices_per_node
         for name, apart in (("intra", 1), ("inter", self.devices_per_node)):
             if name == "inter" and not many:
                 continue
-            found[name] = measure_link(transport, self.agreement, self.world_size, apart, self.device)
-            found[f"hop_{name}"] = measure_hop(
+            links[name] = measure_link(transport, self.agreement, self.world_size, apart, self.device)
+            links[f"hop_{name}"] = measure_hop(
                 transport, self.agreement, self.world_size, apart, self.device, token_bytes
             )
-        return found
+        return links
 
     def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
         """The longest pack that model and memory allow."""
@@ -364,16 +366,16 @@ class _Session:
             self.notes.append("memory was not measured: this system does not reset a process's peak")
             return []
         self.say("memory")
-        found = []
+        samples = []
         for probe in probes:
             for tp in degrees:
                 strategy = probe.strategies[tp]
                 probe.load(strategy, self.agreement)
                 for tokens in sorted({max(1, longest // 2), longest, min(2 * longest, most)}):
                     (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
-                    found.append(probe.memory_sample(tp, tokens, peak))
+                    samples.append(probe.memory_sample(tp, tokens, peak))
                 probe.return_gradients(strategy, self.agreement)
-        return found
+        return samples
 
 
 def usable_cores() -> int:

@@ -48,15 +48,15 @@ def time_phases(
             replicas = pack_sequences(lengths, capacity=longest, dp=s.dp, pp=s.pp, quadratic_cost=quadratic)
             if all(replicas):
                 mine.append(tuple(tuple(tuple(lengths[i] for i in pack) for pack in packs) for packs in replicas))
-    found = []
+    measured = []
     for _ in range(rounds + 1):
         values = []
         for strategy, mine in works.items():
             probe.load(strategy, agreement)
             values += [probe.run_phase(strategy, packs, agreement) for packs in mine]
             probe.return_gradients(strategy, agreement)
-        found.append(values)
-    slowest = torch.stack([agreement.gather(values) for values in found[1:]]).amax(1)  # [round, measurement]
+        measured.append(values)
+    slowest = torch.stack([agreement.gather(values) for values in measured[1:]]).amax(1)  # [round, measurement]
     seconds = iter(slowest.amin(0).tolist())
     return tuple(
         PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, mine in works.items() for packs in mine

@@ -59,7 +59,7 @@ def time_packs(
     """
     longest = max(map(max, packs[-1]))
     pipeline = probes[-1].pipeline if share < 1 else None
-    found: list[list[tuple[float, float]]] = []
+    measured: list[list[tuple[float, float]]] = []
     for index in range(-1, rounds):
         say(f"round {index + 1} of {rounds}, packs of up to {max(map(max, packs[0]))} tokens")
         values: list[tuple[float, float]] = []
@@ -72,8 +72,8 @@ def time_packs(
         if pipeline:
             values += _both_ways(probes[-1], (longest // 4,) * 4, agreement)
         if index >= 0:  # the first round warms caches up
-            found.append(values)
-    gathered = torch.stack([agreement.gather([n for pair in values for n in pair]) for values in found])
+            measured.append(values)
+    gathered = torch.stack([agreement.gather([n for pair in values for n in pair]) for values in measured])
     table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, by the clock or on a core]
     clock, on_core = table[..., 0].amax(1), table[..., 1].mean(1)
     slowest = _lower_quartile(clock)
@@ -96,14 +96,14 @@ def time_packs(
 def _both_ways(probe: Probe, pack: tuple[int, ...], agreement: Agreement) -> list[tuple[float, float]]:
     """The same packs without stages, and in two stages; the cost of all of them on this rank."""
     assert probe.pipeline is not None
-    found = []
+    pairs = []
     for strategy in (probe.strategies[1], probe.pipeline):
         times = _PIPELINED * strategy.pp  # half the replicas, so each has twice the packs
         probe.load(strategy, agreement)
         clock, on_core = probe.run(strategy, pack, times, agreement)
         probe.return_gradients(strategy, agreement)
-        found.append((clock * times, on_core * times))
-    return found
+        pairs.append((clock * times, on_core * times))
+    return pairs
 
 
 def _lower_quartile(rounds: Tensor) -> Tensor:

@@ -109,10 +109,10 @@ def _write_weights(
     entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype, adapter), p) for p in manifest.parameters]
     if any(file.name == manifest.located(BUFFERS) for file in manifest.files):
         with safe_open(checkpoint / manifest.located(BUFFERS), framework="pt", device="cpu") as buffers:
-            found = {name: buffers.get_tensor(name) for name in buffers.keys()}  # noqa: SIM118
+            tensors = {name: buffers.get_tensor(name) for name in buffers.keys()}  # noqa: SIM118
         entries += [
             (TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
-            for name, tensor in found.items()
+            for name, tensor in tensors.items()
         ]
 
     def data(source: SavedParameter | Tensor) -> Buffer:

@@ -134,7 +134,7 @@ class ModelWeights:
         for name, tensor in itertools.chain(weights, self._buffers.items()):
             if name in sources:
                 made = self._saved(name, tensor.to(self._dtypes[name]))
-                yield from ((saved, found) for saved, found in made.items() if saved in wanted)
+                yield from ((saved, weight) for saved, weight in made.items() if saved in wanted)
 
     def _saved(self, name: str, tensor: Tensor) -> dict[str, Tensor]:
         """What is saved of one weight, by saved name."""
@@ -152,8 +152,8 @@ class ModelWeights:
             single = [revert_weight_conversion(self._model, {name: tensor}) for name, tensor in empty.items()]
         except Exception:  # whatever an operation of transformers raises when a part is missing
             return False
-        found = [(name, tensor.shape) for made in single for name, tensor in made.items()]
-        return sorted(found) == sorted((name, tensor.shape) for name, tensor in whole.items())
+        converted = [(name, tensor.shape) for made in single for name, tensor in made.items()]
+        return sorted(converted) == sorted((name, tensor.shape) for name, tensor in whole.items())
 
 
 def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> list[tuple[str, Entries]]:

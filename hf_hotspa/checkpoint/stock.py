@@ -114,7 +114,7 @@ class StockCheckpoint:
         groups = [[named[id(parameter)] for parameter in group["params"]] for group in bare.param_groups]
         saved_groups = self.optimizer["param_groups"]
         kind = self._kind(bare, saved_groups[0] if saved_groups else {})
-        counts = [[len(group) for group in found] for found in (groups, [g["params"] for g in saved_groups])]
+        counts = [[len(group) for group in side] for side in (groups, [g["params"] for g in saved_groups])]
         if counts[0] != counts[1]:
             raise ResumeError(
                 f"{OPTIMIZER!r} has parameter groups of {counts[1]} parameters, and those of the run are of {counts[0]}",
@@ -126,10 +126,10 @@ class StockCheckpoint:
         for names, group in zip(groups, saved_groups, strict=True):
             for name, index in zip(names, group["params"], strict=True):
                 spec, start, stop = ranges[name]
-                found = self.optimizer["state"].get(index, {})
+                states = self.optimizer["state"].get(index, {})
                 states[name] = {
                     key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {name}")
-                    for key, value in found.items()
+                    for key, value in states.items()
                 }
         wanted = _ADAM if kind in ("AdamW", "Adam") else set[str]()
         if wanted and not any(wanted <= set(state) for state in states.values()):
@@ -227,8 +227,8 @@ class StockCheckpoint:
         per_device = self.trainer_state.get("train_batch_size")
         if not isinstance(epoch, int | float) or not isinstance(per_device, int) or per_device < 1:
             return
-        found = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
-        if not any(abs(value - epoch) < 1e-6 for value in found):
+        epochs = _epochs(step, rows, steps_in_epoch, per_device, mini_batch, drop_last)
+        if not any(abs(value - epoch) < 1e-6 for value in epochs):
             raise ResumeError(
                 f"the checkpoint is at epoch {epoch:.4f} after {step} steps with {per_device} rows per device, and a run "
                 f"with mini-batches of {mini_batch} out of {rows} rows never is",
@@ -241,10 +241,10 @@ class StockCheckpoint:
 
 def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_batch: int, drop_last: bool) -> set[float]:
     """What the stock Trainer says of the epoch at a step, for every split of a mini-batch over processes and accumulation."""
-    found = set[float]()
+    possible = set[float]()
     share, rest = divmod(mini_batch, per_device)
     if rest or not steps_in_epoch:
-        return found
+        return possible
     batches = rows // per_device if drop_last else -(-rows // per_device)
     for processes in (count for count in range(1, share + 1) if share % count == 0):
         accumulation = share // processes
@@ -252,8 +252,8 @@ def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_bat
         if not micro_steps or max(-(-micro_steps // accumulation), 1) != steps_in_epoch:
             continue
         epochs, steps = divmod(step, steps_in_epoch)
-        found.add(epochs + min(steps * accumulation / micro_steps, 1.0))
-    return found
+        possible.add(epochs + min(steps * accumulation / micro_steps, 1.0))
+    return possible
 
 
 @torch.no_grad()

@@ -35,8 +35,8 @@ _SAME_STATE = {"AdamW", CPU_ADAM}
 
 def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     """The torch optimizer inside accelerate's wrapper."""
-    found: Optimizer = getattr(optimizer, "optimizer", optimizer)
-    return found
+    bare: Optimizer = getattr(optimizer, "optimizer", optimizer)
+    return bare
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
@@ -199,7 +199,7 @@ class ShareReader:
         Raises:
             DamagedCheckpointError: a file does not hold what the manifest says.
         """
-        found = torch.empty(stop - start, dtype=getattr(torch, parameter.states[state]))
+        tensor = torch.empty(stop - start, dtype=getattr(torch, parameter.states[state]))
         for piece in pieces(self.manifest, parameter, start, stop):
             name = f"{state}/{parameter.name}"
             low, high = self.manifest.share(parameter, piece.rank)
@@ -209,10 +209,10 @@ class ShareReader:
                 values = saved[piece.low : piece.high] if good else None
             except (SafetensorError, OSError) as error:
                 raise self._damaged(piece.rank, f"{name!r} cannot be read: {error}") from error
-            if values is None or values.dtype != found.dtype:
+            if values is None or values.dtype != tensor.dtype:
                 raise self._damaged(piece.rank, f"{name!r} is not what the manifest says")
-            found[piece.target : piece.target + piece.high - piece.low] = values
-        return found
+            tensor[piece.target : piece.target + piece.high - piece.low] = values
+        return tensor
 
     def read_as(self, parameter: SavedParameter, state: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
         """The same in another storage order; where the two differ, the whole parameter is in memory for a moment."""
@@ -266,14 +266,16 @@ def restore(
     saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
     states: dict[str, dict[str, Any]] = {}
     shares = master.owned_ranges()
-    for name, found in saved_parameters.items():
+    for name, of_name in saved_parameters.items():
         parameter, (spec, start, stop) = master.parameters[name], shares[name]
         if not spec.trainable:
             master.frozen_version += 1
-        parameter.copy_(reader.read_as(found, WEIGHT, spec.shard_dim, start, stop))
+        parameter.copy_(reader.read_as(of_name, WEIGHT, spec.shard_dim, start, stop))
         if optimizer is not None:
             states[name] = {
-                key: reader.read_as(found, key, spec.shard_dim, start, stop) for key in found.states if key != WEIGHT
+                key: reader.read_as(of_name, key, spec.shard_dim, start, stop)
+                for key in of_name.states
+                if key != WEIGHT
             }
     if optimizer is not None:
         assert saved is not None

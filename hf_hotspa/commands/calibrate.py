@@ -67,8 +67,8 @@ def run(
 
 def _config(data: dict[str, object]) -> PreTrainedConfig:
     fields = {key: value for key, value in data.items() if key != "model_type"}
-    found: PreTrainedConfig = AutoConfig.for_model(str(data["model_type"]), **fields)
-    return found
+    config: PreTrainedConfig = AutoConfig.for_model(str(data["model_type"]), **fields)
+    return config
 
 
 def _measure(data: dict[str, object], dtype: str | None, force: bool, quiet: bool) -> Calibration:
@@ -95,11 +95,11 @@ def _run_launched(data: dict[str, object], dtype: str | None, force: bool, quiet
         dist.init_process_group(_backend(), timeout=_TIMEOUT)
     rank = dist.get_rank()
     try:
-        found = _measure(data, dtype, force, quiet)
+        calibration = _measure(data, dtype, force, quiet)
     finally:
         if ours:
             dist.destroy_process_group()
-    return found if rank == 0 else None
+    return calibration if rank == 0 else None
 
 
 def _run_own(data: dict[str, object], count: int, dtype: str | None, force: bool, quiet: bool) -> Calibration:
@@ -136,7 +136,7 @@ def _rank_main(
         timeout=_TIMEOUT,
     )
     try:
-        found = _measure(data, dtype, force, quiet)
+        calibration = _measure(data, dtype, force, quiet)
     except HotspaError as error:
         # every rank raises the same; the first to write is right, and a reader never sees half a file
         beside = Path(folder) / f"{_ERROR}.{rank}"
@@ -144,6 +144,6 @@ def _rank_main(
         beside.replace(Path(folder) / _ERROR)
         raise
     if rank == 0:
-        found.save(Path(folder) / _RESULT)
+        calibration.save(Path(folder) / _RESULT)
     dist.barrier()
     dist.destroy_process_group()

@@ -52,26 +52,26 @@ def run(args: argparse.Namespace) -> int:
 
 def _targets(path: Path) -> list[Path]:
     """The checkpoint itself, or those of a run, oldest first."""
-    found = [path] if (path / MANIFEST).exists() else checkpoints(path)[::-1]
-    if not found:
+    targets = [path] if (path / MANIFEST).exists() else checkpoints(path)[::-1]
+    if not targets:
         raise HotspaConfigError(f"{str(path)!r} holds no checkpoint", fix="name a checkpoint-<step> directory")
-    return found
+    return targets
 
 
 def _inspect(args: argparse.Namespace) -> int:
     path = Path(args.path)
-    found = [(target, read_manifest(target)) for target in _targets(path)]
+    manifests = [(target, read_manifest(target)) for target in _targets(path)]
     if args.json:
-        print(json.dumps([{"path": str(target), **json.loads(m.text())} for target, m in found], indent=1))
+        print(json.dumps([{"path": str(target), **json.loads(m.text())} for target, m in manifests], indent=1))
         return 0
     rows = [["checkpoint", "step", "ranks", "strategies", "resumable", "GB", "parameters"]]
-    for target, manifest in found:
+    for target, manifest in manifests:
         numel = sum(parameter.numel for parameter in manifest.parameters)
         cells = [str(manifest.step), str(manifest.world_size), manifest.strategies, _yes(manifest.resumable)]
         rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
     print(table(rows))
-    if len(found) == 1:
-        print(f"\n{_contents(found[0][1])}")
+    if len(manifests) == 1:
+        print(f"\n{_contents(manifests[0][1])}")
     return 0
 
 

@@ -99,9 +99,9 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
         rows = np.random.default_rng(0).permutation(num_rows)[: args.rows]
         dataset = dataset.select(np.sort(rows))
     tokenizer = None if "input_ids" in dataset.column_names else _tokenizer(args.tokenizer or _of_model(model))
-    found = scan_dataset(prepare_dataset(dataset, tokenizer), disable_progress=quiet).sequence_lengths
+    lengths = scan_dataset(prepare_dataset(dataset, tokenizer), disable_progress=quiet).sequence_lengths
     some = "" if len(dataset) == num_rows else f", {len(dataset):,} of {num_rows:,} rows"
-    counts = Counts.of(found, f"{args.dataset}{some}")
+    counts = Counts.of(lengths, f"{args.dataset}{some}")
     if not counts.total:
         raise HotspaConfigError("no row has a token", where=str(args.dataset), fix="look at its columns")
     return counts
@@ -161,18 +161,18 @@ def _lengths(args: argparse.Namespace) -> str:
 
 def _machines() -> str:
     rows = [["machine", "GiB", "TFLOPS", "memory GB/s", "link GB/s", "NICs x Gb/s"]]
-    for found in PRESETS.values():
-        device, nics = found.device, found.nics_per_node or found.devices_per_node
+    for preset in PRESETS.values():
+        device, nics = preset.device, preset.nics_per_node or preset.devices_per_node
         dtype = next(name for name in ("bfloat16", "float16") if name in device.peak_flops)
         speed = device.peak_flops[dtype] / 1e12
         rows.append(
             [
-                found.name,
+                preset.name,
                 f"{device.memory_bytes / _GIB:.1f}",
                 f"{speed:,.{0 if speed >= 1 else 2}f}" + ("" if dtype == "bfloat16" else " (float16)"),
                 f"{device.memory_bandwidth / _GB:,.0f}",
-                f"{found.intra_bandwidth / _GB:,.0f}",
-                f"{nics} x {found.inter_bandwidth * 8 / _GB:,.0f}",
+                f"{preset.intra_bandwidth / _GB:,.0f}",
+                f"{nics} x {preset.inter_bandwidth * 8 / _GB:,.0f}",
             ]
         )
     return "\n".join(

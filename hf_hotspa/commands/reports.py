@@ -45,14 +45,14 @@ def _report(args: argparse.Namespace) -> str:
     record = read_run_log(args.run)
     target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
     save_page(target, report_page(record))
-    found = summarize(record)
+    summary = summarize(record)
     rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "load+return s", "hidden s"]]
-    for s in found.strategies:
+    for s in summary.strategies:
         times = (f"{s.wait_s:.2f}", f"{s.moved_s:.2f}", f"{s.hidden_s:.2f}")
         rows.append(
             [s.strategy, f"{s.num_packs}", f"{s.num_tokens}", f"{s.compute_s:.2f}", short(s.tokens_per_s), *times]
         )
-    title = f"{found.num_steps} steps, {short(found.num_tokens)} tokens, {short(found.tokens_per_s)} tokens/s"
+    title = f"{summary.num_steps} steps, {short(summary.num_tokens)} tokens, {short(summary.tokens_per_s)} tokens/s"
     said = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
     if args.pictures:
         said += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
@@ -61,8 +61,8 @@ def _report(args: argparse.Namespace) -> str:
 
 def _compare(args: argparse.Namespace) -> str:
     a, b = read_run_log(args.a), read_run_log(args.b)
-    found = compare(a, b)
-    said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(found)), *sentences(found)]
+    comparison = compare(a, b)
+    said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
     if args.output:
-        said.append(f"page: {save_page(args.output, compare_page(a, b, found))}")
+        said.append(f"page: {save_page(args.output, compare_page(a, b, comparison))}")
     return "\n".join(said)

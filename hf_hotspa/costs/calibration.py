@@ -142,15 +142,15 @@ class Calibration:
         """Bytes of a token in one layer, and beyond the layers, by tp."""
         layers, ends = {}, {}
         for tp in sorted({sample.tp for sample in self.memory}):
-            found = [sample for sample in self.memory if sample.tp == tp]
-            depths = sorted({s.num_layers for s in found})
-            if len(depths) < 2 or len({s.tokens for s in found}) < 2:
+            samples = [sample for sample in self.memory if sample.tp == tp]
+            depths = sorted({s.num_layers for s in samples})
+            if len(depths) < 2 or len({s.tokens for s in samples}) < 2:
                 continue
             # what does not grow with the tokens is each copy's own: what was free in the heap when it was measured, ...
-            fixed = [[float(s.num_layers == depth) for depth in depths] for s in found]
-            grows = [[s.tokens * s.num_layers, s.tokens] for s in found]
-            rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in found])
-            layer, end, *_ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(found)))
+            fixed = [[float(s.num_layers == depth) for depth in depths] for s in samples]
+            grows = [[s.tokens * s.num_layers, s.tokens] for s in samples]
+            rows, taken = np.hstack([grows, fixed]), np.array([s.num_bytes for s in samples])
+            layer, end, *_ = nonnegative_least_squares(rows / taken[:, None], np.ones(len(samples)))
             if layer > 0:
                 layers[tp], ends[tp] = float(layer), float(end)
         return layers, ends
@@ -218,12 +218,12 @@ class Calibration:
             HotspaConfigError: the file is missing, torn, of another kind or version, holds impossible numbers, or
                 holds for something else.
         """
-        found = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
-        if key is not None and (differences := found.key.differences(key)):
+        calibration = cls.from_dict(read_json(path, KIND, SCHEMA_VERSION, REMEDY), str(path))
+        if key is not None and (differences := calibration.key.differences(key)):
             raise HotspaConfigError(
                 f"the calibration holds for another case: {', '.join(differences)}", where=str(path), fix=REMEDY
             )
-        return found
+        return calibration
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
@@ -255,7 +255,7 @@ class Calibration:
         """
         reader = Reader(where)
         try:
-            found = cls(
+            calibration = cls(
                 key=reader.key(data["key"]),
                 model=reader.model(data["model"]),
                 samples=tuple(map(reader.sample, data["samples"])),
@@ -273,12 +273,12 @@ class Calibration:
                 seconds=reader.number(data, "seconds"),
                 notes=tuple(map(str, data["notes"])),
             )
-            dtype_bytes(found.key.dtype)
-            fit_costs(found.samples)  # says what the samples lack
+            dtype_bytes(calibration.key.dtype)
+            fit_costs(calibration.samples)  # says what the samples lack
         except KeyError as error:
             raise HotspaConfigError(f"the field {error} is missing", where=where, fix=REMEDY) from None
         except (TypeError, ValueError, AttributeError) as error:
             # HotspaConfigError is a ValueError: what it says is kept, what it lacks is added
             what = error.what if isinstance(error, HotspaConfigError) else f"a field has the wrong type: {error}"
             raise HotspaConfigError(what, where=where, fix=REMEDY) from None
-        return found
+        return calibration

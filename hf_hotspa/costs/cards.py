@@ -136,12 +136,12 @@ def find_preset(text: str) -> Hardware | None:
     name = "-".join(word.removeprefix("rtx") for word in words if word not in ("nvidia", "rtx", "geforce", "amd", ""))
     if name in PRESETS:
         return PRESETS[name]
-    found = [preset for key, preset in PRESETS.items() if key.split("-")[0] == name]
-    if len(found) > 1:
+    matches = [preset for key, preset in PRESETS.items() if key.split("-")[0] == name]
+    if len(matches) > 1:
         raise HotspaConfigError(
-            f"there are several machines {text!r}", fix=f"use one of {', '.join(preset.name for preset in found)}"
+            f"there are several machines {text!r}", fix=f"use one of {', '.join(preset.name for preset in matches)}"
         )
-    return found[0] if found else None
+    return matches[0] if matches else None
 
 
 def _unknown(text: object, where: str = "") -> HotspaConfigError:
@@ -257,22 +257,22 @@ def _value(key: str, value: Any, where: str) -> Any:
         return None
     if key == "memory_bytes":
         return parse_bytes(value, key, where)
-    found = _number(key, value, where, zero=key.endswith("latency_s"))
+    parsed = _number(key, value, where, zero=key.endswith("latency_s"))
     if key in ("devices_per_node", "nics_per_node"):
-        if found != int(found):
+        if parsed != int(parsed):
             raise HotspaConfigError(f"{key} is {value!r} instead of an integer", where=where)
-        return int(found)
-    return found
+        return int(parsed)
+    return parsed
 
 
 def _number(key: str, value: Any, where: str, zero: bool = False) -> float:
     try:
         # YAML 1.1 reads 25e9 as text: its floats need a point and a signed exponent
-        found = math.nan if isinstance(value, bool) else float(value)
+        parsed = math.nan if isinstance(value, bool) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if not (0 < found < math.inf or (zero and found == 0)):
+        parsed = math.nan
+    if not (0 < parsed < math.inf or (zero and parsed == 0)):
         raise HotspaConfigError(
             f"{key} is {value!r}", where=where, fix="give a number above 0" if not zero else "give 0 or a number above"
         )
-    return found
+    return parsed

@@ -49,14 +49,14 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
     best, best_error = np.zeros(count), float(target @ target)
     for size in range(1, count + 1):
         for support in map(list, combinations(range(count), size)):
-            found = np.linalg.lstsq(scaled[:, support], target, rcond=None)[0]
-            if (found < 0).any():
+            solution = np.linalg.lstsq(scaled[:, support], target, rcond=None)[0]
+            if (solution < 0).any():
                 continue
-            residual = scaled[:, support] @ found - target
+            residual = scaled[:, support] @ solution - target
             if (error := float(residual @ residual)) < best_error * (1 - 1e-12):
                 best_error = error
                 best = np.zeros(count)
-                best[support] = found
+                best[support] = solution
     return best / scale
 
 
@@ -77,8 +77,8 @@ def fit_costs(samples: Iterable[Sample]) -> tuple[dict[int, Cost], dict[int, Cos
     if not by_tp:
         raise HotspaConfigError("there are no measurements to fit", fix="measure at least three lengths for each tp")
     layers, ends = {}, {}
-    for tp, found in sorted(by_tp.items()):
-        layers[tp], end = _fit(tp, found)
+    for tp, samples_of_tp in sorted(by_tp.items()):
+        layers[tp], end = _fit(tp, samples_of_tp)
         if end is not None:
             ends[tp] = end
     return layers, ends

@@ -90,14 +90,14 @@ def parse_bytes(value: str | float, name: str = "memory", where: str | None = No
     """
     match = re.fullmatch(r"\s*([0-9.]+(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", str(value).lower())
     try:
-        found = float(match[1]) * _UNITS[match[2]] if match else math.nan
+        num_bytes = float(match[1]) * _UNITS[match[2]] if match else math.nan
     except (KeyError, ValueError):
-        found = math.nan
-    if isinstance(value, bool) or not 0 < found < math.inf:
+        num_bytes = math.nan
+    if isinstance(value, bool) or not 0 < num_bytes < math.inf:
         raise HotspaConfigError(
             f"{name} is {value!r}", where=where, fix="give a number of bytes, or text such as 70GiB or 512MiB"
         )
-    return int(found)
+    return int(num_bytes)
 
 
 def parse_nodes(text: str) -> tuple[int, int]:

@@ -45,8 +45,8 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
     except (ValueError, RecursionError) as error:
         raise HotspaConfigError(f"{kind} is not valid JSON: {error}", where=where, fix=remedy) from None
     if not isinstance(data, dict) or data.get("kind") != kind:
-        found = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise HotspaConfigError(f"the file is no {kind}; it holds {found!r}", where=where, fix=remedy)
+        held = data.get("kind") if isinstance(data, dict) else type(data).__name__
+        raise HotspaConfigError(f"the file is no {kind}; it holds {held!r}", where=where, fix=remedy)
     if data.get("schema_version") != version:
         raise HotspaConfigError(
             f"{kind} has schema version {data.get('schema_version')!r}, and this program reads {version}",

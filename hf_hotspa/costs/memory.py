@@ -120,8 +120,8 @@ class MemoryModel:
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
         """Bytes on the fullest rank: the largest of `stages`, which describes the arguments."""
-        found = self.stages(strategy, pack_tokens, longest=longest, num_packs=num_packs, arena_bytes=arena_bytes)
-        return max(found, key=lambda stage: stage.total)
+        stages = self.stages(strategy, pack_tokens, longest=longest, num_packs=num_packs, arena_bytes=arena_bytes)
+        return max(stages, key=lambda stage: stage.total)
 
     def stages(
         self,
@@ -269,30 +269,30 @@ class MemoryModel:
         """
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        found = UNLIMITED_TOKENS
+        largest = UNLIMITED_TOKENS
         for stage in self._fullest(strategy):
 
             def total(tokens: int, stage: int = stage) -> float:
                 return self._breakdown(Bucket(strategy, longest, tokens), stage, num_packs, arena_bytes).total
 
-            found = most_within(total, limit_bytes, found)
-        return found
+            largest = most_within(total, limit_bytes, largest)
+        return largest
 
     def _fullest(self, strategy: Strategy) -> list[int]:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
         way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
         sizes, last = self.sizes.stages(strategy), strategy.pp - 1
-        found: list[int] = []
+        stages: list[int] = []
         for stage, own in enumerate(sizes):
             smaller = any(
                 sizes[before].num_layers >= own.num_layers
                 and sizes[before].weight_bytes >= own.weight_bytes
                 and sizes[before].gradient_bytes >= own.gradient_bytes
-                for before in found
+                for before in stages
             )
             if stage == last or not smaller:
-                found.append(stage)
-        return found
+                stages.append(stage)
+        return stages
 
     def bytes_needed(
         self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
@@ -317,19 +317,19 @@ class MemoryModel:
         arena = max((self.arena_bytes(bucket.strategy) for bucket in buckets), default=0)
         for bucket in buckets:
             strategy, tokens, longest = bucket.strategy, bucket.pack_tokens, bucket.longest
-            found = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena)
-            if found.total <= limit_bytes:
+            need = self.breakdown(strategy, tokens, longest=longest, arena_bytes=arena)
+            if need.total <= limit_bytes:
                 continue
-            states = found.total - found.activations - found.logits
+            states = need.total - need.activations - need.logits
             fits = self.largest_pack(strategy, limit_bytes, arena_bytes=arena)
             smaller = f"packs of at most {fits} tokens, or " if fits else ""
             raise DeviceMemoryError(
-                f"{strategy} with packs of {tokens} tokens needs {found}, and the limit is {size(limit_bytes)}",
+                f"{strategy} with packs of {tokens} tokens needs {need}, and the limit is {size(limit_bytes)}",
                 where=where,
                 why="weights, gradients, optimizer state and the buffers of switches alone do not fit"
                 if states > limit_bytes
                 else f"its activations do not fit: {size(limit_bytes - states)} are left for them",
-                fix=f"use {smaller}a limit of {round_up(found.total)}, or strategies with more tp or pp",
+                fix=f"use {smaller}a limit of {round_up(need.total)}, or strategies with more tp or pp",
             )
 
 

@@ -43,12 +43,12 @@ class CostModel:
 
     @classmethod
     def of_calibration(
-        cls, found: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
+        cls, calibration: Calibration, sizes: ModelSizes, options: MemoryOptions, world_size: int | None = None
     ) -> "CostModel":
         """From measurements.
 
         Args:
-            found: They.
+            calibration: What was measured.
             sizes: The model.
             options: What its memory depends on; the schedule of pipelines, too.
             world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
@@ -57,10 +57,10 @@ class CostModel:
             HotspaConfigError: too few or impossible measurements.
         """
         return cls(
-            replace(found.time_model(sizes, world_size), schedule=options.schedule),
-            found.memory_model(sizes, options, world_size),
-            found.cluster(world_size),
-            *found.switch_fit,
+            replace(calibration.time_model(sizes, world_size), schedule=options.schedule),
+            calibration.memory_model(sizes, options, world_size),
+            calibration.cluster(world_size),
+            *calibration.switch_fit,
         )
 
     @classmethod
@@ -105,7 +105,7 @@ class CostModel:
 
 
 def check_calibration(
-    found: Calibration,
+    calibration: Calibration,
     where: str,
     shape: ModelShape,
     *,
@@ -117,7 +117,7 @@ def check_calibration(
     """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
 
     Args:
-        found: The calibration.
+        calibration: The calibration.
         where: Its file.
         shape: The model.
         dtype: The dtype of computation.
@@ -128,7 +128,7 @@ def check_calibration(
     Raises:
         HotspaConfigError: naming all that differs.
     """
-    key, facts = found.key, found.model
+    key, facts = calibration.key, calibration.model
     pairs = [
         ("processes a node", key.devices_per_node, devices_per_node),
         ("dtype", key.dtype, dtype),
@@ -140,10 +140,10 @@ def check_calibration(
     wrong = [f"{name} {measured} instead of {needed}" for name, measured, needed in pairs if measured != needed]
     if abs(facts.layer_parameters / shape.layer_parameters - 1) > _SAME_LAYER:
         wrong.append(f"{facts.layer_parameters} parameters of a layer instead of {shape.layer_parameters}")
-    if nodes > 1 and found.inter is None:
+    if nodes > 1 and calibration.inter is None:
         wrong.append("no links between nodes")
-    if not wrong and not found.covers(needed := list(strategies)):
-        wrong = [f"tp {', '.join(map(str, found.degrees))} of {sorted({s.tp for s in needed})}"]
+    if not wrong and not calibration.covers(needed := list(strategies)):
+        wrong = [f"tp {', '.join(map(str, calibration.degrees))} of {sorted({s.tp for s in needed})}"]
     if wrong:
         raise HotspaConfigError(
             f"the calibration was measured for another case: {', '.join(wrong)}",

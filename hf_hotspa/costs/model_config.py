@@ -253,7 +253,7 @@ class _Config:
         if type(width) is not int or not 0 < width < _MOST:
             raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
         names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((found for name in names if data.get(name) and (found := self.get(name))), 0)
+        experts = next((value for name in names if data.get(name) and (value := self.get(name))), 0)
         if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
             return matrices * hidden * width, width
         each = self.get("moe_intermediate_size") or width

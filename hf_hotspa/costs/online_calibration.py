@@ -173,8 +173,8 @@ class OnlineCalibration:
         """How far the phases of a mini-batch are off, as a share of what was measured; errors do not cancel."""
         off = total = 0.0
         for name, predicted_c, measured_c, predicted_s, measured_s in rows:
-            found = self.factors.apply(PhaseSeconds(Strategy.parse(name), predicted_c, predicted_s))
-            off += abs(found.compute_s - measured_c) + abs(found.switch_s - measured_s)
+            corrected = self.factors.apply(PhaseSeconds(Strategy.parse(name), predicted_c, predicted_s))
+            off += abs(corrected.compute_s - measured_c) + abs(corrected.switch_s - measured_s)
             total += measured_c + measured_s
         return off / total if total else 0.0
 
@@ -188,12 +188,12 @@ class OnlineCalibration:
         if not ratios:
             return dict(before)
         common = median(ratio for _, ratio in ratios)
-        found = {}
+        factors = {}
         for strategy in self._strategies:
             own = [ratio for name, ratio in ratios if name == str(strategy)]
             old = before.get(strategy, 1.0)
-            found[strategy] = min(max(median(own) if len(own) >= _SEEN else common, old / _STEP), old * _STEP)
-        return found
+            factors[strategy] = min(max(median(own) if len(own) >= _SEEN else common, old / _STEP), old * _STEP)
+        return factors
 
     def state_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -35,5 +35,5 @@ def phase_factors(time: TimeModel, samples: Iterable[PhaseSample], model: ModelF
             copy = replace(time, layer_costs=layers, head_cost=head)
             predicted = copy.phase_seconds(strategy, sample.replicas)
             ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
-    means = {key: geometric_mean(found) for key, found in ratios.items()}
+    means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}
     return {key: min(max(mean, 1 / _LARGEST), _LARGEST) for key, mean in means.items()}

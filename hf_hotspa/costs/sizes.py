@@ -162,11 +162,11 @@ class ModelSizes:
         accumulated = self.gradients.accumulated
         gradients = np.array([dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]) @ sizes
         fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
-        found = []
+        stages = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
             rank = stage * strategy.tp + int(fullest[stage])
-            found.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
-        return tuple(found)
+            stages.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
+        return tuple(stages)
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         shape, tp = self.shape, strategy.tp
@@ -174,15 +174,15 @@ class ModelSizes:
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
         weight_bytes = dtype_bytes(self.compute_dtype)
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
-        found = []
+        stages = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
             added = len(layers) * adapter
             trained = added if self.adapter is not None else numel
-            found.append(StageSizes(len(layers), (numel + added) * weight_bytes, trained * gradient_bytes))
-        return tuple(found)
+            stages.append(StageSizes(len(layers), (numel + added) * weight_bytes, trained * gradient_bytes))
+        return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
         """The share of query heads, and of key/value heads, on the fullest of tp coordinates."""

@@ -174,7 +174,7 @@ class TimeModel:
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
         mean = sum(self.layer_costs) / len(self.layer_costs)
-        found, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
+        costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
         for stage, layers in enumerate(cut_stages(self.layer_costs, self.head_cost, pp)):
             cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
             if rc:  # one more forward pass of every rc-th layer
@@ -183,8 +183,8 @@ class TimeModel:
                 cost += self.embeddings.get(tp, Cost())
             if stage == pp - 1:
                 cost += self.heads.get(tp, Cost())
-            found.append(cost * factor)
-        return tuple(found)
+            costs.append(cost * factor)
+        return tuple(costs)
 
     def _phase_factor(self, tp: int, pp: int) -> float:
         """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""

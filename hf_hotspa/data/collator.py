@@ -295,14 +295,14 @@ class PackedBucketCollator:
         return MiniBatch(plan, tuple(PhaseBatch(phase.bucket, ()) for phase in plan.phases), error)
 
     def _read(self, example: Any, row: int) -> Row:
-        found = example if isinstance(example, Row) else read_row(example, row, self.rules)
+        parsed = example if isinstance(example, Row) else read_row(example, row, self.rules)
         if self.table is not None:
-            if len(found.ids) != int(self.table.lengths[row]):
+            if len(parsed.ids) != int(self.table.lengths[row]):
                 scanned = int(self.table.lengths[row])
-                raise self._stale(row, f"it has {len(found.ids)} tokens and {scanned} were scanned")
-            if len(found.ids) and found.cuts.tolist() != [begin for begin, _ in self.table.documents(row)[1:]]:
+                raise self._stale(row, f"it has {len(parsed.ids)} tokens and {scanned} were scanned")
+            if len(parsed.ids) and parsed.cuts.tolist() != [begin for begin, _ in self.table.documents(row)[1:]]:
                 raise self._stale(row, "its documents begin elsewhere")
-        return found
+        return parsed
 
     def _micro_batch(self, pack: Pack, rows: Mapping[int, Row]) -> MicroBatch:
         lengths = pack.lengths

@@ -67,10 +67,10 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     if "input_ids" in names:
         check_masks(names)
         return dataset.select_columns([name for name in (*TOKEN_COLUMNS, *keep) if name in names])
-    found = format_of(names)
-    say_once(found, tokenizer)
+    format_ = format_of(names)
+    say_once(format_, tokenizer)
     features = {"input_ids": List(Value("int32"))}
-    if found.masked:
+    if format_.masked:
         features["labels"] = List(Value("int32"))
     kept = {name: dataset.features[name] for name in names if name in keep}
     return dataset.map(
@@ -105,31 +105,31 @@ def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Map
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def say_once(found: Format, tokenizer: Any) -> None:
+def say_once(format_: Format, tokenizer: Any) -> None:
     """Tells the user, once and on rank 0, what he could not expect of how his rows are read.
 
     Raises:
         DataError: the rows need a chat template, and the tokenizer has none.
     """
-    key = repr((found.columns, found.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
+    key = repr((format_.columns, format_.unused, getattr(tokenizer, "chat_template", None), tokenizer.eos_token_id))
     if os.environ.get("RANK", "0") != "0" or key in _said:  # a stream comes here in each mini-batch
         return
     _said.add(key)
     lines = []
-    if found.unused:
-        lines.append(f"Rows are read from the columns {list(found.columns)}; {list(found.unused)} are not used.")
+    if format_.unused:
+        lines.append(f"Rows are read from the columns {list(format_.columns)}; {list(format_.unused)} are not used.")
     templated = _has_template(tokenizer)
-    if found.kind == "answer" and not templated:
+    if format_.kind == "answer" and not templated:
         lines.append(
             "The tokenizer has no chat template: questions and answers are written as '### Instruction:', '### Input:' and "
             "'### Response:'."
         )
-    if tokenizer.eos_token_id is None and (found.kind in ("text", "completion") or not templated):
+    if tokenizer.eos_token_id is None and (format_.kind in ("text", "completion") or not templated):
         lines.append(
             "The tokenizer has no end-of-sequence token, so texts are trained without one and the model does not learn where "
             "they end: set tokenizer.eos_token."
         )
-    if found.kind in ("chat", "answer") and templated:
+    if format_.kind in ("chat", "answer") and templated:
         lines.append(ChatTemplate(tokenizer).statement() or "")
     for line in lines:
         if line and line not in _said:
@@ -179,8 +179,8 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         builders = sorted({_BUILDERS.get(p.suffix, "") for p in files})
         if len(builders) != 1 or not builders[0]:
             kinds = sorted({p.suffix for p in files})
-            found = f"files of the kinds {kinds}" if files else "no file that can be read"
-            raise DataError(f"{path} holds {found}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
+            contents = f"files of the kinds {kinds}" if files else "no file that can be read"
+            raise DataError(f"{path} holds {contents}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
         try:
             return datasets.load_dataset(builders[0], data_files={"train": list(map(str, files))}, split=split)
         except Exception as error:  # of the split, the builder, or what reads the file
@@ -202,12 +202,13 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
 
 def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, version: int = _VERSION) -> _Columns:
     """Tokens of some rows, by columns."""
-    found = format_of(list(batch))
+    format_ = format_of(list(batch))
     records = [
-        dict(zip(found.columns, values, strict=True)) for values in zip(*(batch[n] for n in found.columns), strict=True)
+        dict(zip(format_.columns, values, strict=True))
+        for values in zip(*(batch[n] for n in format_.columns), strict=True)
     ]
-    readings = [found.read(record, row) for record, row in zip(records, rows, strict=True)]
-    if not found.masked:
+    readings = [format_.read(record, row) for record, row in zip(records, rows, strict=True)]
+    if not format_.masked:
         ids = tokenizer(readings, verbose=False)["input_ids"]
         return {"input_ids": [_with_eos(list(i), tokenizer) for i in ids]}
     readings = [_without_template(reading, tokenizer) for reading in readings]

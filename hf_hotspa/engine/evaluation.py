@@ -160,9 +160,9 @@ class Evaluation:
                 yield (sequence.row, sequence.start), whole[begin : begin + sequence.num_tokens]
                 begin += sequence.num_tokens
 
-    def _wrong_width(self, found: int, expected: int) -> HotspaError:
+    def _wrong_width(self, width: int, expected: int) -> HotspaError:
         return ModelError(
-            f"the model gives {found} logits a token and its head has {expected} rows",
+            f"the model gives {width} logits a token and its head has {expected} rows",
             why="logits are collected by the rows of the vocabulary",
             fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
         )

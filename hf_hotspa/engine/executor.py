@@ -321,13 +321,13 @@ class SwitchExecutor:
     ) -> Binding:
         """The rounds with their tensors."""
         key = plan.digest(), tuple(wire_dtypes)
-        found = self._bindings.find(key, buffers)
-        if found is None:
+        binding = self._bindings.find(key, buffers)
+        if binding is None:
             self._grow(self._slots(plan, schedule, wire_dtypes))
             relay = self._relay_views(plan, schedule, wire_dtypes)
             stagings = tuple(zip(self._send_staging, self._receive_staging, strict=True))
-            found = self._bindings.add(key, schedule, buffers, relay, stagings, plan.accumulate, self.rank)
-        return found
+            binding = self._bindings.add(key, schedule, buffers, relay, stagings, plan.accumulate, self.rank)
+        return binding
 
     def _relay_views(self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]) -> Views:
         return {
@@ -353,9 +353,9 @@ class SwitchExecutor:
             buffers, role = stores[store], _STORE_NAMES[store]
             buffer = buffers[segment] if segment < len(buffers) else None
             if buffer is None or buffer.dim() != 1 or buffer.numel() < extent or not buffer.is_contiguous():
-                found = "none" if buffer is None else f"{tuple(buffer.shape)} with strides {buffer.stride()}"
+                actual = "none" if buffer is None else f"{tuple(buffer.shape)} with strides {buffer.stride()}"
                 raise PlanError(
-                    f"switch {plan.name!r} needs a flat {role} buffer of {extent} elements for segment {segment}, found {found}",
+                    f"switch {plan.name!r} needs a flat {role} buffer of {extent} elements for segment {segment}, found {actual}",
                     where=f"rank {self.rank}",
                     why="nothing was sent",
                 )

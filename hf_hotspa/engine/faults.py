@@ -73,13 +73,13 @@ class OutOfMemory:
 
 def memory_cause(error: BaseException) -> BaseException | None:
     """The lack of memory that an error is, or was raised from."""
-    found: BaseException | None = error
-    while found is not None:
-        if isinstance(found, MemoryError | torch.OutOfMemoryError):
-            return found
-        if type(found) is RuntimeError and any(text in str(found) for text in _HOST_TEXTS):
-            return found
-        found = found.__cause__
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, MemoryError | torch.OutOfMemoryError):
+            return cause
+        if type(cause) is RuntimeError and any(text in str(cause) for text in _HOST_TEXTS):
+            return cause
+        cause = cause.__cause__
     return None
 
 
@@ -156,8 +156,8 @@ class PhaseFailures:
         """
         phase, runner, step, where = self._now
         place = f"{where}, strategy {runner.mesh.strategy}"
-        found = out_of_memory(failure, phase, runner, step, self.predicted_bytes)
-        if found is not None:
-            self.out_of_memory = self.out_of_memory or found  # the other thread may have been the first to note it
+        shortage = out_of_memory(failure, phase, runner, step, self.predicted_bytes)
+        if shortage is not None:
+            self.out_of_memory = self.out_of_memory or shortage  # the other thread may have been the first to note it
             return self._mailbox.explain(self.out_of_memory.error(place), place)
         return self._mailbox.explain(hotspa_cause(failure) or lost_peer(failure, self._rank, place) or failure, place)

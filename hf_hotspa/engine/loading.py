@@ -174,7 +174,7 @@ class _Conversion:
         for pattern, name in self.sources:
             converter.add_tensor(self.target, name, pattern, read(name).to(self.dtype))
         made = converter.convert(self.target, model=model, config=model.config)
-        return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+        return {name: tensors[0] if isinstance(tensors, list) else tensors for name, tensors in made.items()}
 
 
 class SavedModel:
@@ -214,16 +214,16 @@ class SavedModel:
             DamagedCheckpointError: a file cannot be read.
         """
         name, *others = [name for name in (spec.name, *spec.tied_names) if name in self._sources]
-        found = self._source(name, spec.shard_dim, start, stop)
+        tensor = self._source(name, spec.shard_dim, start, stop)
         for other in others:
-            if not torch.equal(found, self._source(other, spec.shard_dim, start, stop)):
+            if not torch.equal(tensor, self._source(other, spec.shard_dim, start, stop)):
                 raise ModelError(
                     f"{other!r} and {name!r} are tied, but saved with different values",
                     where=str(self.files.folder),
                     why="training would use one of them for both",
                     fix="set tie_word_embeddings=False in its config",
                 )
-        return found
+        return tensor
 
     def _match(self) -> dict[str, str]:
         """Finds the source of every tensor, as transformers does; returns what is left, new name -> saved name."""
@@ -318,13 +318,13 @@ class SavedModel:
     def _source(self, name: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
         source = self._sources[name]
         if isinstance(source, str):
-            found = self.files.read(source, shard_dim, start, stop)
+            tensor = self.files.read(source, shard_dim, start, stop)
         else:
             if self._made is None or self._made[0] is not source:
                 self._made = None  # not two at a time
                 self._made = source, source.run(self._model, self.files.whole)
-            found = to_storage(self._made[1][name], shard_dim)[start:stop]
-        return found.to(self._expected[name].dtype)
+            tensor = to_storage(self._made[1][name], shard_dim)[start:stop]
+        return tensor.to(self._expected[name].dtype)
 
     def _where(self, saved: str) -> str:
         return str(self.files.folder / self.files.tensors[saved].file)

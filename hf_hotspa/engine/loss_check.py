@@ -143,8 +143,8 @@ def _check_sequence_loss(loss: SequenceLoss, vocab_size: int, generator: torch.G
     both = _batch(sequences)
     value, gradient = value_of(both)
     gradients = torch.zeros_like(gradient)
-    for index, (sequence, (_, found)) in enumerate(zip(sequences, alone, strict=True)):
-        gradients[index, : sequence.logits.shape[1]] = found[0]
+    for index, (sequence, (_, of_sequence)) in enumerate(zip(sequences, alone, strict=True)):
+        gradients[index, : sequence.logits.shape[1]] = of_sequence[0]
     _same(
         loss,
         (value, gradient),
@@ -225,8 +225,8 @@ def _called(loss: TokenLoss | SequenceLoss, call: Callable[[], Any]) -> Tensor:
     return value.reshape(())
 
 
-def _same(loss: Any, found: tuple[Tensor, Tensor], expected: Any, what: str, fix: str) -> None:
-    for a, b in zip(found, expected, strict=True):
+def _same(loss: Any, actual: tuple[Tensor, Tensor], expected: Any, what: str, fix: str) -> None:
+    for a, b in zip(actual, expected, strict=True):
         if not bool((a - b).norm() <= _TOLERANCE * torch.maximum(a.norm(), b.norm())):
             raise _refused(loss, what, None, fix)
 
@@ -299,8 +299,8 @@ def _one_forward(model: nn.Module, ids: Tensor, labels: Tensor, counted: bool) -
     try:
         with torch.random.fork_rng(devices=devices):
             items = {"num_items_in_batch": (labels[:, 1:] != IGNORE).sum()} if counted else {}
-            found: Mapping[str, Any] = model(input_ids=ids, labels=labels, use_cache=False, return_dict=True, **items)
-        return found
+            outputs: Mapping[str, Any] = model(input_ids=ids, labels=labels, use_cache=False, return_dict=True, **items)
+        return outputs
     finally:
         for module, mode in modes:
             module.training = mode

@@ -167,13 +167,13 @@ class Bindings:
             stagings: Slots of (send, receive) staging, used in turn by the rounds that are not empty.
             accumulate: Whether it is a gradient return.
         """
-        found = {place: buffer.detach() for place, buffer in buffers.items()} | relay
+        detached = {place: buffer.detach() for place, buffer in buffers.items()} | relay
         slots = cycle(stagings)
         rounds = [
-            None if current.is_empty else BoundRound(current, found, *next(slots), accumulate, rank)
+            None if current.is_empty else BoundRound(current, detached, *next(slots), accumulate, rank)
             for current in schedule.rounds
         ]
-        binding = Binding(_places(buffers), found, rounds)
+        binding = Binding(_places(buffers), detached, rounds)
         self._kept[key] = [*self._kept.get(key, ()), binding][-self._KEPT :]
         return binding
 

@@ -40,8 +40,8 @@ def raise_non_finite(
     Raises:
         NonFiniteError: naming the first parameter whose gradient is not finite, and the first pack whose loss is not.
     """
-    found = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])
-    for phase, replica, pack in found.int().tolist():
+    places = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])
+    for phase, replica, pack in places.int().tolist():
         if phase >= 0:
             where = f"{where}, {_describe(plan, phase, replica, pack)}"
             break

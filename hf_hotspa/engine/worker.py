@@ -233,8 +233,8 @@ class SwitchJob:
         try:
             self._submitted.wait()
             stats = run(self)
-        except BaseException as found:  # also what is no Exception: the caller must not wait for ever
-            error = found
+        except BaseException as failure:  # also what is no Exception: the caller must not wait for ever
+            error = failure
         with self._changed:
             self._busy_s = time.perf_counter() - begin - self._gated_s
             self._end(stats, error)

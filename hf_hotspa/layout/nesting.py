@@ -58,14 +58,14 @@ def nested_orders(
 
     best = dict.fromkeys(degrees, 0)
     for start in _starts(degrees, candidates):
-        choice, found = start, value(start)
+        choice, overlap = start, value(start)
         while True:
             trials = [{**choice, tp: index} for tp in movable for index in range(len(candidates[tp]))]
             better = max(trials, key=value, default=choice)
-            if value(better) <= found:
+            if value(better) <= overlap:
                 break
-            choice, found = better, value(better)
-        if found > value(best):
+            choice, overlap = better, value(better)
+        if overlap > value(best):
             best = choice
     return {s: candidates[s.tp][best[s.tp]] if best[s.tp] else () for s in strategies}
 
@@ -97,25 +97,25 @@ def _prime_factors(number: int) -> list[int]:
 
 def _factor_orders(number: int) -> list[Order]:
     """The distinct orders of the prime factors, lexicographic, at most `_MOST_ORDERS`."""
-    found: list[Order] = []
+    orders: list[Order] = []
 
     def extend(prefix: Order, left: Order) -> None:
         if not left:
-            found.append(prefix)
+            orders.append(prefix)
         for factor in sorted(set(left)):
-            if len(found) < _MOST_ORDERS:
+            if len(orders) < _MOST_ORDERS:
                 at = left.index(factor)
                 extend((*prefix, factor), left[:at] + left[at + 1 :])
 
     extend((), tuple(_prime_factors(number)))
-    return found
+    return orders
 
 
 def _digit_reversals(tp: int) -> list[Order]:
     """The digit reversals of a degree other than the identity (a prime has none)."""
-    found = dict.fromkeys(digit_reversal(radices) for radices in _factor_orders(tp))
-    found.pop(tuple(range(tp)), None)
-    return list(found)
+    reversals = dict.fromkeys(digit_reversal(radices) for radices in _factor_orders(tp))
+    reversals.pop(tuple(range(tp)), None)
+    return list(reversals)
 
 
 def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[dict[int, int]]:

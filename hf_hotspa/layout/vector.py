@@ -171,10 +171,10 @@ class ParameterVector:
 
     @cached_property
     def _specs_by_segment(self) -> list[tuple[ParameterSpec, ...]]:
-        found: list[list[ParameterSpec]] = [[] for _ in self.segments]
+        by_segment: list[list[ParameterSpec]] = [[] for _ in self.segments]
         for spec in self.specs:
-            found[self.segment_of(spec).index].append(spec)
-        return [tuple(specs) for specs in found]
+            by_segment[self.segment_of(spec).index].append(spec)
+        return [tuple(specs) for specs in by_segment]
 
     def digest(self) -> str:
         """SHA-256 of everything that decides layouts and plans: equal on ranks with the same model."""

@@ -51,12 +51,12 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
         )
     fresh = build_skeleton(description)
     expected = {description.prefix + name: tuple(p.shape) for name, p in fresh.named_parameters(remove_duplicate=False)}
-    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    if found != expected:
-        names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    if shapes != expected:
+        names = sorted(name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name))
         first = names[0]
         raise ModelError(
-            f"parameter {first!r} is {found.get(first, 'missing')} in the model and {expected.get(first, 'missing')} in a "
+            f"parameter {first!r} is {shapes.get(first, 'missing')} in the model and {expected.get(first, 'missing')} in a "
             f"{description.model_class.__name__} built from its config ({len(names)} differ)",
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )

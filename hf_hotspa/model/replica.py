@@ -322,8 +322,8 @@ class Replica:
             pack = tokens_of(micro_batch)
 
             def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
-                found = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
-                return own.of(found, pack, tokens, scale)
+                log_probabilities = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
+                return own.of(log_probabilities, pack, tokens, scale)
 
             return of_tokens
 

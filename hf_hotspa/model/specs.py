@@ -90,12 +90,12 @@ class ModelDescription:
 
     def local_heads(self, tp: int, shard: int) -> dict[str, tuple[int, int, int]]:
         """For attention modules whose heads are cut: a shard's first query head, and its query and key/value heads."""
-        found = {}
+        ranges = {}
         for name, (heads, kv_heads) in self.attention_heads.items():
             low, high = Part(heads, kv_heads, heads).cut(tp, shard)
             first, last = Part(kv_heads, kv_heads, kv_heads, replicate=True).cut(tp, shard)
-            found[name] = low, high - low, last - first
-        return found
+            ranges[name] = low, high - low, last - first
+        return ranges
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -142,14 +142,14 @@ class TensorPlan:
         self._blocks = self._find_blocks(layer_prefixes)
         for name, block in self._blocks.items():
             try:
-                found = self._cut(name, block)
+                cut = self._cut(name, block)
             except _WholeError as reason:
                 self.whole[_pattern(name)] = str(reason)
                 continue
-            self.styles |= found.styles
-            self.cuts |= found.cuts
-            self.partial |= found.partial
-            self.heads |= found.heads
+            self.styles |= cut.styles
+            self.cuts |= cut.cuts
+            self.partial |= cut.partial
+            self.heads |= cut.heads
 
     # -- blocks -------------------------------------------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class TensorPlan:
     def _cut(self, name: str, block: _Block) -> _Found:
         if block.own == EXPERTS_STYLE or set(block.parameters.values()) & {PACKED_COLWISE, PACKED_ROWWISE}:
             return self._cut_experts(name, block)
-        found = _Found()
+        cut = _Found()
         local: dict[str, str] = {}
         for leaf, planned in block.modules.items():
             style = PLAN_STYLES.get(planned, planned)
@@ -183,13 +183,13 @@ class TensorPlan:
                 style = COLWISE if style == COLWISE_GATHER else ROWWISE
             if style in _GATHERED:
                 # what it reads and writes is whole on every rank, so any cut will do
-                self._cut_linear(found, f"{name}.{leaf}", style, None)
+                self._cut_linear(cut, f"{name}.{leaf}", style, None)
             else:
                 local[leaf] = style
         if local or block.parameters:
             attends = calls_attention(self.modules[name]) or "o_proj" in local
-            (self._cut_attention if attends else self._cut_mlp)(found, name, local, block)
-        return found
+            (self._cut_attention if attends else self._cut_mlp)(cut, name, local, block)
+        return cut
 
     def _linear(self, name: str) -> nn.Linear:
         module = self.modules[name]
@@ -197,27 +197,27 @@ class TensorPlan:
             raise _WholeError(f"{name.rpartition('.')[2]} is a {type(module).__name__}, not a linear layer")
         return module
 
-    def _cut_linear(self, found: _Found, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
+    def _cut_linear(self, cut: _Found, name: str, style: str, parts: tuple[Part, ...] | None) -> None:
         module = self._linear(name)
         rows = module.in_features if style in (ROWWISE, ROWWISE_SPLIT) else module.out_features
         parts = parts or (Part(rows, rows, rows),)
-        found.styles[name] = style
+        cut.styles[name] = style
         if style in (ROWWISE, ROWWISE_SPLIT):
-            found.cuts[f"{name}.weight"] = Cut(1, parts)  # the bias is added once, after the sum
+            cut.cuts[f"{name}.weight"] = Cut(1, parts)  # the bias is added once, after the sum
         else:
-            found.cuts[f"{name}.weight"] = Cut(0, parts)
+            cut.cuts[f"{name}.weight"] = Cut(0, parts)
             if module.bias is not None:
-                found.cuts[f"{name}.bias"] = Cut(0, parts)
+                cut.cuts[f"{name}.bias"] = Cut(0, parts)
 
     def _unplanned(self, name: str, block: _Block) -> list[tuple[str, nn.Parameter]]:
         """Parameters inside a block, by their name in it, that neither its plan nor that of a block in it names."""
         inner = [f"{other}." for other in self._blocks if other.startswith(f"{name}.")]
-        found = []
+        unplanned = []
         for leaf, parameter in plain_parameters(self.modules[name]):
             planned = leaf in block.parameters or leaf.rpartition(".")[0] in block.modules
             if not planned and not f"{name}.{leaf}".startswith(tuple(inner)):
-                found.append((leaf, parameter))
-        return found
+                unplanned.append((leaf, parameter))
+        return unplanned
 
     # -- fused projections that the plan gathers ----------------------------------------------------------------------
 
@@ -257,7 +257,7 @@ class TensorPlan:
 
     # -- attention ----------------------------------------------------------------------------------------------------
 
-    def _cut_attention(self, found: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+    def _cut_attention(self, cut: _Found, name: str, local: dict[str, str], block: _Block) -> None:
         attention = self.modules[name]
         latent = "kv_b_proj" in local
         heads, kv_heads = self._num_heads, self._num_kv_heads
@@ -269,34 +269,34 @@ class TensorPlan:
             if style == LATENT_STYLE:
                 if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
                     raise _WholeError("it does not say how wide its rotary keys are")
-                found.styles[full] = LATENT
+                cut.styles[full] = LATENT
             elif style == PARTIAL_GRADIENT:
                 for inner, parameter in self.modules[full].named_parameters():
-                    self._cut_norm(found, f"{full}.{inner}", parameter, leaf, attention, heads, kv_heads)
+                    self._cut_norm(cut, f"{full}.{inner}", parameter, leaf, attention, heads, kv_heads)
             elif style in (COLWISE, ROWWISE):
                 module = self._linear(full)
                 rows = module.in_features if style == ROWWISE else module.out_features
-                self._cut_linear(found, full, style, _head_parts(leaf, rows, heads, kv_heads))
+                self._cut_linear(cut, full, style, _head_parts(leaf, rows, heads, kv_heads))
             else:
                 raise _WholeError(f"the plan's style {style!r} of {leaf} is not known")
         for leaf, style in block.parameters.items():
             parameter = attention.get_parameter(leaf)
             if style != "colwise" or parameter.shape[0] % heads:
                 raise _WholeError(f"the plan's style {style!r} of the parameter {leaf} is not known")
-            found.cuts[f"{name}.{leaf}"] = Cut(0, (Part(parameter.shape[0], kv_heads, heads),))
+            cut.cuts[f"{name}.{leaf}"] = Cut(0, (Part(parameter.shape[0], kv_heads, heads),))
         for leaf, parameter in self._unplanned(name, block):
             first = leaf.partition(".")[0]
             if latent and first in _BEFORE_LATENT:
                 continue
             if not _HEAD_NORM.fullmatch(first):
                 raise _WholeError(f"the plan says nothing of {leaf}")
-            self._cut_norm(found, f"{name}.{leaf}", parameter, first, attention, heads, kv_heads)
-        if not {COLWISE, ROWWISE} <= set(found.styles.values()):
+            self._cut_norm(cut, f"{name}.{leaf}", parameter, first, attention, heads, kv_heads)
+        if not {COLWISE, ROWWISE} <= set(cut.styles.values()):
             raise _WholeError("the plan names no projections on both sides of it")
         for leaf, buffer in attention.named_buffers():
             if buffer.numel() > 1 and "rotary" not in leaf:
                 raise _WholeError(f"its buffer {leaf} may belong to heads")
-        found.heads[name] = (heads, kv_heads)
+        cut.heads[name] = (heads, kv_heads)
 
     def _check_heads(self, name: str, attention: nn.Module, kv_heads: int, latent: bool) -> None:
         """Refuses layers with other heads than the config says, which would be cut through a head."""
@@ -309,7 +309,7 @@ class TensorPlan:
 
     def _cut_norm(
         self,
-        found: _Found,
+        cut: _Found,
         name: str,
         parameter: nn.Parameter,
         leaf: str,
@@ -320,7 +320,7 @@ class TensorPlan:
         """A norm of queries, keys or values between the cut projections: per head, or with weights for each head."""
         count = heads if leaf.startswith("q") else kv_heads
         if parameter.ndim == 2 and parameter.shape[0] == count:
-            found.cuts[name] = Cut(0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),))
+            cut.cuts[name] = Cut(0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),))
             return
         linear = base_layer(getattr(attention, f"{leaf[0]}_proj", None))
         width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
@@ -328,11 +328,11 @@ class TensorPlan:
             width = linear.out_features // count
         if parameter.ndim != 1 or (count > 1 and width is not None and parameter.numel() > width):
             raise _WholeError(f"{leaf} is over all heads")
-        found.partial.add(name)
+        cut.partial.add(name)
 
     # -- MLP and experts ----------------------------------------------------------------------------------------------
 
-    def _cut_mlp(self, found: _Found, name: str, local: dict[str, str], block: _Block) -> None:
+    def _cut_mlp(self, cut: _Found, name: str, local: dict[str, str], block: _Block) -> None:
         if block.parameters:
             raise _WholeError(f"the plan's styles of the parameters {sorted(block.parameters)} are not known")
         if unknown := sorted(leaf for leaf, style in local.items() if style not in (COLWISE, ROWWISE)):
@@ -349,15 +349,15 @@ class TensorPlan:
             if style == COLWISE and rows != width and not fused:
                 raise _WholeError(f"{leaf} is {rows} wide where {width} are expected")
             parts = (Part(width, width, width),) * (2 if fused else 1)
-            self._cut_linear(found, f"{name}.{leaf}", style, parts)
+            self._cut_linear(cut, f"{name}.{leaf}", style, parts)
         for leaf, parameter in self._unplanned(name, block):
             if parameter.numel() != 1:
                 raise _WholeError(f"the plan says nothing of {leaf}")
-            found.partial.add(f"{name}.{leaf}")  # of an activation function, which sees this rank's columns
+            cut.partial.add(f"{name}.{leaf}")  # of an activation function, which sees this rank's columns
 
     def _cut_experts(self, name: str, block: _Block) -> _Found:
         experts: Any = self.modules[name]
-        found = _Found()
+        cut = _Found()
         down = block.parameters.get("down_proj")
         if down not in ("rowwise", "colwise"):
             raise _WholeError("its weights are not fused over the experts")
@@ -375,10 +375,10 @@ class TensorPlan:
             if parameter.ndim != 3 or rows % width or (packed and rows != 2 * width):
                 raise _WholeError(f"{leaf} has the shape {tuple(parameter.shape)}")
             part = Part(width, width, width) if packed else Part(rows, width, width)
-            found.cuts[f"{name}.{leaf}"] = Cut(dim, (part, part) if packed else (part,))
-        found.styles[name] = EXPERTS
-        found.styles |= {f"{name}.{leaf}": IDENTITY_EXPERT for leaf in block.modules}
-        return found
+            cut.cuts[f"{name}.{leaf}"] = Cut(dim, (part, part) if packed else (part,))
+        cut.styles[name] = EXPERTS
+        cut.styles |= {f"{name}.{leaf}": IDENTITY_EXPERT for leaf in block.modules}
+        return cut
 
 
 def _pattern(name: str) -> str:

@@ -145,4 +145,4 @@ class WeightFiles:
 
 def _header(opened: Any) -> dict[str, tuple[tuple[int, ...], str]]:
     slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-    return {name: (tuple(found.get_shape()), found.get_dtype()) for name, found in slices.items()}
+    return {name: (tuple(piece.get_shape()), piece.get_dtype()) for name, piece in slices.items()}

@@ -51,15 +51,15 @@ def reaches(tokens: Sequence[int], most_tokens: int | None = None) -> list[int]:
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
-    found, end, held = [], 0, 0
+    ends, end, held = [], 0, 0
     for start in range(total):
         if end == start:
             held, end = tokens[start], start + 1
         while end < total and held + tokens[end] <= most_tokens:
             held, end = held + tokens[end], end + 1
-        found.append(end)
+        ends.append(end)
         held -= tokens[start]
-    return found
+    return ends
 
 
 def delays(reach: Sequence[int], num_stages: int) -> bool:
@@ -78,14 +78,14 @@ def operations(reach: Sequence[int], num_stages: int, stage: int) -> list[Operat
         reach: See `reaches`.
         stage: The stage, from 0.
     """
-    found: list[Operation] = []
+    order: list[Operation] = []
     forwards = 0
     for backward, most in enumerate(reach):
         ahead = min(most, backward + num_stages - stage)
-        found += ((forward, False) for forward in range(forwards, ahead))
+        order += ((forward, False) for forward in range(forwards, ahead))
         forwards = max(forwards, ahead)
-        found.append((backward, True))
-    return found
+        order.append((backward, True))
+    return order
 
 
 @dataclass(frozen=True)

@@ -128,14 +128,14 @@ def plain_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def without_adapters(model: nn.Module) -> dict[str, nn.Module]:
     """The modules of a model by name as if it had no adapters: in the place of a LoRA layer its base."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     inside: tuple[str, ...] = ()
     for name, module in model.named_modules():  # parents come first
         if not name.startswith(inside or ("\0",)):
-            found[name] = base_layer(module)
-            if found[name] is not module:
+            modules[name] = base_layer(module)
+            if modules[name] is not module:
                 inside = (*inside, f"{name}.")
-    return found
+    return modules
 
 
 def refuse_quantized(model: nn.Module) -> None:
@@ -147,8 +147,8 @@ def refuse_quantized(model: nn.Module) -> None:
     config = getattr(getattr(model, "config", None), "quantization_config", None)
     if config is None and not getattr(model, "is_quantized", False):
         return
-    found = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
-    method = str(getattr(found, "value", found) or "an unknown method")
+    quant_method = config.get("quant_method") if isinstance(config, Mapping) else getattr(config, "quant_method", None)
+    method = str(getattr(quant_method, "value", quant_method) or "an unknown method")
     raise UnsupportedError(
         f"the weights are quantized ({method})",
         why="packed integers and their scales cannot be cut into shards and moved between layouts like weights",
@@ -207,10 +207,10 @@ def unwrap(model: nn.Module) -> tuple[Any, str, Adapters | None]:
 def _refuse_bare_tuners(model: nn.Module) -> None:
     from peft.tuners.tuners_utils import BaseTunerLayer
 
-    found = next((name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)), None)
-    if found is not None:
+    tuner = next((name for name, module in model.named_modules() if isinstance(module, BaseTunerLayer)), None)
+    if tuner is not None:
         raise UnsupportedError(
-            f"the module {found!r} is an adapter inside a {type(model).__name__}",
+            f"the module {tuner!r} is an adapter inside a {type(model).__name__}",
             why="adapters are read from a PeftModel, which holds their config",
             fix="use peft.get_peft_model(model, config) instead of model.add_adapter or inject_adapter_in_model",
         )
@@ -237,7 +237,7 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
     from peft.utils.other import AuxiliaryTrainingWrapper
 
     ends = [bare.get_input_embeddings(), bare.get_output_embeddings()] if isinstance(bare, PreTrainedModel) else []
-    found: dict[str, float] = {}
+    scalings: dict[str, float] = {}
     for path, module in bare.named_modules():
         if not isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper):
             continue
@@ -259,8 +259,8 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
             raise UnsupportedError(
                 f"the adapter on {path!r} is the variant {kinds}", why=_WHY, fix="use LoRA or rsLoRA (use_rslora=True)"
             )
-        found[path] = float(module.scaling[name])
-    return found
+        scalings[path] = float(module.scaling[name])
+    return scalings
 
 
 def inject(model: Any, adapters: Adapters) -> None:

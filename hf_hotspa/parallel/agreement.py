@@ -110,10 +110,10 @@ def as_hotspa_error(error: BaseException, where: str) -> HotspaError:
 
 def hotspa_cause(error: BaseException) -> HotspaError | None:
     """The error of our family that this one is, or that a library wrapped (`raise RuntimeError from ours`)."""
-    found: BaseException | None = error
-    while found is not None and not isinstance(found, HotspaError):
-        found = found.__cause__
-    return found
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, HotspaError):
+        cause = cause.__cause__
+    return cause
 
 
 def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
@@ -237,9 +237,9 @@ class Agreement:
         if any(errors):
             self._raise_first(text, max(errors))
         if len(set(shown)) > 1:
-            everyone = [json.loads(found) for found in self.texts(json.dumps(dict(facts or {})))]
-            every_name = dict.fromkeys(name for found in everyone for name in found)
-            raise _mismatch({name: [found.get(name) for found in everyone] for name in every_name}, where, True)
+            everyone = [json.loads(of_rank) for of_rank in self.texts(json.dumps(dict(facts or {})))]
+            every_name = dict.fromkeys(name for of_rank in everyone for name in of_rank)
+            raise _mismatch({name: [of_rank.get(name) for of_rank in everyone] for name in every_name}, where, True)
         if len(set(listed)) > 1:
             raise _mismatch({"list of what to compare": list(listed)}, where)
         if len(set(compared)) > 1:
@@ -277,7 +277,7 @@ class Agreement:
         """Every rank's text; a collective call."""
         data = text.encode()
         sizes = [int(size) for size in self._gather(torch.tensor([len(data)], dtype=torch.int64))]
-        return [found[:size].decode() for found, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
+        return [raw[:size].decode() for raw, size in zip(self._gather_bytes(data, max(sizes)), sizes, strict=True)]
 
     def _gather_bytes(self, data: bytes, longest: int) -> list[bytes]:
         """Every rank's bytes, filled with zeros to the longest."""
@@ -285,8 +285,8 @@ class Agreement:
         return [row.numpy().tobytes() for row in self._gather(padded)]
 
     def _raise_first(self, text: bytes, longest: int) -> NoReturn:
-        texts = [found.rstrip(b"\0") for found in self._gather_bytes(text, longest)]
-        first = next(rank for rank, found in enumerate(texts) if found)
+        texts = [raw.rstrip(b"\0") for raw in self._gather_bytes(text, longest)]
+        first = next(rank for rank, raw in enumerate(texts) if raw)
         raise _located(HotspaError.from_dict(json.loads(texts[first])), first)
 
 

@@ -111,8 +111,8 @@ class PackedSequences:
         if self.prefix is None or before is None:
             return none
         parts = zip(*(x.split(self.prefix.lengths, dim=2) for x in before), strict=True)
-        found = [(k, v) if k.shape[2] else None for k, v in parts]
-        return [*found, *none[len(found) :]]
+        pairs = [(k, v) if k.shape[2] else None for k, v in parts]
+        return [*pairs, *none[len(pairs) :]]
 
     def joined(self, before: tuple[Tensor, Tensor] | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [1, K, S, D]: of each sequence those of its prefix, then its own."""

@@ -102,12 +102,12 @@ def kept(tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], p: floa
     (low_t, high_t), (low_f, _) = tokens, features
     least = round(p * 2**32) - 2**31
     num_tokens, width = low_t.shape[0], low_f.shape[0]
-    found = torch.empty(num_tokens, width, dtype=torch.bool, device=low_t.device)
+    mask = torch.empty(num_tokens, width, dtype=torch.bool, device=low_t.device)
     rows = max(1, _AT_A_TIME // max(width, 1)) if low_t.device.type == "cpu" else max(num_tokens, 1)
     for begin in range(0, num_tokens, rows):
         place = slice(begin, begin + rows)
-        _hash_at_least(least, (low_t[place], high_t[place]), features, found[place])
-    return found
+        _hash_at_least(least, (low_t[place], high_t[place]), features, mask[place])
+    return mask
 
 
 def _hash_at_least(least: int, tokens: tuple[Tensor, Tensor], features: tuple[Tensor, Tensor], out: Tensor) -> None:
@@ -143,11 +143,11 @@ class _PairMasks:
         start = sum(pack.lengths[:index])
         tokens = [part[start + queries[0] : start + queries[1]] for part in pack.token_keys]
         low_k, high_k = (part[:, None, low:high] for part in self._keys_of(index, tokens[0].device))
-        found = torch.empty(
+        mask = torch.empty(
             len(self._heads), queries[1] - queries[0], high - low, dtype=torch.bool, device=tokens[0].device
         )
-        _hash_at_least(self._least, (tokens[0], tokens[1]), (low_k, high_k), found)
-        return found
+        _hash_at_least(self._least, (tokens[0], tokens[1]), (low_k, high_k), mask)
+        return mask
 
     def _keys_of(self, index: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Two int32 [H, keys] for the heads and key tokens of a sequence, those of its prefix first."""
@@ -301,8 +301,8 @@ def use_keyed_dropout(
         hidden_size: The width of what dropout between layers sees.
         tensor: The tensor-parallel group, if there is one.
     """
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
-    for name, module in found:
+    dropouts = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
+    for name, module in dropouts:
         features, width = None, hidden_size if tensor is not None else None
         if _LORA in name:
             spec = specs[f"{name.replace(_LORA, f'.{LORA_A}.')}.weight"]
@@ -310,7 +310,7 @@ def use_keyed_dropout(
             if tensor is not None and spec.shard_dim == 1:
                 features = _indices(spec.shard_rows(tensor.size, tensor.shard))
         model.set_submodule(name, KeyedDropout(name, module.p, masks, features, width))
-    return bool(found)
+    return bool(dropouts)
 
 
 def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_heads: Mapping[str, int]) -> bool:
@@ -321,11 +321,13 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
         masks: What its dropout modules have in common; learns of the attention modules.
         first_heads: For modules of which this rank computes some of the heads, the first of them.
     """
-    found = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
-    if not attention_dropouts(model.config) and not any(rate > 0 for m in found for rate in held_rates(m).values()):
+    attentions = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}
+    if not attention_dropouts(model.config) and not any(
+        rate > 0 for m in attentions for rate in held_rates(m).values()
+    ):
         return False
-    masks.attentions = found
-    return bool(found)
+    masks.attentions = attentions
+    return bool(attentions)
 
 
 def _indices(ranges: Sequence[tuple[int, int]]) -> Tensor:

@@ -24,8 +24,8 @@ def held_rates(module: nn.Module) -> dict[str, float]:
 
 def attention_dropouts(config: PreTrainedConfig) -> dict[str, float]:
     """The settings of a config that drop attention probabilities, as far as they are above 0."""
-    found = config.get_text_config().to_dict().items()
-    return {key: value for key, value in found if _drops_attention(key) and _is_positive(value)}
+    settings = config.get_text_config().to_dict().items()
+    return {key: value for key, value in settings if _drops_attention(key) and _is_positive(value)}
 
 
 def without_attention_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -95,10 +95,10 @@ def _own_attention(layers: Sequence[nn.Module], kinds: Sequence[LayerKind]) -> s
     attends = False
     for layer, kind in zip(layers, kinds, strict=True):
         modules = dict(layer.named_modules())
-        if found := next((m for m in modules.values() if calls_attention(m)), None):
+        if attention := next((m for m in modules.values() if calls_attention(m)), None):
             attends = True
             if kind.alone:
-                return type(found).__name__
+                return type(attention).__name__
             continue
         for name, module in modules.items():  # state spaces and the like have none
             if any("att" in f"{name}.{attribute}" and rate > 0 for attribute, rate in held_rates(module).items()):

@@ -142,17 +142,17 @@ def _probabilities(
     """Of a block: probabilities [H, queries, keys] in at least fp32, those of the sinks [H, queries, 1], and the scores."""
     heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
     products = _grouped(query[:, block.queries], groups) @ key[:, block.keys].transpose(1, 2) * scores.scaling
-    found = products.view(heads, block.last - block.first, block.high - block.low)
+    logits = products.view(heads, block.last - block.first, block.high - block.low)
     if scores.softcap is not None:
-        found = scores.softcap * torch.tanh(found / scores.softcap)
-    found = found.masked_fill(block.hidden(scores.sliding_window, query.device), torch.finfo(found.dtype).min)
+        logits = scores.softcap * torch.tanh(logits / scores.softcap)
+    logits = logits.masked_fill(block.hidden(scores.sliding_window, query.device), torch.finfo(logits.dtype).min)
     # stock eager attention takes the softmax in fp32; a wider dtype stays as it is
-    wide = torch.promote_types(found.dtype, torch.float32)
+    wide = torch.promote_types(logits.dtype, torch.float32)
     if sinks is None:
-        return functional.softmax(found, dim=-1, dtype=wide), None, found
-    beside = sinks.to(found.dtype)[:, None, None].expand(-1, found.shape[1], 1)
-    both = functional.softmax(torch.cat([found, beside], dim=-1), dim=-1, dtype=wide)
-    return both[..., :-1], both[..., -1:], found
+        return functional.softmax(logits, dim=-1, dtype=wide), None, logits
+    beside = sinks.to(logits.dtype)[:, None, None].expand(-1, logits.shape[1], 1)
+    both = functional.softmax(torch.cat([logits, beside], dim=-1), dim=-1, dtype=wide)
+    return both[..., :-1], both[..., -1:], logits
 
 
 def _dropped(x: Tensor, factor: Tensor | None) -> Tensor:
@@ -187,8 +187,8 @@ class _ExplicitAttention(torch.autograd.Function):
         for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
             weights, _, _ = _probabilities(query, key, sinks, block, scores)
             weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
-            found = _grouped(weights, groups) @ value[:, block.keys]
-            out[:, block.queries] = found.view(heads, -1, value.shape[2])
+            of_block = _grouped(weights, groups) @ value[:, block.keys]
+            out[:, block.queries] = of_block.view(heads, -1, value.shape[2])
         return out
 
     @staticmethod
@@ -202,7 +202,7 @@ class _ExplicitAttention(torch.autograd.Function):
         of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
         of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
         for block in _blocks(ctx.lengths, heads, scores.sliding_window, query.device) if heads else ():
-            weights, beside, found = _probabilities(query, key, sinks, block, scores)
+            weights, beside, logits = _probabilities(query, key, sinks, block, scores)
             own = _grouped(of_out[:, block.queries], groups)
             factor = _factor(block, scores.dropout, query.dtype)
             used = _dropped(weights.to(query.dtype), factor)
@@ -215,7 +215,7 @@ class _ExplicitAttention(torch.autograd.Function):
             if beside is not None and of_sinks is not None:
                 of_sinks -= (beside * mean).sum((1, 2))
             if scores.softcap is not None:
-                of_scores = of_scores * (1.0 - (found.to(wide) / scores.softcap).square()).clamp_min(0.0)
+                of_scores = of_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
             of_products = _grouped((of_scores * scores.scaling).to(query.dtype), groups)
             of_query[:, block.queries] = (of_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
             of_key[:, block.keys] += of_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)

@@ -73,13 +73,13 @@ class _ChunkedLoss(torch.autograd.Function):
                 part = hidden[:, place].detach().requires_grad_(needs_hidden)
                 loss = run(part, place)
                 leaves = [*([part] if needs_hidden else []), *wanted]
-                found = list(torch.autograd.grad(loss, leaves, allow_unused=True))
+                gradients = list(torch.autograd.grad(loss, leaves, allow_unused=True))
             total += loss.detach()
             if of_hidden is not None:
-                mine = found.pop(0)
+                mine = gradients.pop(0)
                 if mine is not None:
                     of_hidden[:, place] = mine
-            for whole, mine in zip(sums, found, strict=True):
+            for whole, mine in zip(sums, gradients, strict=True):
                 if mine is not None:
                     whole += mine
         ctx.of_hidden = of_hidden
@@ -88,7 +88,10 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
-        scaled = [None if found is None else found.mul_(grad.to(found.dtype)) for found in (ctx.of_hidden, *ctx.sums)]
+        scaled = [
+            None if gradient is None else gradient.mul_(grad.to(gradient.dtype))
+            for gradient in (ctx.of_hidden, *ctx.sums)
+        ]
         ctx.of_hidden = ctx.sums = None
         return None, None, *scaled
 

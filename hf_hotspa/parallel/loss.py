@@ -107,8 +107,10 @@ def vocab_parallel_log_probabilities(
         [T], fp32 or wider, equal on all ranks of the group; 0 where there is no label.
     """
     vocab_size = logits.shape[-1] if vocab_size is None else vocab_size
-    found: Tensor = _VocabParallelLogProbabilities.apply(logits, labels, first_row, group, smoothing, vocab_size)
-    return found
+    log_probabilities: Tensor = _VocabParallelLogProbabilities.apply(
+        logits, labels, first_row, group, smoothing, vocab_size
+    )
+    return log_probabilities
 
 
 def vocab_parallel_cross_entropy(

@@ -62,9 +62,9 @@ def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
 def _recorder(model: PreTrainedModel) -> Any:
     """Where the family's base model records the logits of its routers: a class of modules, and which output."""
     for module in (model, *model.children()):
-        found = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
-        if getattr(found, "target_class", None) is not None:
-            return found
+        recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")
+        if getattr(recorder, "target_class", None) is not None:
+            return recorder
     return None
 
 
@@ -122,8 +122,8 @@ class RouterLoss:
             whole = torch.cat(recorded)
             for own, count in zip(whole.split(list(lengths)), counts, strict=True):
                 if count:
-                    found = self._function((own,), self._num_experts, self._top_k)
-                    total = total + found.double() * (count * scale * self._coefficient / self._num_layers)
+                    loss = self._function((own,), self._num_experts, self._top_k)
+                    total = total + loss.double() * (count * scale * self._coefficient / self._num_layers)
         self.clear()
         self.value = self.value.to(total.device) + total.detach()
         return total

@@ -120,11 +120,11 @@ def _error(rows: list[Any], ranks: list[int], strategy: Strategy | None, where: 
         names = f", dataset row{'s' if len(numbers) > 1 else ''} {shown}"
     if odd:
         who = [ranks[at] for at in odd]
-        found = f"{rank_names(who)} {'hold' if len(who) > 1 else 'holds'} other {what} than the ranks it trains with"
+        text = f"{rank_names(who)} {'hold' if len(who) > 1 else 'holds'} other {what} than the ranks it trains with"
     else:
-        found = f"{rank_names(ranks)} hold different {what} of the same rows"
+        text = f"{rank_names(ranks)} hold different {what} of the same rows"
     return DataError(
-        found,
+        text,
         where=where + names,
         why="the ranks of a replica train each row together, and each reads it for itself; nothing was sent",
         fix="give every rank the same rows: random crops and transforms must depend on the row and the epoch, not on the "

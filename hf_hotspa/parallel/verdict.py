@@ -46,9 +46,9 @@ def settled(what: str, function: Callable[[], object], decides: bool, timeout_s:
             store.set(key, json.dumps([what, error.to_dict() if error is not None else None]))
         else:
             _await(store, key, what, timeout_s)
-            same, found = json.loads(store.get(key))
-            if error is None and found is not None and same == what:
-                error = HotspaError.from_dict(found)
+            same, told = json.loads(store.get(key))
+            if error is None and told is not None and same == what:
+                error = HotspaError.from_dict(told)
     if error is not None:
         raise error
 

@@ -83,13 +83,13 @@ def _improved(first_cost: Sequence[float], switch_cost: Sequence[Sequence[float]
         order = list(range(count)) if start is None else _nearest_neighbours(start, switch_cost)
         cost = _cost(order, first_cost, switch_cost)
         while True:
-            found = min(
+            nearest = min(
                 ((_cost(near, first_cost, switch_cost), near) for near in _neighbours(order)),
                 key=lambda candidate: candidate[0],
             )
-            if found[0] >= cost * (1 - _TOLERANCE):
+            if nearest[0] >= cost * (1 - _TOLERANCE):
                 break
-            cost, order = found
+            cost, order = nearest
         if cost < best_cost * (1 - _TOLERANCE):
             best_cost, best = cost, order
     return tuple(best)
@@ -106,9 +106,9 @@ def _nearest_neighbours(start: int, switch_cost: Sequence[Sequence[float]]) -> l
 def _neighbours(order: list[int]) -> list[list[int]]:
     """The orders with one phase moved, or one stretch reversed."""
     count = len(order)
-    found = []
+    orders = []
     for i in range(count):
         without = order[:i] + order[i + 1 :]
-        found += [[*without[:j], order[i], *without[j:]] for j in range(count) if j != i]
-        found += [order[:i] + order[i : j + 1][::-1] + order[j + 1 :] for j in range(i + 2, count)]
-    return found
+        orders += [[*without[:j], order[i], *without[j:]] for j in range(count) if j != i]
+        orders += [order[:i] + order[i : j + 1][::-1] + order[j + 1 :] for j in range(i + 2, count)]
+    return orders

@@ -102,11 +102,11 @@ class SwitchPlan:
 
     def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
         """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""
-        found = [PortLoads.zero(cluster) for _ in self.links]
+        totals = [PortLoads.zero(cluster) for _ in self.links]
         for kind, size in self._weights(element_sizes):
-            for loads, table in zip(found, self.kinds[kind].hops, strict=True):
+            for loads, table in zip(totals, self.kinds[kind].hops, strict=True):
                 loads.add(table[:, SRC], table[:, DST], table[:, LENGTH] * size)
-        return found
+        return totals
 
     def wire_bytes(self, element_sizes: Sequence[int]) -> int:
         """Bytes that leave a rank; `element_sizes[segment]` is one element's bytes on the wire."""

@@ -143,12 +143,12 @@ def segment_kinds(sources: Sequence[Layout], target: Layout, sums: bool = False)
             kind_of.append(-1)
             continue
         base = needed[1]
-        found = [_placement(source, segment) or (place([], [0] * world_size), base) for source in sources]
-        sides = [(placement, where - base) for placement, where in found]
+        placements = [_placement(source, segment) or (place([], [0] * world_size), base) for source in sources]
+        sides = [(placement, where - base) for placement, where in placements]
         key = (needed[0].key, *((placement.key, shift) for placement, shift in sides))
         if key not in known:
             for layout, placement, where in (
-                *((s, *f) for s, f in zip(sources, found, strict=True)),
+                *((s, *f) for s, f in zip(sources, placements, strict=True)),
                 (target, *needed),
             ):
                 placement.check(layout.name, segment, where)

@@ -175,15 +175,15 @@ class _Proof:
             element = self._base + int(row[START])
             raise self._error(row, hop, f"{self._receives} element {element} a second time at rank {row[DST]}")
 
-    def _check_complete(self, found: Placement, target: Placement) -> None:
+    def _check_complete(self, arrivals: Placement, target: Placement) -> None:
         """All that arrived lies in the target and nothing arrived twice: so the sums tell whether all of it did."""
         missing = np.zeros(self._world_size, np.int64)
         np.add.at(missing, target.ranks, target.stops - target.starts)
-        np.subtract.at(missing, found.ranks, found.stops - found.starts)
+        np.subtract.at(missing, arrivals.ranks, arrivals.stops - arrivals.starts)
         if not missing.any():
             return
         rank = int(np.flatnonzero(missing)[0])
-        arrived = [(start, stop) for r, start, stop, _ in found.rows() if r == rank]
+        arrived = [(start, stop) for r, start, stop, _ in arrivals.rows() if r == rank]
         for r, start, stop, _ in target.rows():
             position = start
             for low, high in arrived:

@@ -285,16 +285,16 @@ class _Cutter:
         """What this rank's buffers must hold at least; a relay buffer all of its segment."""
         extents: dict[tuple[int, int], int] = {}
         for kind, hops in enumerate(self._own):
-            found: dict[int, int] = {}
+            highest: dict[int, int] = {}
             for table in hops:
                 for end, at, store in ((SRC, SRC_OFFSET, SRC_STORE), (DST, DST_OFFSET, DST_STORE)):
                     rows = table[table[:, end] == self._rank]
                     for which in np.unique(rows[:, store]).tolist():
                         chosen = rows[rows[:, store] == which]
-                        found[which] = max(found.get(which, 0), int((chosen[:, at] + chosen[:, LENGTH]).max()))
+                        highest[which] = max(highest.get(which, 0), int((chosen[:, at] + chosen[:, LENGTH]).max()))
             for segment, its_kind in enumerate(self._plan.kind_of):
                 if its_kind == kind:
-                    extents.update({(store, segment): extent for store, extent in found.items()})
+                    extents.update({(store, segment): extent for store, extent in highest.items()})
         return extents
 
 

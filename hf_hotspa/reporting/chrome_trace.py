@@ -67,11 +67,11 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
             start += sum(spans)
     end = traced.start_s + report.total_s
     step = traced.step
-    found: list[dict[str, Any]] = []
+    events: list[dict[str, Any]] = []
 
     def span(track: int, name: str, start_s: float, seconds: float, **args: Any) -> None:
         numbers = {"ph": "X", "pid": rank, "tid": track, "ts": start_s * 1e6, "dur": max(seconds, 0.0) * 1e6}
-        found.append({**numbers, "name": name, "cat": _TRACKS[track], "args": args})
+        events.append({**numbers, "name": name, "cat": _TRACKS[track], "args": args})
 
     switching = {"switch_s": report.switch_s, "load_return_s": report.load_return_s}
     span(_STEP, f"step {step}", begin, end - begin, loss=report.loss, tokens=report.num_tokens, **switching)
@@ -102,7 +102,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         last = at
     if end > last:
         span(_INSIDE, "finish", last, end - last, step=step)
-    return found
+    return events
 
 
 def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Path:

@@ -117,41 +117,43 @@ def _relative(difference: float, base: float) -> float:
 def _strategies(a: RunLog, b: RunLog) -> tuple[StrategyPair, ...]:
     left, right = ({s.strategy: s for s in summarize(run).strategies} for run in (a, b))
     only = [next(iter(side.values())) if len(side) == 1 else None for side in (left, right)]
-    found = []
+    pairs = []
     for name in dict.fromkeys([*left, *right]):
         one, other = left.get(name), right.get(name)
         base, against = one or only[0], other or only[1]
         gain = None
         if base is not None and against is not None and base.tokens_per_s and against.tokens_per_s:
             gain = against.tokens_per_s / base.tokens_per_s
-        found.append(StrategyPair(name, one, other, gain))
-    return tuple(found)
+        pairs.append(StrategyPair(name, one, other, gain))
+    return tuple(pairs)
 
 
-def sentences(found: Comparison) -> list[str]:
+def sentences(comparison: Comparison) -> list[str]:
     """The comparison in words, the answer first."""
-    gain = found.speed_up
+    gain = comparison.speed_up
     if abs(gain - 1) <= 0.01:
         answer = "A and B are equally fast"
     elif gain > 1:
         answer = f"B is {gain:.2f}x as fast as A"
     else:
         answer = f"A is {1 / gain:.2f}x as fast as B"
-    if not found.largest_relative:
-        loss = f"All {len(found.steps)} losses are equal."
+    if not comparison.largest_relative:
+        loss = f"All {len(comparison.steps)} losses are equal."
     else:
-        loss = f"Losses differ by at most {found.largest_relative:.2g} (relative, step {found.largest_step})."
+        loss = f"Losses differ by at most {comparison.largest_relative:.2g} (relative, step {comparison.largest_step})."
     said = [answer, loss]
-    if not found.same_tokens:
+    if not comparison.same_tokens:
         said.append("The runs trained different tokens in some steps: their losses are of different data.")
-    if not found.same_rates:
+    if not comparison.same_rates:
         said.append("Their learning rates differ in some steps.")
-    if found.settings:
-        said.append("Different: " + "; ".join(f"{name} {x} and {y}" for name, (x, y) in found.settings.items()) + ".")
+    if comparison.settings:
+        said.append(
+            "Different: " + "; ".join(f"{name} {x} and {y}" for name, (x, y) in comparison.settings.items()) + "."
+        )
     return said
 
 
-def strategy_rows(found: Comparison) -> list[list[str]]:
+def strategy_rows(comparison: Comparison) -> list[list[str]]:
     """A table of strategies, its heading first."""
     rows = [
         [
@@ -165,7 +167,7 @@ def strategy_rows(found: Comparison) -> list[list[str]]:
             "speed-up",
         ]
     ]
-    for pair in found.strategies:
+    for pair in comparison.strategies:
         one, other = pair.a, pair.b
         rows.append(
             [
@@ -179,23 +181,25 @@ def strategy_rows(found: Comparison) -> list[list[str]]:
     return rows
 
 
-def compare_page(a: RunLog, b: RunLog, found: Comparison) -> str:
+def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
     """The page of a comparison."""
-    steps = [float(step) for step in found.steps]
+    steps = [float(step) for step in comparison.steps]
     in_a, in_b = ({record.step: record.report.loss for record in run.steps} for run in (a, b))
     losses = [
-        Series(name, style, [side[s] for s in found.steps])
+        Series(name, style, [side[s] for s in comparison.steps])
         for name, style, side in (("A", "s0", in_a), ("B", "s4", in_b))
     ]
-    seconds = [Series("A", "s0", found.a_seconds), Series("B", "s4", found.b_seconds)]
+    seconds = [Series("A", "s0", comparison.a_seconds), Series("B", "s4", comparison.b_seconds)]
     count, both = len(steps), (("s0", "A"), ("s4", "B"))
-    differences = svg.lines("Loss difference", steps, [Series("B - A", "s2", found.loss_differences)])
+    differences = svg.lines("Loss difference", steps, [Series("B - A", "s2", comparison.loss_differences)])
     note = "Speed-up: tokens a second of computation, B by A; a single strategy stands in for those that it replaces."
     panels = [
         Panel("loss", "Loss", count, svg.lines("Loss", steps, losses, from_zero=False), legend=both),
         Panel("difference", "Loss, B - A", count, differences),
         Panel("time", "Step time", count, svg.lines("Step time", steps, seconds, " s"), legend=both),
-        Panel("strategies", "Strategies", len(found.strategies), table(strategy_rows(found)), note, wide=True),
+        Panel(
+            "strategies", "Strategies", len(comparison.strategies), table(strategy_rows(comparison)), note, wide=True
+        ),
     ]
     for make in (plan_panel, run_panel):
         for name, run in (("A", a), ("B", b)):
@@ -203,8 +207,8 @@ def compare_page(a: RunLog, b: RunLog, found: Comparison) -> str:
             panels.append(replace(panel, name=f"{panel.name}-{name.lower()}", title=f"{panel.title} of {name}"))
     totals = summarize(a), summarize(b)
     tiles = [
-        (f"{found.speed_up:.2f}x", "median speed-up of B over A"),
-        (f"{found.largest_relative:.2g}", "largest relative loss difference"),
+        (f"{comparison.speed_up:.2f}x", "median speed-up of B over A"),
+        (f"{comparison.largest_relative:.2g}", "largest relative loss difference"),
         (f"{len(steps)}", "steps in both"),
         *((f"{t.switch_share:.1%}", f"of {n}'s steps is switching") for n, t in zip("AB", totals, strict=True)),
         *((short(t.tokens_per_s), f"tokens per second of {n}") for n, t in zip("AB", totals, strict=True)),
@@ -212,7 +216,7 @@ def compare_page(a: RunLog, b: RunLog, found: Comparison) -> str:
     return document(
         "hf_hotspa: two runs",
         f"A: {a.path}; B: {b.path}",
-        sentences(found),
+        sentences(comparison),
         tiles,
         panels,
         "Made by hf-hotspa compare.",

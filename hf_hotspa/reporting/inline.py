@@ -62,12 +62,12 @@ def show_lengths(lengths: Iterable[int], strategies: str = "", height: int = 460
     Raises:
         StrategyError: the strategies do not parse.
     """
-    found = np.asarray(list(lengths), dtype=np.int64)
+    array = np.asarray(list(lengths), dtype=np.int64)
     buckets = [(str(b.strategy), b.longest) for b in parse_buckets(strategies)] if strategies else []
-    ordered = np.sort(found)
+    ordered = np.sort(array)
     tiles = []
-    if len(found):
-        numbers = (len(found), int(found.sum()), int(ordered[len(found) // 2]), int(ordered[-1]))
+    if len(array):
+        numbers = (len(array), int(array.sum()), int(ordered[len(array) // 2]), int(ordered[-1]))
         tiles = [(f"{n:,}", name) for n, name in zip(numbers, ("rows", "tokens", "median", "longest"), strict=True)]
-    figures = [lengths_figure(length_histogram(found), buckets)] if len(found) else []
+    figures = [lengths_figure(length_histogram(array), buckets)] if len(array) else []
     return InlinePage(document("Sequence lengths", "in tokens", [], tiles, figures, ""), height)

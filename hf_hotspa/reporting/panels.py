@@ -78,26 +78,26 @@ def _legend(series: Sequence[Series]) -> tuple[tuple[str, str], ...]:
 
 def lengths_panel(run: RunLog) -> Panel:
     """The histogram of lengths with the edges of buckets."""
-    found = run.facts.lengths
-    if found is None or not sum(found["sequences"]):
+    histogram = run.facts.lengths
+    if histogram is None or not sum(histogram["sequences"]):
         return _empty("lengths", "Sequence lengths", "The data set was a stream: its lengths were not known before.")
-    return lengths_figure(found, [(b["strategy"], b["longest"]) for b in run.facts.buckets])
+    return lengths_figure(histogram, [(b["strategy"], b["longest"]) for b in run.facts.buckets])
 
 
-def lengths_figure(found: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
+def lengths_figure(histogram: Mapping[str, Sequence[int]], buckets: Sequence[tuple[str, int]]) -> Panel:
     """The same for a histogram (`reporting/histogram.py`) and buckets: strategy and longest sequence of each."""
     series = [
-        Series(key, style, [n / max(sum(found[key]), 1) for n in found[key]])
+        Series(key, style, [n / max(sum(histogram[key]), 1) for n in histogram[key]])
         for key, style in (("sequences", "s0"), ("tokens", "s1"))
     ]
-    top = found["edges"][-1]
+    top = histogram["edges"][-1]
     marks = [Mark(longest, f"{strategy} to {longest}") for strategy, longest in buckets]
-    body = svg.histogram("Sequence lengths in tokens", found["edges"], series, marks, "tokens")
+    body = svg.histogram("Sequence lengths in tokens", histogram["edges"], series, marks, "tokens")
     beyond = [strategy for strategy, longest in buckets if longest > top]
     note = "Shares by length of the row; lines are the ends of buckets." if buckets else "Shares by length of the row."
     if beyond:
         note += f" {', '.join(beyond)}: beyond the longest row."
-    return Panel("lengths", "Sequence lengths", len(found["sequences"]), body, note, _legend(series))
+    return Panel("lengths", "Sequence lengths", len(histogram["sequences"]), body, note, _legend(series))
 
 
 def time_panel(run: RunLog) -> Panel:
@@ -158,7 +158,7 @@ def loss_panel(run: RunLog) -> Panel:
     if not run.steps:
         return _empty(name, title, "No mini-batch was recorded.")
     by_step = {
-        step: next((v for k, v in found.items() if k.endswith("_loss")), None) for step, found in run.evaluations
+        step: next((v for k, v in metrics.items() if k.endswith("_loss")), None) for step, metrics in run.evaluations
     }
     steps = sorted({record.step for record in run.steps} | set(by_step))
     losses = {record.step: record.report.loss for record in run.steps}
@@ -248,8 +248,8 @@ def plan_panel(run: RunLog) -> Panel:
     for bucket in facts.buckets:
         row = [f"{bucket['low'] + 1} - {bucket['longest']}", bucket["strategy"], f"{bucket['pack_tokens']}"]
         if predicted:
-            found = predicted.get(bucket["strategy"], {})
-            row += [_seconds(found.get("compute_s")), _seconds(found.get("switch_s"))]
+            prediction = predicted.get(bucket["strategy"], {})
+            row += [_seconds(prediction.get("compute_s")), _seconds(prediction.get("switch_s"))]
         rows.append(row)
     note = ""
     if facts.plan is not None:

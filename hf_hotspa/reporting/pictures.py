@@ -38,7 +38,7 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
     Path(folder).mkdir(parents=True, exist_ok=True)
     steps = [record.step for record in run.steps]
     reports = [record.report for record in run.steps]
-    found = []
+    paths = []
 
     axes = _axes("loss")
     axes.plot(steps, [r.loss for r in reports], label="training")
@@ -46,7 +46,7 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
     if evaluated:
         axes.plot(*zip(*evaluated, strict=True), "o-", label="evaluation")
         axes.legend()
-    found.append(_saved(axes, folder, "loss.png"))
+    paths.append(_saved(axes, folder, "loss.png"))
 
     axes = _axes("seconds of a step")
     rows = {s: [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports] for s in strategy_order(run)}
@@ -60,18 +60,18 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
         axes.bar(steps, row, width=0.85, bottom=base, label=name)
         base = [b + v for b, v in zip(base, row, strict=True)]
     axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
-    found.append(_saved(axes, folder, "step_time.png"))
+    paths.append(_saved(axes, folder, "step_time.png"))
 
     axes = _axes("switching, % of the step")
     axes.plot(steps, [100 * r.switch_share for r in reports])
     axes.set_ylim(bottom=0)
-    found.append(_saved(axes, folder, "switch_share.png"))
+    paths.append(_saved(axes, folder, "switch_share.png"))
 
     axes = _axes("tokens per second")
     axes.plot(steps, [r.report.num_tokens / r.wall_s if r.wall_s > 0 else 0.0 for r in run.steps])
     axes.set_ylim(bottom=0)
-    found.append(_saved(axes, folder, "tokens_per_second.png"))
-    return found
+    paths.append(_saved(axes, folder, "tokens_per_second.png"))
+    return paths
 
 
 def _axes(label: str) -> Any:

@@ -134,8 +134,8 @@ class RunLogWriter:
     """
 
     def __init__(self, folder: str | os.PathLike[str], goes_on: bool = False) -> None:
-        found, self._lock = _own_folder(Path(folder))
-        self.path = found / FILE_NAME
+        own, self._lock = _own_folder(Path(folder))
+        self.path = own / FILE_NAME
         if goes_on:
             self._cut_torn_line()
         elif self.path.exists():
@@ -216,9 +216,9 @@ def find_run_log(path: str | os.PathLike[str]) -> Path:
         RunLogError: there is none.
     """
     given = Path(path)
-    for found in (given, given / FILE_NAME, given / FOLDER_NAME / FILE_NAME):
-        if found.is_file():
-            return found
+    for candidate in (given, given / FILE_NAME, given / FOLDER_NAME / FILE_NAME):
+        if candidate.is_file():
+            return candidate
     raise RunLogError(f"there is no {FILE_NAME}", where=str(given), fix=_REMEDY)
 
 
@@ -231,18 +231,18 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     Raises:
         RunLogError: there is none, or a line is none; the message names the line.
     """
-    found = find_run_log(path)
-    lines = found.read_bytes().split(b"\n")
+    file = find_run_log(path)
+    lines = file.read_bytes().split(b"\n")
     torn = lines.pop()  # a whole file ends with a newline
     run: RunLog | None = None
     steps: dict[int, StepRecord] = {}
     for number, line in enumerate(lines, start=1):
-        where = f"{found}:{number}"
+        where = f"{file}:{number}"
         try:
             data = json.loads(line)
             kind = data["kind"]
             if kind == "header":
-                run = _with_header(run, data, str(found))
+                run = _with_header(run, data, str(file))
             elif run is None:
                 raise ValueError("the first line is no header")
             elif kind == "step":
@@ -265,7 +265,7 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
             raise RunLogError(f"this line is not one of a run's record: {reason}", where=where, fix=_REMEDY) from error
     if run is None:
         raise RunLogError(
-            "the record is empty" if not torn else "the record has no whole line", where=f"{found}:1", fix=_REMEDY
+            "the record is empty" if not torn else "the record has no whole line", where=f"{file}:1", fix=_REMEDY
         )
     run.steps = [steps[step] for step in sorted(steps)]
     return run
@@ -315,19 +315,19 @@ _STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("ph
 
 def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
     """The known fields, each of its type; a newer version may have written more."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for name, kind in types.items():
         key = name if name in data else _BEFORE.get(name, name)
         value = data[key] if key in data or key not in _LATER else _LATER[key]
         if kind is int:
-            found[name] = _count(value)
+            values[name] = _count(value)
         elif kind is str:
             if not isinstance(value, str):
                 raise TypeError(f"{name} is no text")
-            found[name] = value
+            values[name] = value
         else:
-            found[name] = None if value is None and kind is not float else _number(value)
-    return found
+            values[name] = None if value is None and kind is not float else _number(value)
+    return values
 
 
 def _step_record(data: dict[str, Any]) -> StepRecord:

@@ -100,7 +100,7 @@ def summarize(run: RunLog) -> Summary:
         wait_s=sum(p.wait_s for r in reports for p in r.phases),
         first_loss=reports[0].loss if reports else None,
         last_loss=sum(r.loss for r in last) / len(last) if last else None,
-        strategies=tuple(_totals(strategy, found) for strategy, found in phases.items() if found),
+        strategies=tuple(_totals(strategy, of_strategy) for strategy, of_strategy in phases.items() if of_strategy),
         median_step_s=median(r.total_s for r in reports) if reports else 0.0,
         callback_s=sum(run.callback_s.values()),
     )
@@ -209,18 +209,18 @@ def _against_own_rates(run: RunLog, summary: Summary) -> list[str]:
 def advice(run: RunLog) -> list[str]:
     """What to do about what costs most; empty when nothing stands out."""
     summary = summarize(run)
-    found = []
+    sentences = []
     if len(summary.strategies) > 1 and summary.switch_share > _MUCH_SWITCHING:
-        found.append(
+        sentences.append(
             f"Switching takes {summary.switch_share:.0%} of the step: use a larger hotspa_mini_batch_size, fewer strategies, "
             "or hotspa_overlap_load and hotspa_overlap_return."
         )
     if summary.seconds > 0 and summary.wait_s / summary.seconds > _MUCH_WAITING:
-        found.append(
+        sentences.append(
             f"Ranks wait for the busiest one for {summary.wait_s / summary.seconds:.0%} of the step: use smaller packs "
             "(strategy:longest@tokens) or a larger mini-batch, so that replicas balance."
         )
     if summary.callback_s > 0.01 * summary.wall_s and summary.num_steps > 10:
         worst = max(run.callback_s, key=lambda name: run.callback_s[name])
-        found.append(f"Callbacks take {summary.callback_s / summary.wall_s:.1%} of the time, most in {worst}.")
-    return found
+        sentences.append(f"Callbacks take {summary.callback_s / summary.wall_s:.1%} of the time, most in {worst}.")
+    return sentences

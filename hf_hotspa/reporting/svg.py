@@ -188,8 +188,8 @@ class _Frame:
 
 
 def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
-    found = [t for t in ticks(frame.x_low, frame.x_high) if t == int(t)]
-    return [(frame.x(t), f"{int(t)}") for t in found or [round(frame.x_low)]]
+    whole = [t for t in ticks(frame.x_low, frame.x_high) if t == int(t)]
+    return [(frame.x(t), f"{int(t)}") for t in whole or [round(frame.x_low)]]
 
 
 def _top(values: Sequence[float], least: float = 0.0) -> float:

@@ -68,8 +68,8 @@ def _one_document_a_row(columns: Mapping[str, Any], lengths: NDArray[np.int64]) 
             continue
         if name not in expected or column.null_count or not _is_integer_list(column.type, booleans=True):
             return False
-        found = np.asarray(column.flatten())
-        if not np.array_equal(_list_lengths_of(column), lengths) or not np.array_equal(found, expected[name]()):
+        values = np.asarray(column.flatten())
+        if not np.array_equal(_list_lengths_of(column), lengths) or not np.array_equal(values, expected[name]()):
             return False
     return True
 

@@ -27,7 +27,7 @@ class ChatTemplate(Template):
         Raises:
             DataError: the template fails on one, leaves something out, or does not show what the assistant says.
         """
-        found: dict[int, Tokens] = {}
+        by_place: dict[int, Tokens] = {}
         texts: dict[int, tuple[str, list[tuple[int, int]]]] = {}
         for at, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             layout = Layout(self, chat, row)
@@ -35,12 +35,12 @@ class ChatTemplate(Template):
             if tokens is None:
                 texts[at] = layout.turn_by_turn()
             else:
-                found[at] = tokens
+                by_place[at] = tokens
         if texts:
             encoded = self.encode([text for text, _ in texts.values()])
             for (at, (text, spans)), (ids, ends) in zip(texts.items(), encoded, strict=True):
-                found[at] = (ids, self._learned(text, spans, ids, ends, rows[at]))
-        return [found[at] for at in range(len(chats))]
+                by_place[at] = (ids, self._learned(text, spans, ids, ends, rows[at]))
+        return [by_place[at] for at in range(len(chats))]
 
     def encode(self, texts: list[str]) -> list[tuple[list[int], list[int] | None]]:
         """Ids of each text, and where in it each token ends; None for a tokenizer that cannot say."""

@@ -178,8 +178,8 @@ class Layout:
         if turn:
             return self.render(turn, prompt=True)
         marker = self._marker()
-        before, found, _ = self._apply([said_by("assistant", marker)], tokenize=False).partition(marker)
-        if not found:
+        before, separator, _ = self._apply([said_by("assistant", marker)], tokenize=False).partition(marker)
+        if not separator:
             raise self._unclear(turn)
         question = [said_by("user", "Hello")]
         opening = self._apply(question, tokenize=False, add_generation_prompt=True)

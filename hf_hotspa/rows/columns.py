@@ -19,7 +19,7 @@ def number_columns(example: Any, row: int, names: Sequence[str], length: int) ->
     Raises:
         DataError: a column is missing, holds no numbers, or not as many as the row has tokens.
     """
-    found = {}
+    columns = {}
     for name in names:
         where = f"dataset row {row}, column {name!r}"
         value = example.get(name)
@@ -46,5 +46,5 @@ def number_columns(example: Any, row: int, names: Sequence[str], length: int) ->
                 where=where,
                 fix="give one number for the row, or one for each token of input_ids",
             )
-        found[name] = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
-    return found
+        columns[name] = array.astype(np.float64 if array.dtype.kind == "f" else np.int64)
+    return columns

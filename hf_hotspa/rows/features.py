@@ -159,12 +159,12 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
     Raises:
         UnsupportedError: naming them.
     """
-    found = sorted(rules.refused.intersection(names))
-    if found:
+    present = sorted(rules.refused.intersection(names))
+    if present:
         raise UnsupportedError(
-            f"the dataset has the columns {found}, which the forward of the model takes",
+            f"the dataset has the columns {present}, which the forward of the model takes",
             why="the stock Trainer gives them to the model; here only tokens, labels, padding and positions are read",
-            fix=f"remove them: dataset.remove_columns({found})",
+            fix=f"remove them: dataset.remove_columns({present})",
         )
 
 
@@ -221,12 +221,12 @@ def unequal(row: int, num_ids: int, num_found: int, key: str = "labels") -> Data
 def _labels(example: Mapping[str, Any], ids: NDArray[np.int64], row: int, rules: RowRules) -> NDArray[np.int64] | None:
     if rules.labels_are_ids:
         return ids if rules.unlabelled_id is None else np.where(ids == rules.unlabelled_id, IGNORED_LABEL, ids)
-    found = [_column(example, name, len(ids), row) for name in LABEL_COLUMNS if example.get(name) is not None]
-    if len(found) == 2 and not np.array_equal(found[0], found[1]):
+    labels = [_column(example, name, len(ids), row) for name in LABEL_COLUMNS if example.get(name) is not None]
+    if len(labels) == 2 and not np.array_equal(labels[0], labels[1]):
         raise DataError(
             f"the columns {list(LABEL_COLUMNS)} differ", where=f"dataset row {row}", fix="remove one of them"
         )
-    return found[0] if found else None
+    return labels[0] if labels else None
 
 
 def _unpadded(
@@ -287,17 +287,17 @@ def _unpadded(
 
 def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, row: int) -> NDArray[np.int64]:
     """Where the documents of a packed row begin, counted from its first token, the first document left out."""
-    found: dict[str, NDArray[np.int64]] = {}
+    by_key: dict[str, NDArray[np.int64]] = {}
     for key in CUT_COLUMNS:
         if example.get(key) is None:
             continue
         if key == "position_ids":
-            found[key] = _restarts(_column(example, key, num_tokens, row)[begin:stop], row)
+            by_key[key] = _restarts(_column(example, key, num_tokens, row)[begin:stop], row)
         elif key == "seq_idx":
-            found[key] = np.flatnonzero(np.diff(_column(example, key, num_tokens, row)[begin:stop])) + 1
+            by_key[key] = np.flatnonzero(np.diff(_column(example, key, num_tokens, row)[begin:stop])) + 1
         else:
-            found[key] = _from_lengths(integer_array(example[key], key, row), key, num_tokens, begin, stop, row)
-    (first, cuts), *others = found.items()
+            by_key[key] = _from_lengths(integer_array(example[key], key, row), key, num_tokens, begin, stop, row)
+    (first, cuts), *others = by_key.items()
     for key, other in others:
         if not np.array_equal(cuts, other):
             raise DataError(

@@ -97,22 +97,22 @@ def format_of(names: Sequence[str]) -> Format:
     """
     chats = [name for name in _CHATS if name in names]
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
-    found: Format | None = None
+    format_: Format | None = None
     if chats:
         _only_one(chats, names)
-        found = Format((chats[0], *extras), "chat", lambda row, number: _read_chat(row, chats[0], number))
+        format_ = Format((chats[0], *extras), "chat", lambda row, number: _read_chat(row, chats[0], number))
     elif "prompt" in names and "completion" in names:
-        found = Format(("prompt", "completion", *extras), "completion", _read_completion)
+        format_ = Format(("prompt", "completion", *extras), "completion", _read_completion)
     else:
         asked = [name for name, answers in _ANSWERS.items() if name in names and set(answers) & set(names)]
         if asked:
-            found = _pair(asked, names, extras)
+            format_ = _pair(asked, names, extras)
         elif "text" in names:
-            found = Format(("text",), "text", _read_text)
-    if found is None:
+            format_ = Format(("text",), "text", _read_text)
+    if format_ is None:
         raise _not_understood(names)
     unused = [*_CHATS, "prompt", "completion", *_ANSWERS, "output", "answer", "response", "text"]
-    return replace(found, unused=tuple(n for n in unused if n in names and n not in found.columns))
+    return replace(format_, unused=tuple(n for n in unused if n in names and n not in format_.columns))
 
 
 def _pair(asked: Sequence[str], names: Sequence[str], extras: tuple[str, ...]) -> Format:
@@ -143,11 +143,11 @@ def _pair(asked: Sequence[str], names: Sequence[str], extras: tuple[str, ...]) -
     return Format((question, *context, *history, answers[0], *extras), "answer", read)
 
 
-def _only_one(found: Sequence[str], names: Sequence[str]) -> None:
-    if len(found) > 1:
+def _only_one(candidates: Sequence[str], names: Sequence[str]) -> None:
+    if len(candidates) > 1:
         raise DataError(
-            f"the dataset has the columns {list(names)}, and {list(found)} could each be meant",
-            fix=f"remove all of {list(found)} but one",
+            f"the dataset has the columns {list(names)}, and {list(candidates)} could each be meant",
+            fix=f"remove all of {list(candidates)} but one",
         )
 
 
@@ -272,28 +272,28 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
 def _message(message: Any, where: str) -> dict[str, Any] | None:
     if not isinstance(message, Mapping):
         return None
-    found = {name: value for name, value in message.items() if value is not None}
-    if isinstance(found.get("author"), Mapping):
-        found.setdefault("role", found.pop("author").get("role"))
-    if "role" not in found and "from" in found:
-        found["role"] = _sharegpt_role(found.pop("from"), where)
-    if "content" not in found and "value" in found:
-        found["content"] = found.pop("value")
-    role = found.get("role")
+    fields = {name: value for name, value in message.items() if value is not None}
+    if isinstance(fields.get("author"), Mapping):
+        fields.setdefault("role", fields.pop("author").get("role"))
+    if "role" not in fields and "from" in fields:
+        fields["role"] = _sharegpt_role(fields.pop("from"), where)
+    if "content" not in fields and "value" in fields:
+        fields["content"] = fields.pop("value")
+    role = fields.get("role")
     if not isinstance(role, str) or not role:
         return None
-    found["role"] = _ROLES.get(role, role)
-    found["content"] = _content(found.get("content"), where)
-    if found["role"] == "function_call":
-        found = {"role": "assistant", "content": "", "tool_calls": _calls(found["content"], where)}
-    elif "tool_calls" in found:
-        found["tool_calls"] = _without_none(found["tool_calls"])
-        if not found["tool_calls"]:
-            del found["tool_calls"]
-    reasoning = next((found[name] for name in _REASONING if found.get(name)), None)
+    fields["role"] = _ROLES.get(role, role)
+    fields["content"] = _content(fields.get("content"), where)
+    if fields["role"] == "function_call":
+        fields = {"role": "assistant", "content": "", "tool_calls": _calls(fields["content"], where)}
+    elif "tool_calls" in fields:
+        fields["tool_calls"] = _without_none(fields["tool_calls"])
+        if not fields["tool_calls"]:
+            del fields["tool_calls"]
+    reasoning = next((fields[name] for name in _REASONING if fields.get(name)), None)
     if reasoning is not None:  # families read it under different names
-        found |= dict.fromkeys(_REASONING, reasoning)
-    return found
+        fields |= dict.fromkeys(_REASONING, reasoning)
+    return fields
 
 
 def _sharegpt_role(role: Any, where: str) -> Any:

@@ -57,8 +57,8 @@ class SequenceTable:
         counts = np.diff(self.cut_ends, prepend=0)
         row_starts = np.cumsum(self.lengths) - self.lengths
         starts = np.sort(np.concatenate([row_starts, np.repeat(row_starts, counts) + self.cuts]), kind="stable")
-        found: NDArray[np.int64] = np.diff(starts, append=self.num_tokens)
-        return found
+        lengths: NDArray[np.int64] = np.diff(starts, append=self.num_tokens)
+        return lengths
 
     @property
     def longest_of_rows(self) -> NDArray[np.int64]:
@@ -66,8 +66,8 @@ class SequenceTable:
         if not len(self.cuts):
             return self.lengths
         firsts = np.cumsum(np.diff(self.cut_ends, prepend=0) + 1)
-        found: NDArray[np.int64] = np.maximum.reduceat(self.sequence_lengths, np.concatenate([[0], firsts[:-1]]))
-        return found
+        longest: NDArray[np.int64] = np.maximum.reduceat(self.sequence_lengths, np.concatenate([[0], firsts[:-1]]))
+        return longest
 
     def documents(self, row: int) -> list[tuple[int, int]]:
         """Where the sequences of a row that has tokens begin and end."""
@@ -147,7 +147,7 @@ class TableBuilder:
     def _note_labels(self, carries: Iterable[Any]) -> None:
         """Remembers the first row whose first token carries a label."""
         if self._first_labelled is None:
-            at = next((index for index, found in enumerate(carries) if found), None)
+            at = next((index for index, carried in enumerate(carries) if carried), None)
             self._first_labelled = None if at is None else self._num_rows + at
 
     def _add(

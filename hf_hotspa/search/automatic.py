@@ -63,7 +63,7 @@ class AutoPlan:
     def __str__(self) -> str:
         """A short table for the log."""
         choice = self.choice
-        memory = {bucket.strategy: found.total for bucket, found in zip(self.pool, self.memory, strict=True)}
+        memory = {bucket.strategy: need.total for bucket, need in zip(self.pool, self.memory, strict=True)}
         rows = [["tokens", "strategy", "pack tokens", "sequences", "packs", "compute s", "switch s", "MiB a device"]]
         for row in choice.rows:
             bucket = row.bucket
@@ -114,8 +114,8 @@ class CappedCapacities:
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`."""
-        found = self.capacities.pack_tokens(strategy, arena, longest)
-        return min(found, self.most.get(strategy, found))
+        tokens = self.capacities.pack_tokens(strategy, arena, longest)
+        return min(tokens, self.most.get(strategy, tokens))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
         """Says what ran out of memory, where the memory model alone would have allowed it."""

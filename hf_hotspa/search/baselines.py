@@ -141,7 +141,7 @@ class DataParallel:
         costs = [sorted((self._pack_seconds(strategy, pack) for pack in packs), reverse=True) for packs in replicas]
         steps = max(map(len, costs))
         # what all replicas wait for, pack by pack; those that have none left join transfers only
-        busiest = [self._together([found[i] for found in costs if i < len(found)]) for i in range(steps)]
+        busiest = [self._together([of_batch[i] for of_batch in costs if i < len(of_batch)]) for i in range(steps)]
         forward_share = self.time.forward_share
         if recompute:  # the backward pass has another forward pass in it
             forward_share /= 1 + forward_share
@@ -149,7 +149,7 @@ class DataParallel:
         gather, reduce = self._link_seconds(sent.gathers), self._link_seconds(sent.reduces)
         fixed = self.time.fixed_s
         if stage <= 1:
-            alone = self._together([sum(found) for found in costs])
+            alone = self._together([sum(of_batch) for of_batch in costs])
             last = (1 - forward_share) * busiest[-1]
             return fixed + alone + max(0.0, reduce - last) + gather
         # of each pack
@@ -178,17 +178,17 @@ class DataParallel:
         """
         most = max(longest, *map(sum, batches))
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
-        found: Baseline | None = None
+        fastest: Baseline | None = None
         for again, capacity in capacities.items():
             for tokens in pack_choices(capacity, longest) if capacity >= longest else ():
                 seconds = sum(
                     weight * self.seconds(stage, again, self._packed(batch, tokens, longest))
                     for batch, weight in zip(batches, weights, strict=True)
                 )
-                if found is None or found.seconds is None or seconds < found.seconds:
-                    found = Baseline(stage, again, tokens, seconds, self.breakdown(stage, again, tokens))
-        if found is not None:
-            return found
+                if fastest is None or fastest.seconds is None or seconds < fastest.seconds:
+                    fastest = Baseline(stage, again, tokens, seconds, self.breakdown(stage, again, tokens))
+        if fastest is not None:
+            return fastest
         again = capacities[True] > capacities[False]
         return Baseline(stage, again, capacities[again], None, self.breakdown(stage, again, capacities[again]))
 

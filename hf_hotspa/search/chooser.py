@@ -29,14 +29,14 @@ def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: Mini
         switch: Load and return seconds of each strategy of the plan.
         plan: Which sequences run where.
     """
-    found = []
+    seconds = []
     for phase in plan.phases:
         strategy = phase.bucket.strategy
         packs = [[pack.lengths for pack in replica] for replica in phase.replicas]
-        found.append(
+        seconds.append(
             PhaseSeconds(strategy, time.phase_seconds(strategy, packs, phase.bucket.most_tokens), switch[strategy])
         )
-    return found
+    return seconds
 
 
 class PhaseChooser:
@@ -120,8 +120,8 @@ class PhaseChooser:
 
     def _entry(self, number: int) -> tuple[Factors, Selector]:
         known = self._in_force
-        found = next((entry for entry in reversed(known) if entry[0] <= number), known[0])
-        return found[1:]
+        last = next((entry for entry in reversed(known) if entry[0] <= number), known[0])
+        return last[1:]
 
     def predict(self, number: int, plan: MiniBatchPlan) -> list[PhaseSeconds]:
         """What the phases of a plan will take, by the constants with which mini-batch `number` was chosen."""
@@ -196,5 +196,5 @@ class PhaseChooser:
             ) from None
         self._num_trained, self._previous, self._seen = num_trained, previous, seen
         if factors:
-            self._in_force = [(first, found, self._selector(found)) for first, found in factors]
+            self._in_force = [(first, factor, self._selector(factor)) for first, factor in factors]
         return same

@@ -28,11 +28,11 @@ def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     Memory bounds a pack; smaller ones fill a pipeline better and balance replicas better. Where the longest sequence has
     a pack of its own (`Bucket`), as long as they are worth a micro-batch of a pipeline.
     """
-    found = [capacity]
+    choices = [capacity]
     least = max(longest, 1) if longest <= capacity else MIN_PIPELINE_PACK_TOKENS
-    while len(found) < count and found[-1] // 2 >= least:
-        found.append(found[-1] // 2)
-    return found
+    while len(choices) < count and choices[-1] // 2 >= least:
+        choices.append(choices[-1] // 2)
+    return choices
 
 
 class LengthTable:
@@ -87,9 +87,9 @@ class LengthTable:
         key = time.kind(strategy), capacity, longest
         if key not in self._known:
             self._known[key] = self._compute_seconds(time, *key)
-        found = np.full((len(self.edges), len(self.edges)), np.inf)
-        found[self._low, self._high] = self._known[key] + self._used_weight * switch_s
-        return found
+        seconds = np.full((len(self.edges), len(self.edges)), np.inf)
+        seconds[self._low, self._high] = self._known[key] + self._used_weight * switch_s
+        return seconds
 
     def _compute_seconds(self, time: TimeModel, strategy: Strategy, capacity: int, longest: int) -> Array:
         """The same without the switch, for each pair of edges."""

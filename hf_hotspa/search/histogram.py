@@ -140,11 +140,11 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
     for key, count in counts.items():
         if not str(key).isdecimal() or len(str(key)) > _MOST_DIGITS or int(key) < 1:
             raise HotspaConfigError(f"{key!r} is no length in tokens", where=where, fix=remedy)
-        found = number(count, f"the count of length {key}", where, remedy)
-        if found != int(found) or found >= 10**_MOST_DIGITS:
+        size = number(count, f"the count of length {key}", where, remedy)
+        if size != int(size) or size >= 10**_MOST_DIGITS:
             raise HotspaConfigError(f"the count of length {key} is {count!r}", where=where, fix=remedy)
         lengths.append(int(key))
-        sizes.append(int(found))
+        sizes.append(int(size))
     if not sum(sizes):
         raise HotspaConfigError("all counts of the histogram are 0", where=where, fix=remedy)
     return Counts(np.array(lengths), np.array(sizes), where)
@@ -159,6 +159,6 @@ def _drawn(
     total = int(ends[-1])
     # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all of them
     at = (np.arange(count) * total) // count + (rng.integers(0, max(1, total // count), count) if count < total else 0)
-    found = lengths[order][np.searchsorted(ends, np.minimum(at, total - 1), side="right")]
-    found[-1] = int(lengths[order][ends > ends[-1] - 1][0])
-    return [int(length) for length in rng.permutation(found)]
+    drawn = lengths[order][np.searchsorted(ends, np.minimum(at, total - 1), side="right")]
+    drawn[-1] = int(lengths[order][ends > ends[-1] - 1][0])
+    return [int(length) for length in rng.permutation(drawn)]

@@ -55,12 +55,12 @@ def read_lengths(
             where=given.source,
             fix=f"use --longest {most}, or --overlong truncate, split or drop as hotspa_overlong will",
         )
-    found = list(_fitting(given.drawn(count), longest, overlong))
-    if not found:
+    fitting = list(_fitting(given.drawn(count), longest, overlong))
+    if not fitting:
         raise HotspaConfigError(
             f"none of {given.total} sequences has at most {longest} tokens", where=given.source, fix="raise --longest"
         )
-    return found, longest
+    return fitting, longest
 
 
 def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]:

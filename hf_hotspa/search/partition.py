@@ -42,8 +42,8 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
         others only strategies are looked at that the first might have had (`_useful`).
     """
     useful = _useful(costs, max_phases)
-    found = _best(costs[useful], max_phases, keep)
-    return [Partition(p.seconds, tuple((int(useful[s]), i, j) for s, i, j in p.ranges)) for p in found]
+    partitions = _best(costs[useful], max_phases, keep)
+    return [Partition(p.seconds, tuple((int(useful[s]), i, j) for s, i, j in p.ranges)) for p in partitions]
 
 
 def _useful(costs: Array, max_phases: int) -> npt.NDArray[np.intp]:
@@ -60,7 +60,7 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
     last = num_edges - 1
     chosen = np.arange(num_strategies)[:, None]
     reached = costs[:, 0, :]
-    found: list[Partition] = []
+    partitions: list[Partition] = []
     for phases in range(1, min(max_phases, num_strategies, last) + 1):
         if phases > 1:
             ends = range(1, num_edges) if phases < max_phases else (last,)
@@ -68,8 +68,8 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
         totals = reached[:, last]
         for index in np.argsort(totals, kind="stable")[:keep].tolist():
             if np.isfinite(totals[index]):
-                found.append(_traced(costs, chosen[index].tolist()))
-    return sorted(found)
+                partitions.append(_traced(costs, chosen[index].tolist()))
+    return sorted(partitions)
 
 
 def _extend(

@@ -228,7 +228,7 @@ class Plan:
     @property
     def rival(self) -> tuple[str, float]:
         """What to compare with, and its seconds: the best of a single strategy and the baselines."""
-        others = [(found.name, found.seconds) for found in self.baselines if found.seconds is not None]
+        others = [(baseline.name, baseline.seconds) for baseline in self.baselines if baseline.seconds is not None]
         return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
 
     def notes(self) -> list[str]:
@@ -270,7 +270,7 @@ class Plan:
             "seconds": choice.seconds,
             "switch_seconds": choice.switch_seconds,
             "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
-            "baselines": [found.to_dict() for found in self.baselines],
+            "baselines": [baseline.to_dict() for baseline in self.baselines],
             "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
             "buckets": buckets,
             "phases_simulated": choice.num_simulated,
@@ -307,12 +307,12 @@ def make_plan(
     """
     assert setup.hardware is not None
     shape = setup.model.shape
-    found, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
+    drawn, top = read_lengths(lengths, mini_batch_size, longest, shape.max_position_embeddings, overlong)
     cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
     choice = search(
-        found,
+        drawn,
         strategies,
         time,
         MemoryCapacities(cost.memory, setup.limit_bytes),
@@ -325,8 +325,8 @@ def make_plan(
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
     known = time.knows(Strategy(setup.world_size))
-    rivals = baselines(others, *mini_batches(found, mini_batch_size, top), top, setup.limit_bytes) if known else ()
-    return Plan(setup, tuple(found), str(lengths), top, mini_batch_size, choice, memory, rivals)
+    rivals = baselines(others, *mini_batches(drawn, mini_batch_size, top), top, setup.limit_bytes) if known else ()
+    return Plan(setup, tuple(drawn), str(lengths), top, mini_batch_size, choice, memory, rivals)
 
 
 @dataclass(frozen=True)
@@ -372,10 +372,10 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     """
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
-    found = setup.with_options(Strategy.parse(strategy))
+    asked = setup.with_options(Strategy.parse(strategy))
     shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
-    check_buckets((Bucket(found, pack_tokens, pack_tokens),), setup.world_size, shape)
-    largest = setup.memory.largest_pack(found, setup.limit_bytes)
+    check_buckets((Bucket(asked, pack_tokens, pack_tokens),), setup.world_size, shape)
+    largest = setup.memory.largest_pack(asked, setup.limit_bytes)
     return Estimate(
-        setup, found, setup.memory.breakdown(found, pack_tokens), None if setup.limit_bytes is None else largest
+        setup, asked, setup.memory.breakdown(asked, pack_tokens), None if setup.limit_bytes is None else largest
     )

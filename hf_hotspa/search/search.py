@@ -101,8 +101,8 @@ def search(
     longest = max(longest or 0, *sample)
     if all(capacities.tokens(s, capacities.arena(s)) < longest for s in pool):
         raise capacities.too_long(longest, pool)
-    found = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
-    return found.run(margin, pack_margin, plain_margin)
+    searcher = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
+    return searcher.run(margin, pack_margin, plain_margin)
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
@@ -194,14 +194,14 @@ class _Search:
 
     def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> _Phases:
         """The same without `+sp` where the packs fit without."""
-        arena, found = max(self.capacities.arena(phase[0]) for phase in phases), []
+        arena, plainest = max(self.capacities.arena(phase[0]) for phase in phases), []
         for strategy, low, high, tokens in phases:
             plain = self.plain.get(strategy)
             fits = plain is not None and high <= self._capacity(plain, arena)
             if plain is not None and fits and tokens <= self.capacities.pack_tokens(plain, arena, high):
                 strategy = plain
-            found.append((strategy, low, high, tokens))
-        return tuple(found)
+            plainest.append((strategy, low, high, tokens))
+        return tuple(plainest)
 
     def _seconds(self, phases: _Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
@@ -216,10 +216,10 @@ class _Search:
         if key not in self._known_packs:
             fits = high <= self._capacity(strategy, arena)
             capacity = min(self.capacities.pack_tokens(strategy, arena, high), self.most_tokens) if fits else 0
-            found = set(pack_choices(capacity, high)) if capacity else set()
+            sizes = set(pack_choices(capacity, high)) if capacity else set()
             if strategy in self.plain:
-                found.update(self._packs(self.plain[strategy], arena, high))
-            self._known_packs[key] = sorted(found, reverse=True)
+                sizes.update(self._packs(self.plain[strategy], arena, high))
+            self._known_packs[key] = sorted(sizes, reverse=True)
         return self._known_packs[key]
 
     def _best_static(self, plain_margin: float) -> _Phases:
@@ -232,15 +232,15 @@ class _Search:
         for strategy in self.pool:
             for tokens in self._packs(strategy, self.capacities.arena(strategy), self.longest):
                 options.append((self.evaluator.bound(strategy, *whole, tokens), strategy, tokens))
-        found: list[tuple[float, Strategy, int]] = []
+        timed: list[tuple[float, Strategy, int]] = []
         most = float("inf")
         for bound, strategy, tokens in sorted(options):
             if bound >= most:
                 break
             seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
-            found.append((seconds, strategy, tokens))
+            timed.append((seconds, strategy, tokens))
             most = min(most, seconds * (1 + plain_margin))
-        near = [each for each in found if each[0] <= most]
+        near = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(near, key=lambda each: (each[1].tp * each[1].pp if plain_margin else 0, each[0]))
         return ((strategy, *whole, tokens),)
 
@@ -250,7 +250,7 @@ class _Search:
         for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
             if not arenas or arena < arenas[-1] * 0.99:
                 arenas.append(arena)
-        found: dict[tuple[Strategy, ...], _Estimated] = {}
+        candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True
         for arena in arenas:
             capacities = {s: self._capacity(s, arena) for s in self.pool if self.capacities.arena(s) <= arena}
@@ -258,11 +258,11 @@ class _Search:
             if len(capacities) > 1 and max(capacities.values()) >= self.longest:
                 for each in self._partitions(capacities, arena):
                     strategies = tuple(strategy for strategy, *_ in each)
-                    if strategies not in found or _total(each) < _total(found[strategies]):
-                        found[strategies] = each
+                    if strategies not in candidates or _total(each) < _total(candidates[strategies]):
+                        candidates[strategies] = each
         if self.exact:
-            return [self._with_packs(each) for each in found.values()]
-        return self._best_first(list(found.values()))
+            return [self._with_packs(each) for each in candidates.values()]
+        return self._best_first(list(candidates.values()))
 
     def _best_first(self, left: list[_Estimated]) -> list[_Phases]:
         """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
@@ -270,7 +270,7 @@ class _Search:
         By how much a strategy takes longer than was estimated is about the same for other lengths; so what was
         simulated corrects the estimates of all pools that have the strategy.
         """
-        found: list[_Phases] = []
+        packed: list[_Phases] = []
         error: dict[Strategy, float] = {}
         best, in_vain = float("inf"), 0
 
@@ -285,11 +285,11 @@ class _Search:
             for phase, (strategy, *_, estimate) in zip(phases, each, strict=True):
                 if estimate:
                     error[self.time.kind(strategy)] = self.evaluator.phase(*phase).seconds / estimate
-            found.append(phases)
+            packed.append(phases)
             in_vain = 0 if seconds < best else in_vain + 1
             best = min(best, seconds)
-        found.sort(key=self._seconds)
-        return [*found, *map(self._moved, found[:2])]
+        packed.sort(key=self._seconds)
+        return [*packed, *map(self._moved, packed[:2])]
 
     def _with_packs(self, each: _Estimated) -> _Phases:
         """The phases with their best pack sizes in a pool of these strategies."""

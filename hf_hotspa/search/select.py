@@ -156,7 +156,7 @@ class Selector:
                 for b in self.pool
             ]
         )
-        found: list[_Phases] = [
+        candidates: list[_Phases] = [
             tuple((index, edges[low], edges[high]) for index, low, high in partition.ranges)
             for partition in best_partitions(costs, self.max_phases, keep=1)
         ]
@@ -165,7 +165,7 @@ class Selector:
             for partition in best_partitions(costs[before], len(before), keep=1):
                 if len(partition.ranges) == len(before):
                     again = tuple((before[index], edges[low], edges[high]) for index, low, high in partition.ranges)
-        return [phases for phases in found if len(phases) > 1], again
+        return [phases for phases in candidates if len(phases) > 1], again
 
     def _buckets(self, phases: _Phases) -> tuple[Bucket, ...]:
         """The buckets with the edges of the phases.
@@ -173,6 +173,6 @@ class Selector:
         The last one reaches as far as its packs allow, the longest sequence of the pool at most: rows that the policy
         for over-long sequences cut to that length were counted with it, so what `plan_mini_batch` cuts stays the same.
         """
-        found = [replace(self.pool[index], low=low, longest=high) for index, low, high in phases]
-        found[-1] = replace(found[-1], longest=min(self.pool[phases[-1][0]].capacity, self.longest))
-        return tuple(found)
+        buckets = [replace(self.pool[index], low=low, longest=high) for index, low, high in phases]
+        buckets[-1] = replace(buckets[-1], longest=min(self.pool[phases[-1][0]].capacity, self.longest))
+        return tuple(buckets)

@@ -53,10 +53,10 @@ def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan)
         single: The strategy.
         plan: What was run.
     """
-    found = single.seconds_by(plan)
-    if found is None or report.predicted_s is None or found[1] <= 0:
+    pair = single.seconds_by(plan)
+    if pair is None or report.predicted_s is None or pair[1] <= 0:
         return report
-    return replace(report, single_s=found[0] * report.predicted_s / found[1])
+    return replace(report, single_s=pair[0] * report.predicted_s / pair[1])
 
 
 def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], AutoPlan]) -> list[Bucket]:
@@ -66,9 +66,9 @@ def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], AutoPlan]
         strategies: The legal ones.
         plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
     """
-    found = []
+    timed = []
     for strategy in strategies:
         with suppress(HotspaError):
             choice = plan(strategy).choice
-            found.append((choice.static_seconds, choice.static))
-    return [bucket for _, bucket in sorted(found, key=lambda each: each[0])]
+            timed.append((choice.static_seconds, choice.static))
+    return [bucket for _, bucket in sorted(timed, key=lambda each: each[0])]

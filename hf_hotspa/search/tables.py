@@ -43,14 +43,14 @@ def _heading(setup: Setup) -> str:
 
 def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str:
     rows = [["GiB a device", *names]]
-    parts = [found.parts() for found in memory]
+    parts = [need.parts() for need in memory]
     for part in parts[0]:
-        if any(found[part] >= _GIB / 200 for found in parts):  # what would be printed as 0.00 is left out
-            rows.append([part.replace("_", " "), *(f"{found[part] / _GIB:,.2f}" for found in parts)])
-    rows.append(["total", *(f"{found.total / _GIB:,.2f}" for found in memory)])
-    rows.append(["fullest stage", *(f"{found.stage}" for found in memory)])
-    rows.append(["packs in flight", *(f"{found.in_flight}" for found in memory)])
-    rows.append(["tokens in flight", *(f"{found.held_tokens:,}" for found in memory)])
+        if any(need[part] >= _GIB / 200 for need in parts):  # what would be printed as 0.00 is left out
+            rows.append([part.replace("_", " "), *(f"{need[part] / _GIB:,.2f}" for need in parts)])
+    rows.append(["total", *(f"{need.total / _GIB:,.2f}" for need in memory)])
+    rows.append(["fullest stage", *(f"{need.stage}" for need in memory)])
+    rows.append(["packs in flight", *(f"{need.in_flight}" for need in memory)])
+    rows.append(["tokens in flight", *(f"{need.held_tokens:,}" for need in memory)])
     return table(rows)
 
 
@@ -89,12 +89,12 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
     return "\n".join(lines)
 
 
-def calibration_text(found: Calibration) -> str:
+def calibration_text(calibration: Calibration) -> str:
     """A calibration for people: coefficients, links, switches and memory."""
-    key = found.key
-    layers, ends = fit_costs(found.samples)
+    key = calibration.key
+    layers, ends = fit_costs(calibration.samples)
     rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
-    activations, end_bytes = found.memory_per_token
+    activations, end_bytes = calibration.memory_per_token
     for tp, cost in layers.items():
         end = ends.get(tp)
         rows.append(
@@ -107,8 +107,8 @@ def calibration_text(found: Calibration) -> str:
         )
     links = [["links", "latency us", "MB/s", "hop us", "hop ns/token"]]
     for name, link, hop in (
-        ("in a node", found.intra, found.hop_intra),
-        ("between nodes", found.inter, found.hop_inter),
+        ("in a node", calibration.intra, calibration.hop_intra),
+        ("between nodes", calibration.inter, calibration.hop_inter),
     ):
         if link is not None and hop is not None:
             links.append(
@@ -120,14 +120,14 @@ def calibration_text(found: Calibration) -> str:
                     f"{hop.token_s * 1e9:,.1f}",
                 ]
             )
-    efficiency, fixed_s = found.switch_fit
-    slots = "" if math.isinf(found.slots) else f", {found.slots:.1f} of them at a time"
+    efficiency, fixed_s = calibration.switch_fit
+    slots = "" if math.isinf(calibration.slots) else f", {calibration.slots:.1f} of them at a time"
     return "\n".join(
         [
-            f"{found.model.family}, hidden size {found.model.hidden_size}, {key.dtype}, "
-            f"{found.model.layer_parameters:,} parameters a layer",
+            f"{calibration.model.family}, hidden size {calibration.model.hidden_size}, {key.dtype}, "
+            f"{calibration.model.layer_parameters:,} parameters a layer",
             f"{key.world_size} ranks on {key.device} ({key.cores} cores a node){slots}; "
-            f"measured {found.measured_at} in {found.seconds:.1f} s",
+            f"measured {calibration.measured_at} in {calibration.seconds:.1f} s",
             "",
             "one layer, forward and backward: a * sum(l^2) + b * sum(l) + c seconds for a pack of sequences of l tokens"
             + (", on a core" if slots else ""),
@@ -136,17 +136,17 @@ def calibration_text(found: Calibration) -> str:
             table(links),
             "",
             f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
-            f"{found.pipeline_factor:.2f} times as much",
-            *_phases(found),
-            *_notes(found.notes),
+            f"{calibration.pipeline_factor:.2f} times as much",
+            *_phases(calibration),
+            *_notes(calibration.notes),
         ]
     )
 
 
-def _phases(found: Calibration) -> list[str]:
+def _phases(calibration: Calibration) -> list[str]:
     """One line on whole phases, where they were measured."""
     seconds: dict[str, list[str]] = {}
-    for sample in found.phases:
+    for sample in calibration.phases:
         seconds.setdefault(sample.strategy, []).append(f"{sample.seconds:,.3f}")
     each = ", ".join(f"{strategy} {' and '.join(values)} s" for strategy, values in seconds.items())
     return [f"whole phases of mixed lengths: {each}"] if each else []

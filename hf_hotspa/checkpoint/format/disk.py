@@ -194,8 +194,8 @@ class Disk:
             skipped: Names in it that are not looked at.
         """
         records = []
-        found = [path for path in folder.iterdir() if path.name not in skipped]
-        for path in sorted([*found, *(below for top in found if top.is_dir() for below in top.rglob("*"))]):
+        entries = [path for path in folder.iterdir() if path.name not in skipped]
+        for path in sorted([*entries, *(below for top in entries if top.is_dir() for below in top.rglob("*"))]):
             name = check_name(path.relative_to(folder).as_posix(), str(folder))
             if path.is_dir():
                 self.sync_directory(path)

@@ -41,13 +41,13 @@ def checkpoint_name(step: int) -> str:
 
 def checkpoints(folder: Path) -> list[Path]:
     """The committed checkpoints of a run, newest step first. What is in them has not been looked at."""
-    found = []
+    numbered = []
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         for entry in os.scandir(folder):
             match = _CHECKPOINT.fullmatch(entry.name)
             if match and entry.is_dir(follow_symlinks=False):
-                found.append((int(match[1]), entry.name))
-    return [folder / name for _, name in sorted(found, reverse=True)]
+                numbered.append((int(match[1]), entry.name))
+    return [folder / name for _, name in sorted(numbered, reverse=True)]
 
 
 def check_step(path: Path, manifest: Manifest) -> None:
@@ -273,8 +273,8 @@ def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
 def _in_words(owner: str) -> str | None:
     """Who holds a lock, as `RunFolder.lock` writes it there."""
     try:
-        found = json.loads(owner)
-        return f"process {found['pid']} on {found['host']}"
+        process = json.loads(owner)
+        return f"process {process['pid']} on {process['host']}"
     except (ValueError, KeyError, TypeError):
         return None
 

@@ -197,19 +197,19 @@ class Manifest:
                 fix="use the version of hf_hotspa that wrote it",
             )
         try:
-            found = _manifest(data)
-            same = found.text() == text
+            manifest = _manifest(data)
+            same = manifest.text() == text
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise DamagedCheckpointError(
                 f"{MANIFEST} is damaged: {type(error).__name__}: {error}", where=where
             ) from error
         if not same:
             raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
-        for problem in _problems(found):
+        for problem in _problems(manifest):
             raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
-        for file in found.files:
+        for file in manifest.files:
             check_name(file.name, where)
-        return found
+        return manifest
 
 
 def rank_tensors(rank: int, world_size: int) -> str:
@@ -264,25 +264,25 @@ def _manifest(data: dict[str, Any]) -> Manifest:
     )
 
 
-def _problems(found: Manifest) -> Iterator[str]:
+def _problems(manifest: Manifest) -> Iterator[str]:
     """What cannot be in a checkpoint, so that nothing is allocated for it."""
-    names = {file.name for file in found.files}
-    if not 0 <= found.step < 10**15 or not 1 <= found.world_size <= _MAX_WORLD:
-        yield f"step {found.step}, {found.world_size} ranks"
+    names = {file.name for file in manifest.files}
+    if not 0 <= manifest.step < 10**15 or not 1 <= manifest.world_size <= _MAX_WORLD:
+        yield f"step {manifest.step}, {manifest.world_size} ranks"
         return
-    if len(names) != len(found.files) or MANIFEST in names:
+    if len(names) != len(manifest.files) or MANIFEST in names:
         yield "a file is listed twice"
-    if any(file.size < 0 for file in found.files):
+    if any(file.size < 0 for file in manifest.files):
         yield "a file of negative size"
-    shares = [found.located(rank_tensors(rank, found.world_size)) for rank in range(found.world_size)]
-    if found.has_masters and (missing := set(shares) - names):
+    shares = [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
+    if manifest.has_masters and (missing := set(shares) - names):
         yield f"no file {min(missing)!r}"
     end = 0
-    for segment in found.segments:
+    for segment in manifest.segments:
         cuts = segment.cuts
         if (
             segment.start != end
-            or len(cuts) != found.world_size + 1
+            or len(cuts) != manifest.world_size + 1
             or cuts[0]
             or cuts[-1] != segment.stop - segment.start
         ):
@@ -292,15 +292,15 @@ def _problems(found: Manifest) -> Iterator[str]:
             yield "the cuts of a segment do not ascend"
         end = segment.stop
     end, seen = 0, set[str]()
-    for parameter in found.parameters:
+    for parameter in manifest.parameters:
         if any(size < 0 for size in parameter.shape) or parameter.offset != end:
             yield f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
             return
         end += parameter.numel
-        if not 0 <= parameter.segment < len(found.segments):
+        if not 0 <= parameter.segment < len(manifest.segments):
             yield f"parameter {parameter.name!r} has no segment"
             return
-        segment = found.segments[parameter.segment]
+        segment = manifest.segments[parameter.segment]
         if parameter.numel and not segment.start <= parameter.offset < end <= segment.stop:
             yield f"parameter {parameter.name!r} leaves its segment"
         if parameter.shard_dim is not None and not 0 <= parameter.shard_dim < len(parameter.shape):
@@ -314,16 +314,16 @@ def _problems(found: Manifest) -> Iterator[str]:
             return
         if any("/" in state or not state for state in parameter.states):
             yield f"the names of the states of parameter {parameter.name!r}"
-    if found.segments and end != found.segments[-1].stop:
+    if manifest.segments and end != manifest.segments[-1].stop:
         yield "the parameters do not fill the vector"
         return
-    if not found.has_masters:
+    if not manifest.has_masters:
         return
-    sizes = {file.name: file.size for file in found.files}
-    needed = [0] * found.world_size
-    for parameter in found.parameters:
+    sizes = {file.name: file.size for file in manifest.files}
+    needed = [0] * manifest.world_size
+    for parameter in manifest.parameters:
         size = sum(DTYPES[dtype][1] for dtype in parameter.states.values())
-        for rank, low, high in found.holders(parameter, 0, parameter.numel):
+        for rank, low, high in manifest.holders(parameter, 0, parameter.numel):
             needed[rank] += (high - low) * size
     for name, least in zip(shares, needed, strict=True):
         if least > sizes.get(name, 0):

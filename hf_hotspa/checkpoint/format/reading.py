@@ -36,11 +36,11 @@ class Expected:
 
 def pieces(manifest: Manifest, parameter: SavedParameter, start: int, stop: int) -> list[Piece]:
     """Where elements `[start, stop)` of a parameter's storage lie; together the pieces cover them once, in order."""
-    found = []
+    overlaps = []
     for rank, first, last in manifest.holders(parameter, start, stop):
         low, _ = manifest.share(parameter, rank)
-        found.append(Piece(rank, first - low, last - low, first - start))
-    return found
+        overlaps.append(Piece(rank, first - low, last - low, first - start))
+    return overlaps
 
 
 def check_structure(manifest: Manifest, expected: Mapping[str, Expected], where: str) -> None:
@@ -58,12 +58,12 @@ def check_structure(manifest: Manifest, expected: Mapping[str, Expected], where:
         for p in manifest.parameters
     }
     for name in _in_order(saved, expected):
-        found, wanted = saved.get(name), expected.get(name)
+        present, wanted = saved.get(name), expected.get(name)
         if wanted is not None:
             wanted = Expected(wanted.shape, wanted.dtype, wanted.trainable, tuple(sorted(wanted.tied_names)))
-        if found != wanted:
+        if present != wanted:
             raise ResumeError(
-                f"parameter {name!r} is {_text(found)} in the checkpoint and {_text(wanted)} in the model",
+                f"parameter {name!r} is {_text(present)} in the checkpoint and {_text(wanted)} in the model",
                 where=where,
                 why="a run goes on only with the model that it was saved with",
                 fix="build the model from the config.json of the checkpoint, with the same dtype and frozen parts",

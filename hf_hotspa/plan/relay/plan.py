@@ -109,10 +109,10 @@ class _Arrivals:
                 by_node.setdefault(rank // size, []).append(rank)
             members = order[bounds[group] : bounds[group + 1]]
             nodes = list(by_node)
-            found = [landings(node, tuple(by_node[node])) for node in nodes]
+            landing = [landings(node, tuple(by_node[node])) for node in nodes]
             blocks.append(
                 np.column_stack(
-                    (np.repeat(members, len(nodes)), np.tile(nodes, len(members)), np.tile(found, len(members)))
+                    (np.repeat(members, len(nodes)), np.tile(nodes, len(members)), np.tile(landing, len(members)))
                 )
             )
         rows = np.concatenate(blocks)
@@ -192,11 +192,11 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Re
     keys: list[tuple[int, tuple[int, ...]]] = list(landings.index)  # type: ignore[arg-type]
     totals = num_bytes.tolist()
     demands = [Demand((), *key, float(total)) for key, total in zip(keys, totals, strict=True) if total]
-    found = landing_shares(demands, cluster, pulled)
+    landers = landing_shares(demands, cluster, pulled)
     moves = [
         (lander, rank, demand.num_bytes * fraction)
         for demand in demands
-        for lander, fraction in found[demand.node, demand.needers]
+        for lander, fraction in landers[demand.node, demand.needers]
         for rank in demand.needers
         if rank != lander
     ]
@@ -206,7 +206,7 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Re
     pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
     _add(inside, pulls_from)
     sending = _sending_shares(arrivals, weights, cluster, inside)
-    return _Shares([needers for _, needers in keys], [found.get(key, ()) for key in keys], sending, pulling)
+    return _Shares([needers for _, needers in keys], [landers.get(key, ()) for key in keys], sending, pulling)
 
 
 def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
