@@ -86,7 +86,15 @@ class _Totals:
     off_s: float = 0.0
     single_s: float = 0.0
     against_single_s: float = 0.0
+    paces: dict[int, tuple[float, int]] = field(default_factory=dict)
+    slow: frozenset[int] = frozenset()
     by_strategy: dict[str, _PhaseSums] = field(default_factory=lambda: defaultdict(_PhaseSums))
+
+    @property
+    def slowest(self) -> tuple[int, float] | None:
+        """The rank that took longest for its work, and its mean pace; None where nobody watched."""
+        means = {rank: summed / count for rank, (summed, count) in self.paces.items()}
+        return max(means.items(), key=lambda found: found[1], default=None)
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
@@ -102,6 +110,11 @@ class _Totals:
         if report.single_s is not None and report.predicted_s is not None:
             self.single_s += report.single_s
             self.against_single_s += report.predicted_s
+        self.slow = frozenset(report.slow)
+        for rank, pace in enumerate(report.paces or ()):
+            if pace is not None:
+                summed, count = self.paces.get(rank, (0.0, 0))
+                self.paces[rank] = summed + pace, count + 1
         for phase in report.phases:
             self.by_strategy[phase.strategy].add(phase)
             if phase.predicted_s is not None:
@@ -123,7 +136,8 @@ class SwitchOverheadCallback(TrainerCallback):
     the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
     `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
-    phases: above 1 switching pays); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
+    phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
+    median) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
     `hotspa/dropped`.
     """
 
@@ -185,6 +199,9 @@ class SwitchOverheadCallback(TrainerCallback):
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
         if totals.against_single_s > 0:
             metrics["hotspa/predicted_gain"] = totals.single_s / totals.against_single_s
+        if totals.slowest is not None:
+            metrics["hotspa/slowest_pace"] = totals.slowest[1]
+            metrics["hotspa/slow_devices"] = float(len(totals.slow))
         for strategy, sums in totals.by_strategy.items():
             metrics[f"hotspa/{strategy}/compute_s"] = sums.compute_s / totals.steps
         metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
@@ -213,6 +230,8 @@ class SwitchOverheadCallback(TrainerCallback):
                 f"one strategy needs too, {totals.load_return_s / totals.seconds:.1%}; "
                 f"{totals.hidden_s:.1f} s more hidden behind computation"
             )
+            if totals.slow and totals.slowest is not None:
+                title += f"; rank {totals.slowest[0]} computed {totals.slowest[1]:.1f} times as long as the median"
             tqdm.write(_table(title, totals.by_strategy, totals.seconds))
 
 

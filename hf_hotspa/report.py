@@ -18,8 +18,10 @@ MEASURES = (
     "load_bytes",
     "return_bytes",
     "start_s",
+    "others_s",
 )
-"""What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement."""
+"""What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
+is the part of `compute_s` that went by in collectives and messages of the strategy."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +124,10 @@ class StepReport:
         ranks: What every rank measured, for traces.
         single_s: What the best single strategy that fits (`RunFacts.single`) was predicted to take for the same rows, to
             be compared with the `predicted_s` of the phases; None without a time model.
+        paces: For each rank how long it computed, without waiting for others, as a multiple of the median, lengths taken
+            into account (`stragglers/detection.py`); None for a rank that ran nothing that says it, and altogether where
+            nobody watches.
+        slow: The ranks that are called slow after this mini-batch.
     """
 
     step: int
@@ -137,10 +143,19 @@ class StepReport:
     total_s: float
     ranks: RankMeasures | None = None
     single_s: float | None = None
+    paces: tuple[float | None, ...] | None = None
+    slow: tuple[int, ...] = ()
 
     @property
     def num_tokens(self) -> int:
         return sum(phase.num_tokens for phase in self.phases)
+
+    @property
+    def own_s(self) -> tuple[float, ...]:
+        """For each rank the seconds of its computation without waiting for others; empty without `ranks`."""
+        compute, others = MEASURES.index("compute_s"), MEASURES.index("others_s")
+        rows = self.ranks.phases if self.ranks is not None else []
+        return tuple(sum(max(phase[compute] - phase[others], 0.0) for phase in phases) for phases in rows)
 
     @property
     def longest_phase(self) -> PhaseReport | None:
@@ -203,9 +218,12 @@ class StepReport:
         return self.load_return_s / self.total_s if self.total_s > 0 else 0.0
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON-ready plain data, without `ranks` (their number has no bound)."""
+        """The report as JSON-ready plain data, without `ranks` (their number has no bound; of paces two digits stay)."""
         data = asdict(replace(self, ranks=None))
         del data["ranks"]
+        data["slow"] = list(self.slow)
+        if self.paces is not None:
+            data["paces"] = [None if pace is None else round(pace, 2) for pace in self.paces]
         return data
 
 

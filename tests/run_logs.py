@@ -34,12 +34,15 @@ def made_report(
     phases = phases or made_phases()
     rows, start = [], 0.0
     for p in phases:
-        rows.append([p.load_s, p.compute_s, p.wait_s, p.return_s, p.hidden_load_s, 0.0, 1e6, 2e6, start])
+        rows.append(
+            [p.load_s, p.compute_s, p.wait_s, p.return_s, p.hidden_load_s, 0.0, 1e6, 2e6, start, p.compute_s / 10]
+        )
         start += p.seconds + p.wait_s
     ranks = RankMeasures([0.01] * world_size, [(5 + rank) << 20 for rank in range(world_size)], [rows] * world_size)
     return StepReport(
         step=step, loss=loss, grad_norm=1.0, num_labels=390, num_rows=20, num_truncated=0, num_split=0, num_dropped=0,
         num_empty=0, phases=phases, total_s=start + 0.02, ranks=ranks, single_s=single_s,
+        paces=(1.0, None, *[2.0] * (world_size - 2)), slow=tuple(range(2, world_size)),
     )  # fmt: skip
 
 

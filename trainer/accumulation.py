@@ -7,10 +7,35 @@ callbacks, logs, evaluations, checkpoints and everybody outside of training.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import Any
 
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
+
+from hf_hotspa.errors import HotspaConfigError
+
+
+def read_accelerator_config(args: TrainingArguments) -> None:
+    """Accumulation is that of the arguments: accelerate has nothing to accumulate.
+
+    Raises:
+        HotspaConfigError: both give a number of steps.
+    """
+    values: dict[str, Any] = vars(args)
+    config = values["accelerator_config"]
+    given = config.gradient_accumulation_kwargs
+    if not given:
+        return
+    steps: int = values["gradient_accumulation_steps"]
+    if given.get("num_steps", 1) != 1 and steps != 1:
+        raise HotspaConfigError(
+            f"The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps={steps}, too",
+            fix="set one of them",
+        )
+    values["gradient_accumulation_steps"] = steps if steps != 1 else given.get("num_steps", 1)
+    values["accelerator_config"] = copy(config)  # not the user's object
+    values["accelerator_config"].gradient_accumulation_kwargs = None
 
 
 @contextmanager

@@ -4,7 +4,6 @@ What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpee
 Everything else of `TrainingArguments` works as it is.
 """
 
-from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -17,7 +16,9 @@ from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.packing.pipeline_order import SCHEDULES, check_schedule
 from hf_hotspa.plan.planner import PLANNERS, check_planner
+from hf_hotspa.stragglers.modes import MODES, check_mode
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
+from hf_hotspa.trainer.accumulation import read_accelerator_config
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.misspelt import warn_of_misspelt
@@ -237,6 +238,14 @@ class HotSPaTrainingArguments(TrainingArguments):
             "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error."
         },
     )
+    hotspa_stragglers: str = field(
+        default="watch",
+        metadata={
+            "help": "What is done about slow devices: off, watch (they are named in the log and the report), or by name what "
+            "docs/slow-devices.md says of more.",
+            "choices": list(MODES),
+        },
+    )
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
@@ -292,6 +301,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         check_planner(self.hotspa_planner)
+        check_mode(self.hotspa_stragglers)
         if self.hotspa_memory_limit_mb is not None and self.hotspa_memory_limit_mb < 1:
             raise HotspaConfigError(
                 f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"
@@ -317,7 +327,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         explain_arguments(self)
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
-        self._read_accelerator_config()
+        read_accelerator_config(self)
         if self._deepspeed is not None:
             self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is None:
@@ -325,22 +335,6 @@ class HotSPaTrainingArguments(TrainingArguments):
             self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
         if self.hotspa_mini_batch_size < 1:
             raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
-
-    def _read_accelerator_config(self) -> None:
-        """Accumulation is that of the arguments: accelerate has nothing to accumulate."""
-        config: Any = vars(self)["accelerator_config"]
-        given = config.gradient_accumulation_kwargs
-        if not given:
-            return
-        steps: int = vars(self)["gradient_accumulation_steps"]
-        if given.get("num_steps", 1) != 1 and steps != 1:
-            raise HotspaConfigError(
-                f"The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps={steps}, too",
-                fix="set one of them",
-            )
-        self.gradient_accumulation_steps = steps if steps != 1 else given.get("num_steps", 1)
-        self.accelerator_config = copy(config)  # not the user's object
-        self.accelerator_config.gradient_accumulation_kwargs = None
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""

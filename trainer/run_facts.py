@@ -62,6 +62,7 @@ def run_facts(
             "overlong": args.hotspa_overlong,
             "planner": args.hotspa_planner,
             "pipeline_schedule": args.hotspa_pipeline_schedule,
+            "stragglers": args.hotspa_stragglers,
             "overlap_load": engine.overlap.load,
             "overlap_return": engine.overlap.return_gradients,
             "max_steps": args.max_steps,

@@ -59,6 +59,7 @@ from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.same_settings import argument_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
+from hf_hotspa.trainer.slow_devices import DeviceWatch
 from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
 from hf_hotspa.trainer.views import ViewsMixin
@@ -123,6 +124,7 @@ class HotSPaTrainer(
         self._wrapped: _MasterModule | None = None
         self._auto: AutoStrategies | None = None
         self._predictions: Predictions | None = None
+        self._devices: DeviceWatch | None = None
         self._loaded_state: dict[str, Any] = {}
         self._stream_progress: StreamProgress | None = None
         self._scan: tuple[Any, Any, SequenceTable] | None = None
@@ -180,6 +182,10 @@ class HotSPaTrainer(
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
+        watches = args.hotspa_stragglers != "off" and self.engine.world_size > 1
+        self._devices = DeviceWatch(self.engine, args.hotspa_stragglers) if watches else None
+        if self._devices is not None and "devices" in self._loaded_state:
+            self._devices.load_state_dict(self._loaded_state["devices"])
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes
         else:
@@ -279,6 +285,8 @@ class HotSPaTrainer(
     def hotspa_state(self) -> dict[str, Any]:
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
         state: dict[str, Any] = {"auto": self._auto.state_dict()} if self._auto is not None else {}
+        if self._devices is not None and self._devices.decides:
+            state["devices"] = self._devices.state_dict()
         if self._stream_progress is not None:
             state["stream"] = self._stream_progress.state(self._steps_a_pass, self.control.should_epoch_stop)
         return state
@@ -289,6 +297,8 @@ class HotSPaTrainer(
         Raises:
             HotspaConfigError: the state is damaged.
         """
+        if self._devices is not None and "devices" in state:
+            self._devices.load_state_dict(state["devices"])
         if self._auto is None or self._auto.chooser is None:
             self._loaded_state = dict(state)
             return
@@ -336,6 +346,8 @@ class HotSPaTrainer(
         predictions = self._auto or self._predictions
         if predictions is not None:
             report = predictions.trained(self.state.global_step, inputs["mini_batch"].plan, report)
+        if self._devices is not None:
+            report = self._devices.trained(inputs["mini_batch"].plan, report)
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)

@@ -28,6 +28,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
@@ -164,6 +165,11 @@ class HotSPaEngine:
                 fix=f"ask for one of {', '.join(map(str, self.phases))}",
             )
         return self._groups.device_mesh(strategy)
+
+    def device_pace(self) -> DevicePace:
+        """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective."""
+        layouts = {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
+        return DevicePace(self.description.vector, layouts, self.description.shape.quadratic_cost)
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""

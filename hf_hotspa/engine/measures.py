@@ -25,6 +25,7 @@ class PhaseMeasure(NamedTuple):
         load_bytes: Bytes sent by the load.
         return_bytes: Bytes sent by the return.
         start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
+        others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
     """
 
     load_s: float
@@ -36,6 +37,7 @@ class PhaseMeasure(NamedTuple):
     load_bytes: float
     return_bytes: float
     start_s: float = 0.0
+    others_s: float = 0.0
 
 
 class Observer:

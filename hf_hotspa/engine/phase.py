@@ -32,6 +32,7 @@ from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
+from hf_hotspa.parallel.waiting import CLOCK
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.strategy import Strategy
 
@@ -122,8 +123,10 @@ class PhaseRunner:
         load = self._take_over(previous) if takes_over and previous is not None else self.load(previous)
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        CLOCK.restart(self.replica.device)
         loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last=not hands_over))
         compute_s = lap()
+        others_s = CLOCK.seconds()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -139,6 +142,7 @@ class PhaseRunner:
             float(load.result().sent_bytes),
             float(returned.result().sent_bytes),
             clock[0] - since,
+            others_s,
         )
 
     def _synchronize(self) -> None:

@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_hotspa.parallel.waiting import CLOCK
+
 IGNORE = -100
 """The label of a position without a target."""
 
@@ -80,7 +82,8 @@ def _of_all_shards(values: list[Tensor], group: dist.ProcessGroup) -> Tensor:
     """[values, shards, T]: some [T] of every shard, in the same order on all of them."""
     own = torch.stack(values)
     shards = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(shards, own, group=group)
+    with CLOCK.waiting:
+        dist.all_gather(shards, own, group=group)
     return torch.stack(shards, dim=1)
 
 

@@ -30,6 +30,7 @@ from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, choose_passes
 from hf_hotspa.parallel.attention import Prefix
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.token_chunks import ChunkRunner
+from hf_hotspa.parallel.waiting import CLOCK
 
 logger = logging.getLogger(__name__)
 
@@ -178,8 +179,9 @@ class _OneForwardOneBackward:
             else:
                 message = self._forward_message(self._forward(micro_batches, i, received, scale), i)
         self._exchange(message, None)
-        for work, _ in self._pending:
-            work.wait()
+        with CLOCK.waiting:
+            for work, _ in self._pending:
+                work.wait()
         return self._loss
 
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
@@ -245,9 +247,10 @@ class _OneForwardOneBackward:
         ]
         if not operations:
             return None
-        works = dist.batch_isend_irecv(operations)
-        if receive is not None:
-            works.pop(0).wait()  # NCCL returns one work for the whole batch; gloo one each, the receive first
+        with CLOCK.waiting:
+            works = dist.batch_isend_irecv(operations)
+            if receive is not None:
+                works.pop(0).wait()  # NCCL returns one work for the whole batch; gloo one each, the receive first
         self._pending += [(work, send[0] if send else None) for work in works]
         while self._pending and self._pending[0][0].is_completed():
             self._pending.pop(0)[0].wait()
@@ -269,6 +272,18 @@ class _StageModule(nn.Module):
         return out.view(1) if self._stage.is_last else out
 
 
+class _TimedStage(PipelineStage):
+    """A stage that tells its computation from what the schedule does around it, which is waiting for other stages."""
+
+    def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with CLOCK.computing:
+            return super().forward_one_chunk(*args, **kwargs)
+
+    def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
+        with CLOCK.computing:
+            return super().backward_one_chunk(*args, **kwargs)
+
+
 class _TorchSchedules:
     """Runs torch's schedules."""
 
@@ -282,7 +297,9 @@ class _TorchSchedules:
         losses: list[Tensor] = []
         first = (indices,) if self._stage.is_first else ()
         last: dict[str, Any] = {"target": indices, "losses": losses} if self._stage.is_last else {}
-        self._make(kind, micro_batches).step(*first, index=indices, return_outputs=False, **last)
+        schedule = self._make(kind, micro_batches)
+        with CLOCK.waiting:
+            schedule.step(*first, index=indices, return_outputs=False, **last)
         self._module.micro_batches = ()
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         return total + sum(loss.detach() for loss in losses)
@@ -295,7 +312,7 @@ class _TorchSchedules:
         )
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        pipe = PipelineStage(
+        pipe = _TimedStage(
             self._module,
             self._mesh.coord.pp,
             self._mesh.strategy.pp,

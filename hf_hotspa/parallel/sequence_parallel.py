@@ -27,6 +27,7 @@ from hf_hotspa.parallel.tensor_parallel import (
     product_without_bias,
     wrap_embedding,
 )
+from hf_hotspa.parallel.waiting import CLOCK
 
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
@@ -40,7 +41,8 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T/t, h] on every rank to [1, T, h], in the order of the group's ranks."""
     x = x.contiguous()
     whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[2])
-    _all_gather(whole, x[0], group=group)
+    with CLOCK.waiting:
+        _all_gather(whole, x[0], group=group)
     return whole[None]
 
 
@@ -48,7 +50,8 @@ def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """[1, T, h] on every rank to this rank's [1, T/t, h] of their sum."""
     x = x.contiguous()
     mine = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[2])
-    _reduce_scatter(mine, x[0], group=group)
+    with CLOCK.waiting:
+        _reduce_scatter(mine, x[0], group=group)
     return mine[None]
 
 

@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.mesh import TensorGroup
+from hf_hotspa.parallel.waiting import CLOCK
 
 COLWISE, COLWISE_GATHER = "colwise", "colwise_gather_output"
 ROWWISE, ROWWISE_SPLIT = "rowwise", "rowwise_split_input"
@@ -38,7 +39,8 @@ class _CopyToShards(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         # a clone: autograd may share this tensor with another branch, and reducing in place would corrupt that one
         grad = grad.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(grad, group=ctx.group)
+        with CLOCK.waiting:
+            dist.all_reduce(grad, group=ctx.group)
         return grad, None
 
 
@@ -48,7 +50,8 @@ class _SumOfShards(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.mark_dirty(x)
-        dist.all_reduce(x, group=group)
+        with CLOCK.waiting:
+            dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
@@ -61,7 +64,8 @@ def _all_gather_last(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGro
     widest = max(widths)
     padded = functional.pad(x, (0, widest - x.shape[-1])).contiguous()
     received = [torch.empty_like(padded) for _ in widths]
-    dist.all_gather(received, padded, group=tensor_group.group)
+    with CLOCK.waiting:
+        dist.all_gather(received, padded, group=tensor_group.group)
     return torch.cat(
         [received[position][..., :width] for position, width in zip(tensor_group.order, widths, strict=True)], -1
     )

@@ -63,7 +63,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         phases, start = list[list[float]](), 0.0
         for p in report.phases:
             spans = [p.load_s, p.compute_s, p.wait_s, p.return_s]
-            phases.append([*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start])
+            phases.append([*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start, 0.0])
             start += sum(spans)
     end = traced.start_s + report.total_s
     step = traced.step
@@ -83,7 +83,8 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         named = {"strategy": phase.strategy, "step": step}
         start = at = agreed + measured["start_s"]
         for name in _SPANS:
-            span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named)
+            others = {"with_other_ranks_s": measured["others_s"]} if name == "compute_s" else {}
+            span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named, **others)
             at += measured[name]
         counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
         span(_PHASE, phase.strategy, start, at - start, step=step, **counts)

@@ -11,6 +11,7 @@ from hf_hotspa.reporting.svg import Mark, Series
 
 _MIB = 1 << 20
 _COLOURS = 6
+_MOST_STRIPS = 32
 
 
 @dataclass(frozen=True)
@@ -217,6 +218,31 @@ def memory_panel(run: RunLog) -> Panel:
     return Panel(name, title, len(values), body, note)
 
 
+def devices_panel(run: RunLog) -> Panel:
+    """How long each rank computes, as a multiple of the median: a strip for each."""
+    name, title = "devices", "Pace of each device"
+    known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
+    if not known:
+        why = "Nobody watched: hotspa_stragglers is off, or there is one process."
+        return _empty(name, title, why)
+    size = max(len(report.paces or ()) for _, report in known)
+    rows = [
+        Series(f"rank {rank}", "heat", [_of_rank(report.paces, rank) for _, report in known]) for rank in range(size)
+    ]
+    if size > _MOST_STRIPS:
+        rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
+    body = svg.heat("Seconds of computation by rank, times the median", [float(step) for step, _ in known], rows, 3.0)
+    slow = sorted({rank for _, report in known for rank in report.slow})
+    found = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
+    most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
+    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times the median. {found}{most}"
+    return Panel(name, title, len(known), body, note)
+
+
+def _of_rank(paces: Sequence[float | None] | None, rank: int) -> float | None:
+    return paces[rank] if paces is not None and rank < len(paces) else None
+
+
 def prediction_panel(run: RunLog) -> Panel:
     """Predicted and measured seconds of the phases of each step."""
     name, title = "prediction", "Predicted and measured"
@@ -316,7 +342,7 @@ def run_panel(run: RunLog) -> Panel:
 def all_panels(run: RunLog) -> list[Panel]:
     """Every panel, in the order of the page."""
     makers = (
-        lengths_panel, time_panel, share_panel, loss_panel, rate_panel, padding_panel, memory_panel, prediction_panel,
-        plan_panel, strategies_panel, run_panel,
+        lengths_panel, time_panel, share_panel, loss_panel, rate_panel, padding_panel, memory_panel, devices_panel,
+        prediction_panel, plan_panel, strategies_panel, run_panel,
     )  # fmt: skip
     return [make(run) for make in makers]

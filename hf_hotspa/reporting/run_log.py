@@ -310,7 +310,7 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
 
 
 _PHASE_FIELDS = {f.name: f.type for f in fields(PhaseReport)}
-_STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks")}
+_STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks", "paces", "slow")}
 
 
 def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
@@ -330,6 +330,15 @@ def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
+def _devices(data: dict[str, Any]) -> dict[str, Any]:
+    """Pace of each rank and the slow ones; older records have neither."""
+    paces, slow = data.get("paces"), data.get("slow", [])
+    if not isinstance(paces, list | None) or not isinstance(slow, list):
+        raise TypeError("paces or slow ranks are no list")
+    found = None if paces is None else tuple(None if pace is None else _number(pace) for pace in paces)
+    return {"paces": found, "slow": tuple(map(_count, slow))}
+
+
 def _step_record(data: dict[str, Any]) -> StepRecord:
     report = data["report"]
     phases = tuple(PhaseReport(**_checked(phase, _PHASE_FIELDS)) for phase in report["phases"])
@@ -338,5 +347,5 @@ def _step_record(data: dict[str, Any]) -> StepRecord:
         time=_number(data["time"]),
         wall_s=_number(data["wall_s"]),
         lr=None if data["lr"] is None else _number(data["lr"]),
-        report=StepReport(**_checked(report, _STEP_FIELDS), phases=phases),
+        report=StepReport(**_checked(report, _STEP_FIELDS), phases=phases, **_devices(report)),
     )

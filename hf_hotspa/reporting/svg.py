@@ -125,10 +125,13 @@ class _Frame:
         bottom = self.height - _BOTTOM
         return bottom - (bottom - self.top) * ((value - self.y_low) / span if span else 0.5)
 
-    def rect(self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "") -> None:
-        """A bar in data coordinates of y and pixels of x."""
+    def rect(
+        self, style: str, x0: float, x1: float, low: float, high: float, tip: str = "", shade: float | None = None
+    ) -> None:
+        """A bar in data coordinates of y and pixels of x; with a shade from 0 to 1 of its colour."""
         top, bottom = self.y(high), self.y(low)
         attribute = f" data-tip={quoteattr(tip)}" if tip else ""
+        attribute += "" if shade is None else f' fill-opacity="{0.06 + 0.94 * shade:.2f}"'
         self.parts.append(
             f'<rect class="{style}" x="{x0:.1f}" y="{top:.1f}" width="{max(x1 - x0, 0.5):.1f}" '
             f'height="{max(bottom - top, 0):.1f}"{attribute}/>'
@@ -270,6 +273,32 @@ def bars(label: str, names: Sequence[str], values: Sequence[float], unit: str, x
         x = frame.left + slot * (i + 0.5)
         frame.rect(style, x - slot * 0.4, x + slot * 0.4, 0.0, value, f"{x_label} {name}: {short(value)}{unit}")
     return frame.svg(x_label, [(frame.left + slot * (i + 0.5), names[i]) for i in range(0, len(names), every)])
+
+
+def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -> str:
+    """A strip for each row over steps, darker where its value is larger.
+
+    Args:
+        rows: From the top down; None is left empty.
+        high: The value from which on the colour is full; 1 has none.
+    """
+    xs, rows = thinned(xs, rows)
+    frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "")
+    every = -(-len(rows) // 8)
+    frame.y_ticks = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), every)]
+    frame.left = max(_LEFT, math.ceil(max(text_width(text) for _, text in frame.y_ticks)) + 8)
+    frame.width = WIDTH - frame.left - _RIGHT
+    slot = frame.width / len(xs)
+    for number, row in enumerate(rows):
+        low = float(len(rows) - number - 1)
+        for i, value in enumerate(row.values):
+            if value is not None:
+                x = frame.left + slot * i
+                shade = min(max((value - 1.0) / (high - 1.0), 0.0), 1.0)
+                frame.rect("heat", x, x + slot, low, low + 1.0, f"{row.name}, step {int(xs[i])}: {short(value)}", shade)
+    count = min(6, len(xs))
+    at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
+    return frame.svg("step", [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:

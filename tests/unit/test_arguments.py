@@ -122,6 +122,8 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_second_source": "both"}, HotspaConfigError, "hotspa_second_source is 'both'"),
         ({"hotspa_grad_accum_dtype": "fp16"}, HotspaConfigError, "fp32, bf16"),
         ({"hotspa_grad_wire_dtype": "int8"}, HotspaConfigError, "auto, fp32, bf16"),
+        ({"hotspa_stragglers": "find"}, HotspaConfigError, "use one of off, watch"),
+        ({"hotspa_stragglers": "resize"}, UnsupportedError, "hotspa_stragglers=resize is not there yet"),
         ({"hotspa_planner": "fastest"}, HotspaConfigError, "relay, algorithm1, round_robin, first_owner"),
         ({"hotspa_offload": "nvme"}, HotspaConfigError, "none, master"),
         ({"hotspa_offload": "master", "hotspa_stock_checkpoints": True}, UnsupportedError, "do not go together"),

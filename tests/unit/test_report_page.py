@@ -19,6 +19,7 @@ from tests.run_logs import LONG, SHORT, write_run
 
 PANELS = {
     "lengths", "time", "share", "loss", "rate", "padding", "memory", "prediction", "plan", "strategies", "run",
+    "devices",
 }  # fmt: skip
 CHARTS = PANELS - {"plan", "strategies", "run"}
 _VOID = {"meta", "link"}

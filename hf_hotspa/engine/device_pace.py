@@ -1,0 +1,80 @@
+"""How fast each device computes, from the reports of mini-batches: what a rank took, by the cost of what it ran.
+
+The cost of a pack is that of packing (`packing.packs.sequence_cost`); a rank has its stage's part of it (the costs by
+which layers were cut into stages) and its shard's (by the weights that it holds). No communication: the report holds what
+every rank measured, and all ranks come to the same result.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from hf_hotspa.layout.placement import Layout
+from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.packing.packs import sequence_cost
+from hf_hotspa.report import MEASURES, StepReport
+from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, SlowEvent
+from hf_hotspa.strategy import Strategy
+
+_COMPUTE, _OTHERS = MEASURES.index("compute_s"), MEASURES.index("others_s")
+
+
+def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
+    """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights."""
+    stages = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)
+    costs = [float(sum(vector.layer_costs[layer] for layer in stage)) for stage in stages]
+    costs[-1] += vector.head_cost
+    coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
+    sizes = [sum(layout.rank_sizes(rank)) for rank in range(strategy.world_size)]
+    held: dict[tuple[int, int], int] = defaultdict(int)
+    for coord, size in zip(coords, sizes, strict=True):
+        held[coord.dp, coord.pp] += size
+    return tuple(costs[c.pp] * size / held[c.dp, c.pp] for c, size in zip(coords, sizes, strict=True))
+
+
+class DevicePace:
+    """Watches the devices of a run.
+
+    Args:
+        vector: The parameters of the model.
+        layouts: Where the weights of each strategy lie.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+
+    Attributes:
+        devices: What is known of them.
+    """
+
+    def __init__(self, vector: ParameterVector, layouts: dict[Strategy, Layout], quadratic_cost: float) -> None:
+        self._quadratic_cost = quadratic_cost
+        self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
+        self._strategies = {str(s): s for s in layouts}
+        self.devices = SlowDevices(next(iter(layouts)).world_size)
+
+    def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
+        """Takes the report of a mini-batch.
+
+        Returns:
+            The report with `paces` and `slow`, and what changed.
+        """
+        if report.ranks is None:
+            return report, None
+        paces, event = self.devices.observe(report.step, self._work(plan, report, report.ranks.phases))
+        return replace(report, paces=paces, slow=tuple(sorted(self.devices.slow))), event
+
+    def _work(self, plan: MiniBatchPlan, report: StepReport, measured: Sequence[Any]) -> list[PhaseWork]:
+        planned = {str(phase.bucket.strategy): phase for phase in plan.phases}
+        found = []
+        for index, ran in enumerate(report.phases):
+            strategy, shares = self._strategies[ran.strategy], self._shares[ran.strategy]
+            replicas = [
+                sum(sequence_cost(n, self._quadratic_cost) for pack in packs for n in pack.lengths)
+                for packs in planned[ran.strategy].replicas
+            ]
+            coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
+            seconds = [max(row[index][_COMPUTE] - row[index][_OTHERS], 0.0) for row in measured]
+            costs = [replicas[coord.dp] * share for coord, share in zip(coords, shares, strict=True)]
+            found.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
+        return found
