@@ -11,8 +11,10 @@ from transformers import PreTrainedModel
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.report import StepReport
-from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.features import RowRules, read_row
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
 from tests.oracle import exact_in_double, relative_error
 
@@ -29,9 +31,13 @@ def make_engine(
 
 
 def make_mini_batch(
-    engine: HotSPaEngine, rows: Sequence[dict[str, Any]], policy: str = "error", columns: Sequence[str] = ()
+    engine: HotSPaEngine,
+    rows: Sequence[dict[str, Any]],
+    policy: str = "error",
+    columns: Sequence[str] = (),
+    speeds: tuple[float, ...] | None = None,
 ) -> MiniBatch:
-    """One mini-batch of all rows, as the data loader would build it on this rank."""
+    """One mini-batch of all rows, as the data loader would build it on this rank, for ranks of these speeds."""
     shape = engine.description.shape
     collator = PackedBucketCollator(
         engine.buckets,
@@ -41,7 +47,14 @@ def make_mini_batch(
         policy=policy,
         rules=RowRules(columns=tuple(columns)),
     )
-    return collator(rows)
+    if speeds is None:
+        return collator(rows)
+    read = [read_row(row, index, collator.rules) for index, row in enumerate(rows)]
+    table = SequenceTable.of_rows(read, collator.rules)
+    plan = plan_mini_batch(
+        range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy, speeds=speeds
+    )
+    return collator.of_plan(plan, dict(enumerate(read)))
 
 
 def worst_error(

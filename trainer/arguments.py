@@ -241,8 +241,8 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_stragglers: str = field(
         default="watch",
         metadata={
-            "help": "What is done about slow devices: off, watch (they are named in the log and the report), or by name what "
-            "docs/slow-devices.md says of more.",
+            "help": "What is done about slow devices: off, watch (they are named in the log and the report), or balance (packs "
+            "are divided over replicas by measured speed). migrate, resize and semi are not there yet.",
             "choices": list(MODES),
         },
     )
@@ -301,7 +301,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         check_planner(self.hotspa_planner)
-        check_mode(self.hotspa_stragglers)
+        check_mode(self.hotspa_stragglers, self.world_size, self.full_determinism)
         if self.hotspa_memory_limit_mb is not None and self.hotspa_memory_limit_mb < 1:
             raise HotspaConfigError(
                 f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"

@@ -37,20 +37,24 @@ from hf_hotspa.rows.arrow import arrow_view, is_plain_arrow, rows_of_columns
 from hf_hotspa.rows.features import DEFAULT_RULES, RowRules
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.rows import as_it_is
 from hf_hotspa.trainer.worker_processes import worker_context
 
 
 class ChosenRows(list[int]):
-    """The rows of a mini-batch, and the buckets that were chosen for them."""
+    """The rows of a mini-batch, the buckets that were chosen for them (None: those of the planner), and the speeds by
+    which their packs are divided."""
 
-    def __init__(self, rows: Iterable[int], buckets: tuple[Bucket, ...]) -> None:
+    def __init__(
+        self, rows: Iterable[int], buckets: tuple[Bucket, ...] | None = None, speeds: Speeds | None = None
+    ) -> None:
         super().__init__(rows)
-        self.buckets = buckets
+        self.buckets, self.speeds = buckets, speeds
 
     def __reduce__(self) -> tuple[Any, ...]:  # to workers
-        return ChosenRows, (list(self), self.buckets)
+        return ChosenRows, (list(self), self.buckets, self.speeds)
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,12 @@ class Planner:
     policy: str
 
     def __call__(self, rows: Sequence[int]) -> MiniBatchPlan:
-        buckets = rows.buckets if isinstance(rows, ChosenRows) else self.buckets
-        return plan_mini_batch(rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy)
+        buckets, speeds = self.buckets, None
+        if isinstance(rows, ChosenRows):
+            buckets, speeds = rows.buckets or buckets, rows.speeds
+        return plan_mini_batch(
+            rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy, speeds=speeds
+        )
 
 
 class MiniBatchSampler(Sampler[list[int]]):
@@ -80,6 +88,7 @@ class MiniBatchSampler(Sampler[list[int]]):
         drop_last: Leave out a last mini-batch that is not full.
         chooser: Chooses the buckets of each mini-batch; None for those of the planner.
         row_sampler: Gives the order instead of the seed.
+        speeds: By which the packs of each mini-batch are divided over replicas; None divides evenly.
     """
 
     def __init__(
@@ -91,9 +100,10 @@ class MiniBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
         chooser: PhaseChooser | None = None,
         row_sampler: Sampler[int] | None = None,
+        speeds: SpeedHistory | None = None,
     ) -> None:
         self.num_rows, self.mini_batch_size, self.drop_last = num_rows, mini_batch_size, drop_last
-        self.chooser, self.epoch = chooser, 0
+        self.chooser, self.speeds, self.epoch = chooser, speeds, 0
         rows = range(num_rows)
         if row_sampler is None:
             row_sampler = SequentialSampler(rows) if seed is None else SeedableRandomSampler(rows, data_seed=seed)
@@ -110,7 +120,13 @@ class MiniBatchSampler(Sampler[list[int]]):
         return full + (rest > 0 and not self.drop_last)
 
     def __iter__(self) -> Iterator[list[int]]:
-        return self._rows() if self.chooser is None else self._chosen(self.chooser)
+        if self.chooser is not None:
+            return self._chosen(self.chooser)
+        return self._rows() if self.speeds is None else self._divided(self.speeds)
+
+    def _divided(self, speeds: SpeedHistory) -> Iterator[list[int]]:
+        for number, rows in enumerate(self._rows(), self.epoch * len(self)):
+            yield ChosenRows(rows, speeds=speeds.of(number))
 
     def _chosen(self, chooser: PhaseChooser) -> Iterator[list[int]]:
         """The rows with their buckets. The chain is walked by one thread, one mini-batch ahead of what is yielded."""
@@ -120,7 +136,7 @@ class MiniBatchSampler(Sampler[list[int]]):
             nonlocal previous
             chosen = chooser.choose(number, rows, previous)
             previous = chosen.strategies
-            return ChosenRows(rows, chosen.buckets)
+            return ChosenRows(rows, chosen.buckets, self.speeds.of(number) if self.speeds is not None else None)
 
         ahead: deque[Future[ChosenRows]] = deque()
         with ThreadPoolExecutor(1, "hotspa-chooser") as thread:
@@ -230,6 +246,8 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         worker_init_fn: Called in each worker with its number.
         chooser: Chooses the buckets of each mini-batch among those of its pool; `buckets` are then used for none but
             mini-batches that were trained before. Its `delay` must be `planned_ahead` of this loader, or more.
+        speeds: By which the packs of each mini-batch are divided over replicas, with the same condition; None divides
+            evenly.
 
     Raises:
         HotspaConfigError: the mini-batch size is not positive, or the policy is unknown.
@@ -261,6 +279,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         multiprocessing_context: Any = None,
         worker_init_fn: Callable[[int], None] | None = None,
         chooser: PhaseChooser | None = None,
+        speeds: SpeedHistory | None = None,
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
@@ -285,9 +304,14 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             drop_last=drop_last,
             chooser=chooser,
             row_sampler=row_sampler,
+            speeds=speeds,
         )
-        if chooser is not None and chooser.delay < (needed := planned_ahead(num_workers, prefetch_factor)):
-            raise HotspaConfigError(f"the chooser's delay is {chooser.delay} mini-batches", fix=f"use {needed} or more")
+        needed = planned_ahead(num_workers, prefetch_factor)
+        for name, source in (("chooser", chooser), ("speeds", speeds)):
+            if source is not None and source.delay < needed:
+                raise HotspaConfigError(
+                    f"the delay of the {name} is {source.delay} mini-batches", fix=f"use {needed} or more"
+                )
         super().__init__(
             rows,
             batch_sampler=sampler,
@@ -330,6 +354,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             drop_last=sampler.drop_last,
             chooser=sampler.chooser,
             row_sampler=copy(sampler.row_sampler),
+            speeds=sampler.speeds,
         )
         fresh.set_epoch(epoch)
         yield from map(self.planner, fresh)

@@ -59,7 +59,7 @@ from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.same_settings import argument_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
-from hf_hotspa.trainer.slow_devices import DeviceWatch
+from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
 from hf_hotspa.trainer.stream_place import StreamProgress
 from hf_hotspa.trainer.streaming import StreamLoader
 from hf_hotspa.trainer.views import ViewsMixin
@@ -182,10 +182,7 @@ class HotSPaTrainer(
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
-        watches = args.hotspa_stragglers != "off" and self.engine.world_size > 1
-        self._devices = DeviceWatch(self.engine, args.hotspa_stragglers) if watches else None
-        if self._devices is not None and "devices" in self._loaded_state:
-            self._devices.load_state_dict(self._loaded_state["devices"])
+        self._devices = watch_devices(self.engine, args)
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes
         else:
@@ -226,7 +223,9 @@ class HotSPaTrainer(
         args = self.args
         shape = engine.description.shape
         self._stream_progress = None
-        if is_stream(self.train_dataset):
+        streams = is_stream(self.train_dataset)
+        speeds = self._devices.start(streams) if self._devices is not None else None
+        if streams:
             size = self.get_total_train_batch_size(args)
             rows = self._stream_rows(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
             self._stream_progress = StreamProgress(rows)
@@ -256,6 +255,7 @@ class HotSPaTrainer(
             pin_memory=args.dataloader_pin_memory,
             multiprocessing_context=workers_context(args),
             chooser=chooser,
+            speeds=speeds,
         )
 
     def _scanned(self) -> tuple[Any, SequenceTable]:

@@ -12,6 +12,9 @@ add up, because packed sequences do not attend to each other. Five steps, all de
 5. A pipeline of three packs or more begins with its second cheapest: the stages behind the first wait for all of the
    first forward, and those before the last for all of the last backward (1 to 5 % of a phase, by `costs.pipelines`).
 
+Where replicas differ in speed (`stragglers/`), each sequence first goes to a replica, longest first, to the one that would
+be done with it first; each replica then packs what it has by itself.
+
 In a pipeline a sequence above the capacity, up to a given length, has a pack of its own; the rest is packed beside.
 
 Promises: no pack of several sequences exceeds the capacity, every sequence is in exactly one pack, no pack is empty, and the packs of a
@@ -22,6 +25,7 @@ torch.
 import heapq
 from bisect import bisect_left, insort
 from collections.abc import Sequence
+from functools import partial
 
 from hf_hotspa.errors import OverlongError
 from hf_hotspa.strategy import most_in_flight
@@ -46,6 +50,7 @@ def pack_sequences(
     pp: int = 1,
     quadratic_cost: float = 0.0,
     longest: int = 0,
+    speeds: Sequence[float] | None = None,
 ) -> tuple[tuple[tuple[int, ...], ...], ...]:
     """Packs sequences and hands the packs to replicas.
 
@@ -56,6 +61,7 @@ def pack_sequences(
         pp: Pipeline stages of a replica.
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
         longest: Sequences above the capacity that are no longer than this have packs of their own.
+        speeds: Of each replica, relative to one another; None where they are equal.
 
     Returns:
         `replicas[dp coordinate][pack]` = indices into `lengths`. A replica may hold no pack.
@@ -71,6 +77,13 @@ def pack_sequences(
             fix=f"raise the pack tokens of the bucket to at least {lengths[order[0]]}",
         )
     costs = [sequence_cost(length, quadratic_cost) for length in lengths]
+    if speeds is not None:
+        shares = _by_speed(order, costs, speeds)
+        pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
+        packed = [pack([lengths[i] for i in share])[0] for share in shares]
+        return tuple(
+            tuple(tuple(share[i] for i in pack) for pack in packs) for share, packs in zip(shares, packed, strict=True)
+        )
     alone = [[i] for i in order if lengths[i] > capacity]
     rest = order[len(alone) :]
     fitted = _best_fit(rest, lengths, capacity)
@@ -81,6 +94,23 @@ def pack_sequences(
         return replicas
     most_tokens = most_in_flight(pp, capacity, longest)
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
+
+
+def _by_speed(order: Sequence[int], costs: Sequence[float], speeds: Sequence[float]) -> Packs:
+    """Each sequence to the replica that would be done with it first; those of a replica in their order.
+
+    None is left without work where there is enough: nobody would see it recover.
+    """
+    shares: Packs = [[] for _ in speeds]
+    loads = [0.0] * len(speeds)
+    for i in order:
+        replica = min(range(len(speeds)), key=lambda r: ((loads[r] + costs[i]) / speeds[r], r))
+        shares[replica].append(i)
+        loads[replica] += costs[i]
+    for share in shares:
+        if not share and len(fullest := max(shares, key=len)) > 1:
+            share.append(fullest.pop())  # its shortest
+    return [sorted(share) for share in shares]
 
 
 def _best_fit(order: Sequence[int], lengths: Sequence[int], capacity: int) -> Packs:

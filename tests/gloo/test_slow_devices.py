@@ -1,16 +1,18 @@
 """Slow devices in training: found two mini-batches after they became slow, and let go two after they recovered."""
 
 import pytest
+import torch
 import torch.distributed as dist
+from datasets import Dataset
 from transformers import TrainerCallback
 
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows
+from tests.oracle import random_rows, reference_step
 from tests.slow_ranks import said_to_take, slept
-from tests.training_runs import make_trainer
-from tests.worlds import make_engine, make_mini_batch
+from tests.training_runs import contents, make_trainer, newest, train
+from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -95,3 +97,80 @@ def test_own_seconds_leave_out_waiting_for_the_slow_rank(strategy, schedule):
     own, whole = run_ranks(2, own_seconds, strategy, schedule)[0]
     assert own[1] > 2 * own[0], (own, whole)
     assert whole[0] > 2 * own[0], (own, whole)
+
+
+# -- balance ------------------------------------------------------------------------------------------------------------
+
+
+def errors_by_speed(rank, world_size, buckets, speeds):
+    model = tiny_model("llama_uneven", torch.float64)
+    rows = random_rows(16, model.config.vocab_size, longest=40)
+    loss, gradients = reference_step(model, rows)
+    engine = make_engine(model, buckets)
+    mini_batch = make_mini_batch(engine, rows, speeds=speeds)
+    worst, _ = worst_error(engine, mini_batch, loss, gradients)
+    engine.close()
+    return worst, [[len(packs) for packs in phase.replicas] for phase in mini_batch.plan.phases]
+
+
+def test_packs_divided_by_speed_train_exactly():
+    worst, packs = run_ranks(4, errors_by_speed, "dp4:16@32,dp2pp2:40", (1.0, 0.2, 1.0, 0.1))[0]
+    assert worst <= 1e-11
+    assert packs[0][1] < packs[0][0]
+
+
+def balanced_runs(rank, world_size, runs):
+    found = []
+    for folder, resume, options in runs:
+        with said_to_take(rank, is_slow):
+            rows = [row for row in random_rows(200, 160, longest=60) if len(row["input_ids"]) >= 20][:36]
+            rows = [{name: values[:20] for name, values in row.items()} for row in rows]
+            trainer = make_trainer(folder, world_size, rows=rows, **options)
+            busiest = Keeper()
+            trainer.add_callback(busiest)
+            losses = train(trainer, resume)
+            found.append((losses, [r.slow for r in busiest.found], [r.phases[0].busiest_tokens for r in busiest.found]))
+    return found
+
+
+def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
+    """Also from a checkpoint between the onset and the first mini-batch that is divided by it."""
+    common = {
+        "max_steps": STEPS, "hotspa_strategies": "dp4:60", "hotspa_mini_batch_size": 12, "hotspa_stragglers": "balance",
+    }  # fmt: skip
+    points = (5, 6, 9)
+    runs = [(str(tmp_path / "a"), None, common)]
+    runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
+    runs += [(str(tmp_path / "even"), None, {**common, "hotspa_stragglers": "watch", "save_strategy": "no"})]
+    (losses, slow, busiest), *resumed, (even, same, evenly) = run_ranks(4, balanced_runs, runs)[0]
+    assert slow == same
+    # known after the fifth and the ninth mini-batch, and two are planned ahead
+    assert [a == b for a, b in zip(busiest, evenly, strict=True)] == [
+        step not in (7, 8, 9, 10) for step in range(1, 12)
+    ]
+    assert all(abs(losses[step] - even[step]) <= 1e-5 * even[step] for step in losses)
+    for point, (found, _, _) in zip(points, resumed, strict=True):
+        assert found == {step: loss for step, loss in losses.items() if step > point}
+        assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))
+
+
+def refused_balance(rank, world_size, folder):
+    from hf_hotspa.errors import HotspaError
+
+    found = []
+    streamed = Dataset.from_list(random_rows(8, 160, longest=60)).to_iterable_dataset()
+    for number, options in enumerate(
+        ({"hotspa_strategies": "tp2:60"}, {"hotspa_strategies": "dp2:60", "rows": streamed})
+    ):
+        trainer = make_trainer(f"{folder}/{number}", world_size, hotspa_stragglers="balance", **options)
+        with pytest.raises(HotspaError) as error:
+            trainer.train()
+        found.append(str(error.value))
+        trainer.close_engine()
+    return found
+
+
+def test_balance_that_has_nothing_to_divide_is_refused(tmp_path):
+    for found in run_ranks(2, refused_balance, str(tmp_path)):
+        assert "no strategy has replicas (dp1tp2pp1)" in found[0]
+        assert "cannot divide the packs of a stream" in found[1]

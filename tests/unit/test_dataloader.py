@@ -362,7 +362,7 @@ def test_skipped_mini_batches_are_not_chosen(monkeypatch):
 
 def test_a_chooser_that_decides_too_late_is_refused():
     assert planned_ahead(2, None) == 5
-    with pytest.raises(HotspaConfigError, match="delay is 3"):
+    with pytest.raises(HotspaConfigError, match="delay of the chooser is 3"):
         loader(chooser=chooser(delay=3), num_workers=2)
 
 

@@ -225,3 +225,28 @@ def _lines_run(num_sequences):
     finally:
         sys.settrace(before)
     return lines
+
+
+@given(CASES, st.data())
+@settings(deadline=None, max_examples=200)
+def test_slow_replicas_get_less(case, data):
+    capacity, lengths, dp, pp, quadratic_cost = case
+    lengths = [min(length, capacity) for length in lengths]
+    speeds = data.draw(st.lists(st.sampled_from([1.0, 0.5, 0.25]), min_size=dp, max_size=dp))
+    replicas = pack_sequences(lengths, capacity=capacity, dp=dp, pp=pp, quadratic_cost=quadratic_cost, speeds=speeds)
+    assert len(replicas) == dp
+    packs = [pack for packs in replicas for pack in packs]
+    assert sorted(i for pack in packs for i in pack) == list(range(len(lengths)))
+    assert all(0 < sum(lengths[i] for i in pack) <= capacity for pack in packs)
+    assert len(lengths) < dp or all(replicas)
+    # no replica is done later than the work divided by speed takes, and one more sequence on it
+    costs = [sequence_cost(length, quadratic_cost) for length in lengths]
+    ideal = sum(costs) / sum(speeds)
+    for load, speed in zip(loads(replicas, lengths, quadratic_cost), speeds, strict=True):
+        assert load / speed <= ideal + max(costs, default=0.0) / speed + 1e-6
+
+
+def test_four_times_slower_is_nearly_ideal():
+    lengths = [16] * 52
+    replicas = pack_sequences(lengths, capacity=64, dp=4, speeds=[1.0, 0.25, 1.0, 1.0])
+    assert loads(replicas, lengths, 0.0) == [256, 64, 256, 256]

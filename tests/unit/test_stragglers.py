@@ -28,6 +28,8 @@ from hf_hotspa.stragglers.ratios import (
     migrated_share,
     num_migrating,
 )
+from hf_hotspa.stragglers.speeds import SpeedHistory, replica_speeds
+from hf_hotspa.strategy import Strategy
 
 FOUR_SLOW = [8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 
@@ -280,3 +282,37 @@ def test_a_state_of_other_ranks_is_left_and_damage_is_named():
     for damage in ({}, {**devices.state_dict(), "known": ["x"] * 4}, {**devices.state_dict(), "slow": [7]}):
         with pytest.raises(HotspaConfigError, match="slow devices cannot be read"):
             devices.load_state_dict(damage)
+
+
+# -- speeds ---------------------------------------------------------------------------------------------------------------
+
+
+def test_a_replica_is_as_fast_as_its_slowest_rank():
+    speeds = (1.0, 1.0, 0.5, 1.0)
+    assert replica_speeds(Strategy(4, 1, 1), speeds) == speeds
+    assert replica_speeds(Strategy(2, 2, 1), speeds) == (1.0, 0.5)
+    assert replica_speeds(Strategy(1, 4, 1), speeds) is None
+    assert replica_speeds(Strategy(2, 2, 1), (1.0, 0.5, 0.5, 1.0)) is None
+    assert replica_speeds(Strategy(4, 1, 1), None) is None
+
+
+def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
+    slow, slower = (1.0, 0.5), (1.0, 0.25)
+    history = SpeedHistory(delay=2)
+    assert history.trained(0, None) is None
+    assert history.trained(4, slow) == 7
+    assert [history.of(n) for n in range(5, 9)] == [None, None, slow, slow]
+    assert history.trained(5, slow) is None
+    assert history.trained(6, slower) == 9
+    resumed = SpeedHistory(delay=2)
+    resumed.load_state_dict(json.loads(json.dumps(history.state_dict())))
+    assert (
+        [resumed.of(n) for n in range(7, 11)] == [history.of(n) for n in range(7, 11)] == [slow, slow, slower, slower]
+    )
+    assert resumed.trained(7, None) == 10
+    assert [resumed.of(n) for n in (8, 9, 10)] == [slow, slower, None]
+    resumed.restart()
+    assert resumed.of(0) is None
+    for damage in ({}, {"in_force": []}, {"in_force": [[0, [1.0, 0.0]]]}, {"in_force": [["x", None]]}):
+        with pytest.raises(HotspaConfigError, match="speeds of devices cannot be read"):
+            resumed.load_state_dict(damage)

@@ -1,0 +1,81 @@
+"""Which speeds divide the packs of which mini-batch.
+
+Mini-batches are planned ahead of training, by data loader workers by several; so speeds that are known after mini-batch n
+(counted from 0) hold from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Every rank
+then divides alike, and so does a run that goes on from `state_dict`. No torch.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.strategy import Strategy
+
+Speeds = tuple[float, ...]
+"""Of each rank, relative to one another."""
+
+
+def replica_speeds(strategy: Strategy, speeds: Speeds | None) -> Speeds | None:
+    """The speed of each replica, that of its slowest rank; None where all are as fast."""
+    if speeds is None or strategy.dp == 1:
+        return None
+    slowest = [float("inf")] * strategy.dp
+    for rank, speed in enumerate(speeds):
+        replica = strategy.coord(rank).dp
+        slowest[replica] = min(slowest[replica], speed)
+    return tuple(slowest) if len(set(slowest)) > 1 else None
+
+
+class SpeedHistory:
+    """The speeds of a run, by mini-batch.
+
+    Args:
+        delay: See the head of the file.
+    """
+
+    def __init__(self, delay: int) -> None:
+        self.delay = delay
+        self._in_force: list[tuple[int, Speeds | None]] = [(0, None)]
+
+    def of(self, number: int) -> Speeds | None:
+        """Those of a mini-batch; None divides evenly. May be asked in another thread than `trained` runs in."""
+        known = self._in_force
+        return next((speeds for first, speeds in reversed(known) if first <= number), known[0][1])
+
+    def trained(self, number: int, speeds: Speeds | None) -> int | None:
+        """Takes what is known after mini-batch `number`; the mini-batch from which on it holds, where it is new."""
+        if speeds == self._in_force[-1][1]:
+            return None
+        # never in place: another thread may be looking
+        needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
+        first = number + 1 + self.delay
+        self._in_force = [*self._in_force[needed:], (first, speeds)]
+        return first
+
+    def restart(self) -> None:
+        """Counts from 0 again; what is known last stays."""
+        self._in_force = [(0, self._in_force[-1][1])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the next divisions depend on, JSON-ready."""
+        return {"in_force": [[first, None if s is None else list(s)] for first, s in self._in_force]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from a state.
+
+        Raises:
+            HotspaConfigError: it is not one.
+        """
+        try:
+            found = [
+                (int(first), None if speeds is None else tuple(map(float, speeds)))
+                for first, speeds in state["in_force"]
+            ]
+            if not found or any(min(speeds, default=0.0) <= 0.0 for _, speeds in found if speeds is not None):
+                raise ValueError("no speeds")
+        except (KeyError, TypeError, ValueError) as error:
+            raise HotspaConfigError(
+                f"the state of the speeds of devices cannot be read: {type(error).__name__}: {error}",
+                fix="leave it out; packs are divided evenly until slow devices are found anew",
+            ) from None
+        self._in_force = found
