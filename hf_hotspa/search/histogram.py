@@ -103,25 +103,6 @@ class Counts:
         return self.source
 
 
-def save_histogram(path: str | os.PathLike[str], lengths: Iterable[int], source: str = "") -> None:
-    """Writes lengths as counts by length."""
-    Counts.of(lengths, source).save(path)
-
-
-def load_histogram(path: str | os.PathLike[str], most: int | None = None, seed: int = 0) -> list[int]:
-    """Reads a histogram as lengths in random order.
-
-    Args:
-        path: A file of `save_histogram`; bins may be coarse.
-        most: Draw at most so many (always with the longest one), when there are more.
-        seed: For order and drawing.
-
-    Raises:
-        HotspaConfigError: see `load_counts`.
-    """
-    return load_counts(path).drawn(most, seed)
-
-
 def load_counts(path: str | os.PathLike[str]) -> Counts:
     """Reads a histogram.
 

@@ -16,7 +16,7 @@ from hf_hotspa.costs.memory import PLANNED_SHARE
 from hf_hotspa.costs.model_config import FAMILIES_FILE, load_model, model_from, preset_names
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model.specs import describe_model
-from hf_hotspa.search.histogram import save_histogram
+from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.strategy import parse_buckets
 from tests.contract.layers import ROOT
@@ -204,7 +204,7 @@ def test_recomputation_costs_time_and_saves_memory(capsys: pytest.CaptureFixture
 
 def test_lengths_from_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "lengths.json"
-    save_histogram(file, [100] * 900 + [5000] * 10)
+    Counts.of([100] * 900 + [5000] * 10).save(file)
     found = answer(capsys, replaced(lengths=str(file)))
     assert found["lengths"] == {"source": str(file), "count": 910, "longest": 5000}
     assert answer(capsys, replaced(lengths=str(file), longest="8000"))["lengths"]["longest"] == 8000

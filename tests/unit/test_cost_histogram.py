@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.histogram import DISTRIBUTIONS, KIND, load_histogram, save_histogram, synthetic_lengths
+from hf_hotspa.search.histogram import DISTRIBUTIONS, KIND, Counts, load_counts, synthetic_lengths
 
 
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
@@ -38,10 +38,10 @@ def test_unknown_distribution() -> None:
 def test_there_and_back(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     lengths = synthetic_lengths("github", 300)
-    save_histogram(path, lengths, "a test")
-    assert Counter(load_histogram(path)) == Counter(lengths)
+    Counts.of(lengths, "a test").save(path)
+    assert Counter(load_counts(path).drawn()) == Counter(lengths)
     assert json.loads(path.read_text())["source"] == "a test"
-    few = load_histogram(path, most=50, seed=1)
+    few = load_counts(path).drawn(50, seed=1)
     assert len(few) == 50
     assert max(few) == max(lengths)
     assert set(few) <= set(lengths)
@@ -65,9 +65,9 @@ def test_corrupt_files(tmp_path: Path, contents: str, says: str) -> None:
     path = tmp_path / "lengths.json"
     path.write_text(contents)
     with pytest.raises(HotspaConfigError, match=f"{says}.*lengths.json"):
-        load_histogram(path)
+        load_counts(path).drawn()
 
 
 def test_missing_file(tmp_path: Path) -> None:
     with pytest.raises(HotspaConfigError, match="cannot be read"):
-        load_histogram(tmp_path / "nothing.json")
+        load_counts(tmp_path / "nothing.json").drawn()

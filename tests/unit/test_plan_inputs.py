@@ -10,7 +10,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_hotspa.cli import main
-from hf_hotspa.search.histogram import KIND, load_histogram, save_histogram
+from hf_hotspa.search.histogram import KIND, Counts, load_counts
 
 MACHINE = ["--nodes", "1x8", "--hardware", "a800-80g", "--mini-batch", "32", "--max-buckets", "2"]
 WORDS = [3, 5, 5, 40, 700, 1, 60, 12]
@@ -86,7 +86,7 @@ def test_rows_of_tokens_need_no_tokenizer_and_packed_ones_are_their_documents(
     saved = tmp_path / "lengths.json"
     assert main(["lengths", "--dataset", str(path), "-o", str(saved)]) == 0
     assert "12 sequences" in capsys.readouterr().out
-    assert sorted(load_histogram(saved)) == [2] * 4 + [3] * 4 + [4] * 4
+    assert sorted(load_counts(saved).drawn()) == [2] * 4 + [3] * 4 + [4] * 4
     assert main(["lengths", "--dataset", str(path), "--rows", "3"]) == 0
     assert f"9 sequences of {path}, 3 of 4 rows; 27 tokens" in capsys.readouterr().out
 
@@ -107,7 +107,7 @@ def test_what_becomes_of_long_rows(
 ) -> None:
     """As `hotspa_overlong` has it, with at most 100 tokens."""
     path = tmp_path / "lengths.json"
-    save_histogram(path, [10, 100, 250])
+    Counts.of([10, 100, 250]).save(path)
     args = ["--lengths", str(path), "--longest", "100", "--max-buckets", "1"]
     found = plan(capsys, *args, "--overlong", policy)
     assert found["lengths"] == {"source": str(path), "count": len(expected), "longest": 100}
@@ -115,7 +115,7 @@ def test_what_becomes_of_long_rows(
     assert found["buckets"][0]["tokens"] == pytest.approx(mean, rel=0.1)
     said = refusal(capsys, "plan", "--model", "llama2-7b", *MACHINE, *args)
     assert "1 of 3 lengths are above --longest 100; the longest is 250" in said
-    save_histogram(path, [200, 250])
+    Counts.of([200, 250]).save(path)
     assert "none of 2 sequences has at most 100" in refusal(
         capsys, "plan", "--model", "llama2-7b", *MACHINE, *args, "--overlong", "drop"
     )

@@ -114,7 +114,7 @@ def test_ctrl_c_is_one_line(capfd, monkeypatch):
     assert capfd.readouterr().err == "Stopped by Ctrl-C.\n"
     monkeypatch.setenv("RANK", "1")
     raised(KeyboardInterrupt())
-    monkeypatch.setattr(uncaught, "_interrupt_is_told", False)
+    monkeypatch.setattr(uncaught, "_interrupt_is_announced", False)
     uncaught.interrupt_is_announced()
     monkeypatch.setenv("RANK", "0")
     raised(KeyboardInterrupt())
