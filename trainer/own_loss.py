@@ -24,6 +24,7 @@ from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, WholeSequence
 from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.data_sets import DataSets
 from hf_hotspa.trainer.rows import is_stream
 
 _READ = ("config", "device", "dtype", "training", "loss_function")
@@ -107,6 +108,7 @@ class OwnLossMixin(Trainer):
 
     args: HotSPaTrainingArguments
     engine: HotSPaEngine | None
+    _data: DataSets
     token_loss: Any = None
     loss_columns: tuple[str, ...] = ()
 
@@ -115,8 +117,6 @@ class OwnLossMixin(Trainer):
         def _agreement(self) -> Agreement: ...
 
         def _row_rules(self) -> RowRules: ...
-
-        def _scanned(self) -> Any: ...
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -218,7 +218,7 @@ class OwnLossMixin(Trainer):
         dataset = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         if not self.loss_columns or dataset is None or is_stream(dataset) or isinstance(dataset, dict):
             return None
-        dataset = self._scanned()[0] if dataset is self.train_dataset else dataset
+        dataset = self._data.train(dataset)[0] if dataset is self.train_dataset else dataset
         return self._agreement().run("loss_columns", lambda: read_row(dataset[0], 0, self._row_rules()).columns)
 
     @contextmanager

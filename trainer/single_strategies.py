@@ -78,7 +78,7 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
     hot, size = _switching(trainer), trainer.get_total_train_batch_size(trainer.args)
     if len(hot.buckets) < 2:
         return None
-    dataset, table = trainer._scanned()
+    dataset, table = trainer._data.train(trainer.train_dataset)
     sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in _singles(trainer, hot, table)[:most])]
     if len(sides) < 2:
         raise HotspaConfigError(

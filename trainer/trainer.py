@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import TrainOutput
 
@@ -24,7 +23,7 @@ from hf_hotspa.callbacks.settings import SettingsCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.errors import DataError, HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.errors import HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
 from hf_hotspa.parallel.own_loss import TokenSlice
@@ -37,9 +36,11 @@ from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.control_flags import ControlFlagsMixin
 from hf_hotspa.trainer.counting import CountingMixin
+from hf_hotspa.trainer.data_sets import DataSets
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
+from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.hub import HubMixin
@@ -54,7 +55,7 @@ from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
 from hf_hotspa.trainer.row_order import order_seed
-from hf_hotspa.trainer.rows import is_stream, scanned
+from hf_hotspa.trainer.rows import is_stream
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.same_settings import argument_facts
@@ -127,9 +128,8 @@ class HotSPaTrainer(
         self._devices: DeviceWatch | None = None
         self._loaded_state: dict[str, Any] = {}
         self._stream_progress: StreamProgress | None = None
-        self._scan: tuple[Any, Any, SequenceTable] | None = None
-        self._evaluation_scans: dict[int, tuple[Any, Any, SequenceTable]] = {}
-        self._kept_loaders: dict[int, tuple[HotSPaEngine, DataLoader[Any]]] = {}
+        self._data = DataSets(args, lambda: self.processing_class, self._row_rules, self._per_row)
+        self._evaluation_sets = EvaluationSets(args, self._data)
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
         self._preemption = Preemption()
         self.args = args
@@ -203,9 +203,10 @@ class HotSPaTrainer(
 
         def made() -> tuple[MiniBatchLoader | StreamLoader, Any, SequenceTable | None]:
             loader = self._make_loader(engine)
-            self._check_evaluation_lengths(engine)
+            self._evaluation_sets.check(engine, self.eval_dataset)
             self._check_data_order(loader)
-            return loader, *((self.train_dataset, None) if is_stream(self.train_dataset) else self._scanned())
+            dataset = self.train_dataset
+            return loader, *((dataset, None) if is_stream(dataset) else self._data.train(dataset))
 
         loader, _, table = engine.agreement.run(
             "data set", made, facts=lambda made: data_facts(*made[1:], self._row_rules())
@@ -227,10 +228,10 @@ class HotSPaTrainer(
         speeds = self._devices.start(streams) if self._devices is not None else None
         if streams:
             size = self.get_total_train_batch_size(args)
-            rows = self._stream_rows(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
+            rows = self._data.stream(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
             self._stream_progress = StreamProgress(rows)
             return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
-        dataset, table = self._scanned()
+        dataset, table = self._data.train(self.train_dataset)
         chooser = None
         if self._auto is not None:
             chooser = self._auto.start(table)
@@ -258,15 +259,6 @@ class HotSPaTrainer(
             speeds=speeds,
         )
 
-    def _scanned(self) -> tuple[Any, SequenceTable]:
-        """The train data set with token ids, and its scan."""
-        given = self.train_dataset
-        if given is None:
-            raise DataError("there is no train_dataset", fix="pass train_dataset to HotSPaTrainer")
-        if self._scan is None or self._scan[0] is not given:
-            self._scan = given, *scanned(given, self.processing_class, self.args, self._row_rules(), self._per_row())
-        return self._scan[1:]
-
     def _tables_for_auto(self) -> list[SequenceTable]:
         """The lengths that strategies are chosen for, those that are trained or where none are, evaluated; and those that
         must fit as well."""
@@ -277,10 +269,10 @@ class HotSPaTrainer(
                 fix="give hotspa_strategies, such as hf-hotspa plan prints them for a histogram of lengths, or use a "
                 "data set with random access",
             )
-        evaluated = self._evaluated_tables()
+        evaluated = self._evaluation_sets.tables(self.eval_dataset)
         if self.train_dataset is None and evaluated:
             return evaluated
-        return [self._scanned()[1], *evaluated]
+        return [self._data.train(self.train_dataset)[1], *evaluated]
 
     def hotspa_state(self) -> dict[str, Any]:
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
@@ -403,7 +395,7 @@ class HotSPaTrainer(
             self._update_model()
             self._warn_of_unsaved_weights()
             self._let_go_of_optimizer(restarts)
-            self._kept_loaders.clear()
+            self._evaluation_sets.close()
             self.engine.close()
             self.engine = self._wrapped = None
 
