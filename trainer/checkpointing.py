@@ -54,9 +54,10 @@ from hf_hotspa.checkpoint.tensors import (
 )
 from hf_hotspa.errors import CheckpointError, HotspaError
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.parallel.adapters import is_adapted, save_config
+from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.verdict import settled
 from hf_hotspa.trainer.failures import model_not_saved
+from hf_hotspa.trainer.model_source import write_configs
 from hf_hotspa.trainer.resuming import ResumeMixin
 from hf_hotspa.trainer.same_settings import argument_facts, text_of
 from hf_hotspa.trainer.stale_weights import structure_only
@@ -70,6 +71,7 @@ class CheckpointingMixin(ResumeMixin):
     _checkpoint_writer: CheckpointWriter | None = None
     _failed_saves = 0
     _best_before: str | None = None
+    _tokenizer: Any
 
     if TYPE_CHECKING:
 
@@ -311,7 +313,7 @@ class CheckpointingMixin(ResumeMixin):
         """Config, generation config and tokenizer, as transformers writes them, and what a resumed run needs of the model's
         buffers. The other ranks may be writing files of weights meanwhile."""
         model = self.model
-        self._write_configs(temporary)
+        write_configs(model, temporary, self._tokenizer)
         records = folder.disk.adopt(temporary, {STATE_FOLDER, *weights})
         if is_adapted(model) or self.args.save_only_model:  # an adapter's buffers are the base model's
             return records
@@ -326,24 +328,6 @@ class CheckpointingMixin(ResumeMixin):
             records.append(folder.disk.write(temporary, BUFFERS, tensor_file(buffers, tensor_bytes)))
         return records
 
-    def _write_configs(self, target: Path) -> None:
-        """Config, generation config and tokenizer, as transformers writes them; or the config of the adapter."""
-        model, config = self.model, self.model.config
-        if is_adapted(model):
-            save_config(model, target)
-        else:
-            config.architectures, config.dtype = [type(model).__name__], dtype_name(model.dtype)
-            config.save_pretrained(target)
-            if model.can_generate():
-                model.generation_config.save_pretrained(target)
-        self._write_tokenizer(target)
-
-    def _write_tokenizer(self, target: Path) -> None:
-        """The tokenizer, which may be known to the data collator alone."""
-        tokenizer = self.processing_class or getattr(self.data_collator, "tokenizer", None)
-        if tokenizer is not None:
-            tokenizer.save_pretrained(target)
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """The model in Hugging Face's format, and the arguments as JSON: the stock Trainer pickles them.
 
@@ -357,7 +341,8 @@ class CheckpointingMixin(ResumeMixin):
             try:
                 target.mkdir(parents=True, exist_ok=True)
                 self.model.save_pretrained(target, state_dict=state_dict)
-                self._write_tokenizer(target)
+                if self._tokenizer is not None:
+                    self._tokenizer.save_pretrained(target)
                 (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
                 if self.args.hotspa_stock_checkpoints:
                     (target / PICKLED_ARGUMENTS).write_bytes(pickled(self.args))

@@ -1,6 +1,6 @@
 """Where the weights of `HotSPaTrainer` come from and go to when no process can hold them: a model given as a folder.
 
-Owns what `trainer.model` is then: the model on the meta device, which has no weights, so that none in it can be stale.
+`ModelSource` owns what `trainer.model` is then: the model on the meta device, which has no weights, so that none in it can be stale.
 The weights are read by slices into the master store when the engine starts, live there, and leave it through
 `save_model` (one segment in memory at a time), checkpoints, or `materialize`, which turns `trainer.model` into a model
 like any other. With a model that has its weights, this only keeps them up to date.
@@ -26,6 +26,8 @@ from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.model_kind import refuse_other_models
+from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.parallel.adapters import is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.failures import model_not_saved
@@ -34,56 +36,44 @@ from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 logger = logging.getLogger(__name__)
 
 
-class ModelSourceMixin(Trainer):
-    """Opens `trainer.model`, keeps it up to date, and saves it where it has no weights."""
+class ModelSource:
+    """Where the weights of `trainer.model` are: in it, in a folder, or in the engine alone.
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
-    model: PreTrainedModel
-    _model_is_current, _model_digest = True, ""
-    _model_folder: Path | None = None
-    """Where the weights of a `trainer.model` without weights are: what it was opened from, or saved to last."""
-    _only_in_engine = False
-    """Whether the engine has trained weights that are neither in `trainer.model` nor in that folder."""
+    Args:
+        args: The training arguments.
 
-    if TYPE_CHECKING:
+    Attributes:
+        is_current: Whether the model has the weights of the engine, or there is none.
+        folder: Where the weights of a model without weights are: what it was opened from, or saved to last.
+    """
 
-        def _agreement(self) -> Agreement: ...
-
-        def _start_engine(self, training: bool = True) -> HotSPaEngine: ...
-
-        def _write_configs(self, target: Path) -> None: ...
+    def __init__(self, args: HotSPaTrainingArguments) -> None:
+        self._args = args
+        self.is_current = True
+        self.folder: Path | None = None
+        self._digest = ""
+        self._only_in_engine = False  # whether trained weights are neither in the model nor in that folder
 
     # -- in -----------------------------------------------------------------------------------------------------------
 
-    def _opened(self, model: Any, has_model_init: bool) -> Any:
+    def opened(self, model: Any, has_model_init: bool, agreement: Agreement) -> Any:
         """What the Trainer takes for its model: that of a folder, without weights, or what was given. Collective."""
-        if self.args.hotspa_model_path is None and not isinstance(model, str | Path | PreTrainedConfig):
+        if self._args.hotspa_model_path is None and not isinstance(model, str | Path | PreTrainedConfig):
             if model is not None:
                 refuse_other_models(model)
             return model
 
         def opened() -> PreTrainedModel:
             folder, config = self._named(model, has_model_init)
-            loaded, self._model_folder = open_model(folder, config), folder
+            loaded, self.folder = open_model(folder, config), folder
             refuse_other_models(loaded)
             return loaded
 
-        return self._agreement().run("opening the model", opened)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model of `model_init`.
-
-        Raises:
-            HotspaError: it is none that can be trained.
-        """
-        model: nn.Module = super().call_model_init(trial)
-        refuse_other_models(model)
-        return model
+        return agreement.run("opening the model", opened)
 
     def _named(self, model: Any, has_model_init: bool) -> tuple[Path, PreTrainedConfig | None]:
         """The folder with the weights, and the config to use instead of its own."""
-        path = self.args.hotspa_model_path
+        path = self._args.hotspa_model_path
         config = model if isinstance(model, PreTrainedConfig) else None
         if path is None and config is not None:
             raise HotspaConfigError(
@@ -98,43 +88,159 @@ class ModelSourceMixin(Trainer):
             )
         return Path(str(model if path is None else path)).expanduser(), config
 
-    def _weights_folder(self) -> Path | None:
-        """The folder that a new engine reads the weights from; None where `trainer.model` holds them."""
-        if has_weights(self.model):
+    def weights_folder(self, model: nn.Module) -> Path | None:
+        """The folder that a new engine reads the weights from; None where the model holds them.
+
+        Raises:
+            ModelError: they were in an engine that was closed.
+        """
+        if has_weights(model):
             return None
         if self._only_in_engine:
             raise ModelError(
                 "the trained weights are gone: they were in the engine that was closed",
-                why=f"going on from {str(self._model_folder)!r} would undo the training without a word",
+                why=f"going on from {str(self.folder)!r} would undo the training without a word",
                 fix="call save_model() or materialize() before close_engine(); checkpoints can be resumed by a new trainer",
             )
-        return self._model_folder
+        return self.folder
 
-    # -- trainer.model ------------------------------------------------------------------------------------------------
+    # -- the model of the trainer -------------------------------------------------------------------------------------
+
+    def was_changed(self, model: nn.Module) -> bool:
+        """Whether somebody gave the model other weights since it agreed with the engine."""
+        return self.is_current and weights_digest(model) != self._digest
+
+    def update(self, model: PreTrainedModel, engine: HotSPaEngine | None) -> None:
+        """Puts the trained weights into the model, if it holds weights. Collective, unless they are there already."""
+        if engine is None or self.is_current:
+            return
+        release(model)
+        if not has_weights(model):
+            self._only_in_engine = True
+        else:
+            try:
+                engine.write_back(model)
+            except BaseException:
+                guard(model)
+                raise
+        self.agrees(model)
+
+    def goes_stale(self, model: nn.Module) -> None:
+        """The master store is about to get other weights than the model has: nobody may look at those."""
+        if self.is_current:
+            guard(model)
+        self.is_current = False
+
+    def agrees(self, model: nn.Module, digest: str | None = None) -> None:
+        """Remembers the model as it is now: that of the engine. Its digest is computed where it is not known."""
+        self.is_current, self._digest = True, digest or weights_digest(model)
+
+    def materialize(self, model: PreTrainedModel, engine: HotSPaEngine) -> None:
+        """Gives a model of a folder memory for its weights, on the CPU of every rank, and the weights. Collective."""
+        release(model)
+        for module in model.modules():
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                empty = torch.empty_like(parameter, device="cpu")
+                setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
+        model.tie_weights()
+        engine.write_back(model)
+        self._only_in_engine = False
+        self.agrees(model)
+
+    def warn_of_unsaved_weights(self) -> None:
+        """When the engine is closed."""
+        if self._only_in_engine and self._args.process_index == 0:
+            logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
+
+    # -- out ----------------------------------------------------------------------------------------------------------
+
+    def save(self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, tokenizer: Any) -> None:
+        """Writes a model without weights from the master store, one segment in memory at a time. Collective.
+
+        Raises:
+            CheckpointError: on every rank: it cannot be written.
+        """
+        weights = engine.weights()
+
+        def write() -> None:
+            try:
+                if self._args.should_save:
+                    self._write(model, engine, target, weights)
+                    write_configs(model, target, tokenizer)
+                    (target / TRAINING_ARGUMENTS).write_text(self._args.to_json_string() + "\n")
+                    Disk().sync_directory(target)
+            except Exception as failure:  # of the disk, or of a tokenizer
+                raise model_not_saved(target, failure) from failure
+            finally:
+                deque(weights, maxlen=0)  # also what is left after a failure: the other ranks are waiting for it
+
+        engine.agreement.run("save_model", write)
+        self.folder, self._only_in_engine = target.absolute(), False
+
+    def _write(
+        self, model: PreTrainedModel, engine: HotSPaEngine, target: Path, weights: Iterator[tuple[str, Tensor]]
+    ) -> None:
+        """New weights are written beside the old ones, and take their place when they are complete."""
+        target.mkdir(parents=True, exist_ok=True)
+        disk, beside = Disk(), target / f".model.{uuid.uuid4().hex[:12]}"
+        disk.make_directory(beside)
+        try:
+            with structure_only():
+                files = ModelWeights(model, engine.description.vector, adapted=False)
+            files.write(disk, beside, weights)
+            new = sorted(path.name for path in beside.iterdir())
+            for name in new:
+                os.replace(beside / name, target / name)
+            for path in target.iterdir():
+                if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
+                    path.unlink()  # of an earlier model: it could be loaded instead
+        finally:
+            disk.remove(beside)
+
+
+def write_configs(model: PreTrainedModel, target: Path, tokenizer: Any) -> None:
+    """Config, generation config and tokenizer (None for none), as transformers writes them; or the config of the adapter."""
+    if is_adapted(model):
+        save_config(model, target)
+    else:
+        model.config.architectures, model.config.dtype = [type(model).__name__], dtype_name(model.dtype)
+        model.config.save_pretrained(target)
+        if model.can_generate():
+            model.generation_config.save_pretrained(target)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(target)
+
+
+class ModelSourceMixin(Trainer):
+    """`trainer.model` kept up to date, and saved where it has no weights."""
+
+    args: HotSPaTrainingArguments
+    engine: HotSPaEngine | None
+    model: PreTrainedModel
+    _source: ModelSource
+
+    if TYPE_CHECKING:
+
+        def _start_engine(self, training: bool = True) -> HotSPaEngine: ...
+
+    @property
+    def _tokenizer(self) -> Any:
+        """The tokenizer, which may be known to the data collator alone."""
+        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model of `model_init`.
+
+        Raises:
+            HotspaError: it is none that can be trained.
+        """
+        model: nn.Module = super().call_model_init(trial)
+        refuse_other_models(model)
+        return model
 
     def _update_model(self) -> None:
-        """Puts the trained weights into `self.model`, if it holds weights. Collective, unless they are there already."""
-        if self.engine is not None and not self._model_is_current:
-            release(self.model)
-            if not has_weights(self.model):
-                self._only_in_engine = True
-            else:
-                try:
-                    self.engine.write_back(self.model)
-                except BaseException:
-                    guard(self.model)
-                    raise
-            self._model_agrees()
-
-    def _model_goes_stale(self) -> None:
-        """The master store is about to get other weights than `self.model` has: nobody may look at those."""
-        if self._model_is_current:
-            guard(self.model)
-        self._model_is_current = False
-
-    def _model_agrees(self, digest: str | None = None) -> None:
-        """Remembers `trainer.model` as it is now: that of the engine. Its digest is computed where it is not known."""
-        self._model_is_current, self._model_digest = True, digest or weights_digest(self.model)
+        """See `ModelSource.update`. Collective."""
+        self._source.update(self.model, self.engine)
 
     def materialize(self) -> PreTrainedModel:
         """Gives `trainer.model` the weights of this moment of the training, which it else has at certain events only; one
@@ -149,64 +255,13 @@ class ModelSourceMixin(Trainer):
         if has_weights(self.model):
             self._update_model()
         else:
-            engine = self._start_engine(training=False)
-            release(self.model)
-            for module in self.model.modules():
-                for name, parameter in list(module.named_parameters(recurse=False)):
-                    empty = torch.empty_like(parameter, device="cpu")
-                    setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
-            self.model.tie_weights()
-            engine.write_back(self.model)
-            self._only_in_engine = False
-            self._model_agrees()
+            self._source.materialize(self.model, self._start_engine(training=False))
         return self.model
 
-    def _warn_of_unsaved_weights(self) -> None:
-        if self._only_in_engine and self.is_world_process_zero():
-            logger.warning("the engine is closed, and the weights that it trained were not saved by save_model()")
-
-    # -- out ----------------------------------------------------------------------------------------------------------
-
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the model; one without weights from the master store, one segment in memory at a time. Collective."""
+        """Writes the model; one without weights from the master store. Collective."""
         if has_weights(self.model):
             super()._save(output_dir, state_dict)
-            return
-        engine = self._start_engine(training=False)
-        target = Path(output_dir if output_dir is not None else self.args.output_dir)
-        weights = engine.weights()
-
-        def write() -> None:
-            try:
-                if self.args.should_save:
-                    self._write_model(target, weights)
-            except Exception as failure:  # of the disk, or of a tokenizer
-                raise model_not_saved(target, failure) from failure
-            finally:
-                deque(weights, maxlen=0)  # also what is left after a failure: the other ranks are waiting for it
-
-        engine.agreement.run("save_model", write)
-        self._model_folder, self._only_in_engine = target.absolute(), False
-
-    def _write_model(self, target: Path, weights: Iterator[tuple[str, Tensor]]) -> None:
-        """New weights are written beside the old ones, and take their place when they are complete."""
-        engine = self.engine
-        assert engine is not None
-        target.mkdir(parents=True, exist_ok=True)
-        disk, beside = Disk(), target / f".model.{uuid.uuid4().hex[:12]}"
-        disk.make_directory(beside)
-        try:
-            with structure_only():
-                files = ModelWeights(self.model, engine.description.vector, adapted=False)
-            files.write(disk, beside, weights)
-            new = sorted(path.name for path in beside.iterdir())
-            for name in new:
-                os.replace(beside / name, target / name)
-            for path in target.iterdir():
-                if MODEL_WEIGHTS.fullmatch(path.name) and path.name not in new:
-                    path.unlink()  # of an earlier model: it could be loaded instead
-        finally:
-            disk.remove(beside)
-        self._write_configs(target)
-        (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
-        disk.sync_directory(target)
+        else:
+            target = Path(output_dir if output_dir is not None else self.args.output_dir)
+            self._source.save(self.model, self._start_engine(training=False), target, self._tokenizer)

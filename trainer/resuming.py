@@ -78,7 +78,6 @@ class ResumeMixin(StockResumeMixin):
 
     args: HotSPaTrainingArguments
     engine: HotSPaEngine | None
-    _model_is_current: bool
     _resumption: Resumption | StockCheckpoint | None = None
     _data_order: dict[str, Any] | None = None
     _stream_progress: StreamProgress | None
@@ -89,8 +88,6 @@ class ResumeMixin(StockResumeMixin):
     if TYPE_CHECKING:
 
         def _update_model(self) -> None: ...
-
-        def _model_goes_stale(self) -> None: ...
 
     def _agreement(self) -> Agreement:
         """Over the host, also before the engine exists."""
@@ -246,7 +243,7 @@ class ResumeMixin(StockResumeMixin):
             lambda: self._read_here(engine, path, manifest, state),
             otherwise=lambda failure: _damaged(failure, path),
         )
-        self._model_goes_stale()
+        self._source.goes_stale(self.model)
 
     def _read_here(self, engine: HotSPaEngine, path: Path, manifest: Manifest, state: dict[str, Any] | None) -> None:
         """What this rank reads of a checkpoint."""

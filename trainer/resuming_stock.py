@@ -18,6 +18,7 @@ from hf_hotspa.engine.loading import load_weights
 from hf_hotspa.model.weight_files import WeightFiles
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.stale_weights import structure_only
 
 logger = logging.getLogger(__name__)
@@ -28,12 +29,11 @@ class StockResumeMixin(Trainer):
 
     args: HotSPaTrainingArguments
     engine: HotSPaEngine | None
+    _source: ModelSource
 
     if TYPE_CHECKING:
 
         def _agreement(self) -> Agreement: ...
-
-        def _model_goes_stale(self) -> None: ...
 
     def _check_stock_order(self, stock: StockCheckpoint, loader: Any) -> None:
         """Raises `ResumeError` when the checkpoint's steps were made of other mini-batches."""
@@ -55,7 +55,7 @@ class StockResumeMixin(Trainer):
                 load_weights(folder, self.model, engine.master, self._agreement())
             engine.master.frozen_version += 1
             copy_buffers(dict(self.model.named_buffers()), [p.replica.model for p in engine.phases.values()])
-        self._model_goes_stale()
+        self._source.goes_stale(self.model)
 
     def _restore_stock(self, stock: StockCheckpoint) -> None:
         """Weights, optimizer and scheduler. Raises on all ranks."""

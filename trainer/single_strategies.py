@@ -143,7 +143,7 @@ def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[
 def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
     """An engine that knows the strategies of all sides; they share its weights and its memory."""
     buckets: dict[Strategy, Bucket] = {b.strategy: Bucket(b.strategy, 1, 1) for side in sides for b in side.buckets}
-    weights = None if has_weights(trainer.model) else trainer._model_folder
+    weights = None if has_weights(trainer.model) else trainer._source.folder
     options = engine_options(trainer.args, trainer._own_loss())
     return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
 

@@ -24,7 +24,6 @@ from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError, NonFiniteError, UnsupportedError
-from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
 from hf_hotspa.parallel.own_loss import TokenSlice
 from hf_hotspa.report import StepReport
@@ -44,7 +43,7 @@ from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.hub import HubMixin
-from hf_hotspa.trainer.model_source import ModelSourceMixin
+from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
 from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
@@ -128,6 +127,7 @@ class HotSPaTrainer(
         self._devices: DeviceWatch | None = None
         self._loaded_state: dict[str, Any] = {}
         self._stream_progress: StreamProgress | None = None
+        self._source = ModelSource(args)
         self._data = DataSets(args, lambda: self.processing_class, self._row_rules, self._per_row)
         self._evaluation_sets = EvaluationSets(args, self._data)
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
@@ -136,7 +136,8 @@ class HotSPaTrainer(
         self._takes_losses(token_loss, loss_columns, kwargs.get("compute_loss_func"))
         self._agreement().check({}, None, "arguments of the Trainer", facts=argument_facts(args))
         self._make_output_dir()
-        super().__init__(self._opened(model, kwargs.get("model_init") is not None), args, **kwargs)
+        opened = self._source.opened(model, kwargs.get("model_init") is not None, self._agreement())
+        super().__init__(opened, args, **kwargs)
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(args.hotspa_deepspeed, flush=True)
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
@@ -167,12 +168,13 @@ class HotSPaTrainer(
     def _start_engine(self, training: bool = True) -> HotSPaEngine:
         args = self.args
         if self.engine is not None:
-            changed = self._model_is_current and weights_digest(self.model) != self._model_digest
-            if not self.engine.any_rank(changed or (training and self.model_init is not None)):
+            if not self.engine.any_rank(
+                self._source.was_changed(self.model) or (training and self.model_init is not None)
+            ):
                 return self.engine  # the optimizer goes on, too
-            self._model_is_current = True  # somebody gave the model other weights: they count
+            self._source.is_current = True  # somebody gave the model other weights: they count
             self._close_engine(restarts=True)
-        weights = self._weights_folder()
+        weights = self._source.weights_folder(self.model)
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         if args.hotspa_auto:
             self._auto = prepare_auto(self.model, args, self._tables_for_auto, self.get_total_train_batch_size(args))
@@ -190,7 +192,7 @@ class HotSPaTrainer(
             check_given(buckets, self.engine.description, known, args, options)
             if args.process_index == 0:
                 warn_of_known(args.output_dir, buckets)
-        self._model_agrees(self.engine.model_digest)
+        self._source.agrees(self.model, self.engine.model_digest)
         self._wrapped = self._num_parameters = None
         self.model_wrapped = self.model
         return self.engine
@@ -324,7 +326,7 @@ class HotSPaTrainer(
             mini_batch = replace(mini_batch, error=error)
         self._check_optimizer_stays()
         self._trained_mini_batch = True
-        self._model_goes_stale()
+        self._source.goes_stale(self.model)
         if self._stream_progress is not None:
             self._stream_progress.trained(inputs)
         try:
@@ -393,7 +395,7 @@ class HotSPaTrainer(
     def _close_engine(self, restarts: bool = False) -> None:
         if self.engine is not None:
             self._update_model()
-            self._warn_of_unsaved_weights()
+            self._source.warn_of_unsaved_weights()
             self._let_go_of_optimizer(restarts)
             self._evaluation_sets.close()
             self.engine.close()

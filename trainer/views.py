@@ -13,6 +13,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.trainer.model_source import ModelSource
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
 
@@ -42,7 +43,7 @@ class ViewsMixin(Trainer):
 
     callback_handler: CallbackHandler
     engine: HotSPaEngine | None
-    _model_is_current: bool
+    _source: ModelSource
 
     if TYPE_CHECKING:
 
@@ -56,7 +57,7 @@ class ViewsMixin(Trainer):
 
     def _show_model(self, occasion: str) -> None:
         """Brings `trainer.model` up to date if anybody on any rank may look at it now. Collective."""
-        if occasion not in _LOOKERS or self.engine is None or self._model_is_current or not has_weights(self.model):
+        if occasion not in _LOOKERS or self.engine is None or self._source.is_current or not has_weights(self.model):
             return
         if self.engine.any_rank(any(map(is_users, self._lookers(occasion)))):  # callbacks may be on one rank alone
             self._update_model()
