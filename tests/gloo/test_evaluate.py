@@ -66,7 +66,7 @@ def engine_world(rank, world_size, family, dtype, strategies):
                     keys = sorted(result.logits)
                     assert keys == [(row, 0) for row in range(begin, min(begin + 11, len(rows))) if table.lengths[row]]
                     worst = max(worst, *(relative_error(result.logits[k], expected[k[0]]) for k in keys))
-                assert all(p.grad is None for p, _ in evaluation._loaded.replica._parameters)
+                assert all(p.grad is None for p, _ in evaluation._loaded.replica.parameters)
                 assert not evaluation._loaded.replica.model.training
             if choice != "buckets":
                 assert engine._switching._epoch == loads + 1, "weights are loaded once"
