@@ -51,6 +51,8 @@ class _PhaseSums:
     moved_s: float = 0.0
     hidden_s: float = 0.0
     moved_bytes: int = 0
+    unit_s: float = 0.0
+    unit_bytes: int = 0
     predicted_s: float | None = None
 
     def add(self, phase: PhaseReport) -> None:
@@ -63,6 +65,8 @@ class _PhaseSums:
         self.moved_s += phase.moved_s
         self.hidden_s += phase.hidden_s
         self.moved_bytes += phase.moved_bytes
+        self.unit_s += phase.unit_s
+        self.unit_bytes += phase.unit_bytes
         if phase.predicted_s is not None:
             self.predicted_s = (self.predicted_s or 0.0) + phase.predicted_s
 
@@ -80,6 +84,9 @@ class _Totals:
     switch_bytes: int = 0
     moved_bytes: int = 0
     frozen_bytes: int = 0
+    unit_s: float = 0.0
+    hidden_unit_s: float = 0.0
+    unit_bytes: int = 0
     wait_s: float = 0.0
     predicted_s: float = 0.0
     measured_s: float = 0.0
@@ -116,6 +123,9 @@ class _Totals:
                 summed, count = self.paces.get(rank, (0.0, 0))
                 self.paces[rank] = summed + pace, count + 1
         for phase in report.phases:
+            self.unit_s += phase.unit_s
+            self.hidden_unit_s += phase.hidden_unit_s
+            self.unit_bytes += phase.unit_bytes
             self.by_strategy[phase.strategy].add(phase)
             if phase.predicted_s is not None:
                 self.predicted_s += phase.predicted_s
@@ -132,7 +142,9 @@ class SwitchOverheadCallback(TrainerCallback):
     The keys, each a mean over the steps since the last log. Of what was moved, once a mini-batch is what a run under one
     strategy moves, too; the rest is switching: `hotspa/switch_s` and `hotspa/load_return_s` (exposed seconds, which the
     step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
-    `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. `hotspa/wait_s` (waiting for
+    `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. Of fully sharded
+    strategies apart from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the computation waiting
+    for them) and `hotspa/hidden_unit_s`. `hotspa/wait_s` (waiting for
     the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
     `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
@@ -194,6 +206,10 @@ class SwitchOverheadCallback(TrainerCallback):
         }
         if self._whole_run.frozen_bytes:
             metrics["hotspa/frozen_mb"] = totals.frozen_bytes / totals.steps / 1e6
+        if self._whole_run.unit_bytes:
+            metrics["hotspa/unit_s"] = totals.unit_s / totals.steps
+            metrics["hotspa/hidden_unit_s"] = totals.hidden_unit_s / totals.steps
+            metrics["hotspa/unit_mb"] = totals.unit_bytes / totals.steps / 1e6
         if totals.measured_s > 0:
             metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
@@ -237,7 +253,8 @@ class SwitchOverheadCallback(TrainerCallback):
 
 def _table(title: str, by_strategy: dict[str, _PhaseSums], seconds: float) -> str:
     predicted = any(sums.predicted_s is not None for sums in by_strategy.values())
-    rows = [[*_HEADER, *(["predicted s"] if predicted else [])]]
+    units = any(sums.unit_bytes for sums in by_strategy.values())
+    rows = [[*_HEADER, *(["predicted s"] if predicted else []), *(["units s", "MB of units"] if units else [])]]
     for strategy, sums in by_strategy.items():
         rows.append(
             [
@@ -252,6 +269,7 @@ def _table(title: str, by_strategy: dict[str, _PhaseSums], seconds: float) -> st
                 f"{sums.moved_bytes / 1e6:.1f}",
                 f"{sums.moved_s / seconds:.1%}",
                 *([f"{sums.predicted_s or 0.0:.3f}"] if predicted else []),
+                *([f"{sums.unit_s:.3f}", f"{sums.unit_bytes / 1e6:.1f}"] if units else []),
             ]
         )
     return text_table(title, rows)

@@ -19,6 +19,12 @@ MEASURES = (
     "return_bytes",
     "start_s",
     "others_s",
+    "unit_load_s",
+    "unit_return_s",
+    "unit_load_busy_s",
+    "unit_return_busy_s",
+    "unit_load_bytes",
+    "unit_return_bytes",
 )
 """What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
 is the part of `compute_s` that went by in collectives and messages of the strategy."""
@@ -50,6 +56,12 @@ class PhaseReport:
         longest_tokens: The longest sequence.
         frozen_bytes: The part of `load_bytes` that was frozen weights: none where a strategy still holds them from its
             last run.
+        unit_load_s: The part of `compute_s` in which a rank waited for the weights of a unit (`+z3`).
+        unit_return_s: The part in which it waited for gradients of units to leave (`+z2`, `+z3`).
+        hidden_unit_load_s: Seconds in which units were loaded beside the computation, as `hidden_load_s`.
+        hidden_unit_return_s: The same for their gradients.
+        unit_load_bytes: Bytes that weights of units moved between ranks, summed over ranks; not in `load_bytes`.
+        unit_return_bytes: The same for their gradients.
     """
 
     strategy: str
@@ -69,6 +81,12 @@ class PhaseReport:
     busiest_tokens: int = 0
     longest_tokens: int = 0
     frozen_bytes: int = 0
+    unit_load_s: float = 0.0
+    unit_return_s: float = 0.0
+    hidden_unit_load_s: float = 0.0
+    hidden_unit_return_s: float = 0.0
+    unit_load_bytes: int = 0
+    unit_return_bytes: int = 0
 
     @property
     def seconds(self) -> float:
@@ -88,6 +106,21 @@ class PhaseReport:
     @property
     def moved_bytes(self) -> int:
         return self.load_bytes + self.return_bytes
+
+    @property
+    def unit_s(self) -> float:
+        """The part of `compute_s` that waited for units: fully sharded strategies move them while they compute."""
+        return self.unit_load_s + self.unit_return_s
+
+    @property
+    def hidden_unit_s(self) -> float:
+        """Seconds in which units moved beside the computation."""
+        return self.hidden_unit_load_s + self.hidden_unit_return_s
+
+    @property
+    def unit_bytes(self) -> int:
+        """Bytes of units that moved between ranks; not in `moved_bytes`."""
+        return self.unit_load_bytes + self.unit_return_bytes
 
 
 @dataclass(frozen=True)

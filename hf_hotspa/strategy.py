@@ -4,7 +4,8 @@ Owns the two grammars that users type:
 
 * a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
-  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), and
+  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+z2`` (gradients leave layer by layer),
+  ``dp4+z3`` (weights come layer by layer, too), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
@@ -24,7 +25,7 @@ from hf_hotspa.model_shape import ModelShape
 AXES = ("dp", "cp", "tp", "pp")
 _STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp)[0-9]+)+")
 _DEGREE = re.compile(r"(dp|cp|tp|pp)([0-9]+)")
-_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})")
+_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|z([23])")
 _CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
 _MAX_DEGREE = 1 << 20
 
@@ -54,6 +55,8 @@ class Strategy:
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
             (`parallel.token_chunks`); 0 for whole packs. Not in a pipeline.
         cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
+        z: What is there for one layer at a time, and shared out over all ranks else: 2 for gradients, 3 for gradients
+            and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
@@ -70,6 +73,7 @@ class Strategy:
     rc: int = 0
     ck: int = 0
     cp: int = 1
+    z: int = 0
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +92,10 @@ class Strategy:
                 why="sp divides the tokens over the ranks of tp",
                 fix="use tp2 or more, or leave +sp out",
             )
+        if self.z not in (0, 2, 3):
+            raise StrategyError(
+                f"there is no +z{self.z}", fix="use +z2 or +z3, or leave it out: that is ZeRO's stage 1"
+            )
         if self.ck < 0:
             raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
         if self.ck and self.pp > 1:
@@ -103,9 +111,10 @@ class Strategy:
 
     @property
     def options(self) -> str:
-        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, several of them, or nothing."""
+        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+z3`, several of them, or nothing."""
         recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
-        return f"{'+sp' if self.sp else ''}{recompute}{f'+ck{self.ck}' if self.ck else ''}"
+        chunks, sharded = f"+ck{self.ck}" if self.ck else "", f"+z{self.z}" if self.z else ""
+        return f"{'+sp' if self.sp else ''}{recompute}{chunks}{sharded}"
 
     @property
     def world_size(self) -> int:
@@ -151,7 +160,7 @@ class Strategy:
         The ranks of cp hold the same weights, and each adds the gradient of its own tokens, as those of dp. Strategies of
         equal layouts can run on the same buffers, one after the other.
         """
-        return Strategy(self.dp * self.cp, self.tp, self.pp, self.sp, shard_order=self.shard_order)
+        return Strategy(self.dp * self.cp, self.tp, self.pp, self.sp, z=self.z, shard_order=self.shard_order)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -166,14 +175,16 @@ class Strategy:
         numbers: dict[str, int] = {}
         for option in options:
             match = _OPTION.fullmatch(option)
-            if match is None or option[:2] in numbers:
+            name = option.rstrip("0123456789")
+            if match is None or name in numbers:
                 raise StrategyError(
                     f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
-                    fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer) and"
-                    " +ck4096 (compute packs in chunks of 4096 tokens)",
+                    fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
+                    " +ck4096 (compute packs in chunks of 4096 tokens), +z2 (gradients a layer at a time) and"
+                    " +z3 (weights, too)",
                 )
-            numbers[option[:2]] = int(match[1] or match[2] or 1)
-            if option.startswith("ck") and numbers["ck"] < 1:
+            numbers[name] = int(next(filter(None, match.groups()), 1))
+            if name == "ck" and numbers["ck"] < 1:
                 raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=_CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
@@ -185,7 +196,7 @@ class Strategy:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
-        return cls(dp, tp, pp, "sp" in numbers, numbers.get("rc", 0), numbers.get("ck", 0), cp)
+        return cls(dp, tp, pp, "sp" in numbers, numbers.get("rc", 0), numbers.get("ck", 0), cp, numbers.get("z", 0))
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""

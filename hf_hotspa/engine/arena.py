@@ -11,6 +11,8 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
+from hf_hotspa.layout.units import Room, Rooms
+
 _ALIGNMENT = 64
 """Buffers start on multiples of this many elements, so that vector loads and sends are aligned in every dtype."""
 
@@ -18,28 +20,53 @@ _ALIGNMENT = 64
 _Place = tuple[torch.dtype, int, int]
 """`(dtype, start, size)` of a buffer, in elements."""
 
+Shared = Sequence[Room | None]
+"""Which segments share memory (`layout.units.Rooms`)."""
+
 
 def _place(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared | None = None
 ) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
     """Elements needed of each dtype, and the place of each buffer."""
+    inside: list[_Place | None] = []  # with starts from the begin of the slot, where there is one
     needed: dict[torch.dtype, int] = {}
-    places: list[_Place | None] = []
-    for size, dtype in zip(sizes, dtypes, strict=True):
+    filled: dict[tuple[torch.dtype, Room], int] = {}
+    slots: dict[tuple[torch.dtype, int], int] = {}
+    shared = rooms or [None] * len(sizes)
+    for size, dtype, room in zip(sizes, dtypes, shared, strict=True):
         if not size or dtype is None:
-            places.append(None)
+            inside.append(None)
             continue
-        start = needed.get(dtype, 0)
-        places.append((dtype, start, size))
-        needed[dtype] = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        start = needed.get(dtype, 0) if room is None else filled.get((dtype, room), 0)
+        end = start + -(-size // _ALIGNMENT) * _ALIGNMENT
+        inside.append((dtype, start, size))
+        if room is None:
+            needed[dtype] = end
+        else:
+            filled[dtype, room] = end
+            slots[dtype, room[0]] = max(end, slots.get((dtype, room[0]), 0))
+    first: dict[tuple[torch.dtype, int], int] = {}
+    for (dtype, slot), total in slots.items():
+        first[dtype, slot] = needed.get(dtype, 0)
+        needed[dtype] = first[dtype, slot] + total
+    places: list[_Place | None] = []
+    for place, room in zip(inside, shared, strict=True):
+        if place is not None and room is not None:
+            dtype, start, size = place
+            place = dtype, first[dtype, room[0]] + start, size
+        places.append(place)
     return needed, places
 
 
-def arena_bytes(strategies: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None]) -> int:
+def arena_bytes(
+    strategies: Sequence[Sequence[int]],
+    dtypes: Sequence[torch.dtype | None],
+    rooms: Sequence[Shared | None] | None = None,
+) -> int:
     """Bytes that an arena ends up with when it has served buffers of all these sizes (by segment, one list each)."""
     largest: dict[torch.dtype, int] = {}
-    for sizes in strategies:
-        for dtype, numel in _place(sizes, dtypes)[0].items():
+    for sizes, shared in zip(strategies, rooms or [None] * len(strategies), strict=True):
+        for dtype, numel in _place(sizes, dtypes, shared)[0].items():
             largest[dtype] = max(largest.get(dtype, 0), numel)
     return sum(numel * dtype.itemsize for dtype, numel in largest.items())
 
@@ -61,6 +88,7 @@ class Arenas:
         strategies: Sequence[Sequence[int]],
         weights: Sequence[torch.dtype | None],
         gradients: Sequence[torch.dtype | None],
+        rooms: Sequence[Rooms] | None = None,
     ) -> None:
         """Allocates what these strategies need, for one at a time.
 
@@ -68,14 +96,20 @@ class Arenas:
             strategies: For each, the elements of each segment.
             weights: The dtype of each segment's weights.
             gradients: The dtype of each segment's gradients; None for a segment that needs none.
+            rooms: For each strategy, which segments share memory; none do when None.
         """
-        for sizes in strategies:
-            self.gradients.take(sizes, gradients)
+        none = Rooms([None] * len(weights), [None] * len(weights))
+        for sizes, shared in zip(strategies, rooms or [none] * len(strategies), strict=True):
+            self.gradients.take(sizes, gradients, shared.gradients)
             for arena in self._weights:
-                arena.take(sizes, weights)
+                arena.take(sizes, weights, shared.weights)
 
     def take_weights(
-        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], holder: Hashable = None
+        self,
+        sizes: Sequence[int],
+        dtypes: Sequence[torch.dtype | None],
+        holder: Hashable = None,
+        rooms: Shared | None = None,
     ) -> tuple[list[Tensor | None], bool]:
         """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
 
@@ -83,6 +117,7 @@ class Arenas:
             sizes: Elements of each segment.
             dtypes: The dtype of each segment.
             holder: What was given to `loaded` when these very weights were loaded before; None for nothing.
+            rooms: Which segments share memory.
 
         Returns:
             As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
@@ -92,7 +127,7 @@ class Arenas:
         self._weights.append(self._weights.pop(held.index(True) if any(held) else 0))
         arena = self._weights[-1]
         arena.holder = None
-        return arena.take(sizes, dtypes), any(held)
+        return arena.take(sizes, dtypes, rooms), any(held)
 
     def loaded(self, holder: Hashable) -> None:
         """The buffers taken last are filled; `holder` says with what."""
@@ -140,17 +175,20 @@ class Arena:
         self.holder: Hashable = None
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]) -> list[Tensor | None]:
+    def take(
+        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared | None = None
+    ) -> list[Tensor | None]:
         """Buffers of the given sizes with undefined contents; those handed out before are no longer valid.
 
         Args:
             sizes: Elements of each segment.
             dtypes: The dtype of each segment; None for a segment that needs no buffer.
+            rooms: Which segments share memory; None where each has its own.
 
         Returns:
             1-D tensors; None for a segment of size 0 or without a dtype.
         """
-        needed, places = _place(sizes, dtypes)
+        needed, places = _place(sizes, dtypes, rooms)
         for dtype, total in needed.items():
             if dtype not in self._memory or self._memory[dtype].numel() < total:
                 self._memory.pop(dtype, None)  # free before allocating, or both exist at once

@@ -89,7 +89,8 @@ class HotSPaEngine:
         check_launch(self.buckets, self.world_size)  # every rank sees the same two numbers, so every rank raises
         self.device = device = device or default_device()
         self.overlap = options.overlap(device)
-        self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device))
+        streams = any(bucket.strategy.z for bucket in self.buckets)
+        self._groups = ProcessGroups(self.rank, self.world_size, device, *options.timeouts(device, streams))
         self._mailbox = Mailbox(self.rank, self.world_size)
         self.agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
         self.failures = PhaseFailures(self.rank, self._mailbox)
@@ -258,6 +259,7 @@ class HotSPaEngine:
             try:
                 phase_loss, measured = runner.run(
                     phase,
+                    mini_batch.plan.phases[index],
                     1.0 / mini_batch.num_labels,
                     previous,
                     step=self._steps,

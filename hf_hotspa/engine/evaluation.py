@@ -94,7 +94,7 @@ class Evaluation:
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         for plan, phase in self._in_order(mini_batch):
             try:
-                loss_sum += self._run_phase(phase, with_logits)
+                loss_sum += self._run_phase(plan, phase, with_logits)
                 if with_logits:
                     logits.update(self._gather_logits(plan))
             except BaseException as failure:
@@ -112,7 +112,7 @@ class Evaluation:
         loaded = self._loaded.mesh.strategy if self._loaded is not None else None
         return sorted(pairs, key=lambda pair: pair[1].bucket.strategy != loaded)
 
-    def _run_phase(self, phase: PhaseBatch, with_logits: bool) -> float:
+    def _run_phase(self, plan: PhasePlan, phase: PhaseBatch, with_logits: bool) -> float:
         runner = self._phases[phase.bucket.strategy]
         if runner is not self._loaded:
             self.close()
@@ -121,7 +121,7 @@ class Evaluation:
             runner.load_for_forward()
         runner.replica.logits = [] if with_logits else None
         micro_batches = [m.to(self._groups.device, non_blocking=True) for m in phase.micro_batches]
-        return float(runner.compute_forward(micro_batches, 1.0))
+        return float(runner.compute_forward(micro_batches, 1.0, plan))
 
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Every sequence's logits on every rank: each shard of each replica is broadcast by the rank that has it."""

@@ -26,6 +26,12 @@ class PhaseMeasure(NamedTuple):
         return_bytes: Bytes sent by the return.
         start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
         others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
+        unit_load_s: The part of `compute_s` in which it waited for the weights of a unit.
+        unit_return_s: The part in which it waited for the gradients of a unit to leave.
+        unit_load_busy_s: Loads of units under way.
+        unit_return_busy_s: Returns of units under way.
+        unit_load_bytes: Bytes sent by loads of units.
+        unit_return_bytes: Bytes sent by returns of units.
     """
 
     load_s: float
@@ -38,6 +44,12 @@ class PhaseMeasure(NamedTuple):
     return_bytes: float
     start_s: float = 0.0
     others_s: float = 0.0
+    unit_load_s: float = 0.0
+    unit_return_s: float = 0.0
+    unit_load_busy_s: float = 0.0
+    unit_return_busy_s: float = 0.0
+    unit_load_bytes: float = 0.0
+    unit_return_bytes: float = 0.0
 
 
 class Observer:
@@ -157,4 +169,10 @@ def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> Phas
         busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
         longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
         frozen_bytes=frozen_bytes,
+        unit_load_s=most.unit_load_s,
+        unit_return_s=most.unit_return_s,
+        hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
+        hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
+        unit_load_bytes=int(total.unit_load_bytes),
+        unit_return_bytes=int(total.unit_return_bytes),
     )

@@ -12,6 +12,7 @@ import torch
 
 from hf_hotspa.engine.arena import arena_bytes
 from hf_hotspa.errors import DeviceMemoryError
+from hf_hotspa.layout.units import Rooms
 from hf_hotspa.layout.vector import ParameterVector
 
 _MIB = 1 << 20
@@ -69,6 +70,7 @@ def forecast(
     switch_bytes: int,
     copies: int = 1,
     gradient_dtypes: Sequence[torch.dtype | None] | None = None,
+    rooms: Sequence[Rooms] | None = None,
 ) -> MemoryForecast:
     """Counts what a rank will allocate.
 
@@ -78,6 +80,7 @@ def forecast(
         switch_bytes: Staging and relay buffers of the largest switch.
         copies: How many strategies' weights are kept at a time.
         gradient_dtypes: In which dtype each segment's gradients accumulate; in that of the masters when None.
+        rooms: For each strategy, which segments share memory; none do when None.
     """
     masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
     weights = [getattr(torch, segment.dtype) for segment in vector.segments]
@@ -90,8 +93,12 @@ def forecast(
     return MemoryForecast(
         size(master_sizes, masters),
         size(master_sizes, trained),
-        copies * arena_bytes(strategies, weights),
-        arena_bytes(strategies, trained if gradient_dtypes is None else gradient_dtypes),
+        copies * arena_bytes(strategies, weights, [room.weights for room in rooms] if rooms else None),
+        arena_bytes(
+            strategies,
+            trained if gradient_dtypes is None else gradient_dtypes,
+            [room.gradients for room in rooms] if rooms else None,
+        ),
         switch_bytes,
     )
 

@@ -24,16 +24,21 @@ from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
+from hf_hotspa.engine.units import UnitMeasure, UnitStream
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
+from hf_hotspa.packing.pipeline_order import Passes
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.parallel.waiting import CLOCK
 from hf_hotspa.plan.plan import SwitchPlan
+from hf_hotspa.plan.units import make_program
 from hf_hotspa.strategy import Strategy
 
 
@@ -75,10 +80,16 @@ class PhaseRunner:
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
         self._gradients: list[Tensor | None] = []
         self._guard: WeightGuard | None = None
-        if overlap.load:
+        self._stream: UnitStream | None = None
+        if mesh.strategy.z:
+            self._stream = UnitStream(self.replica, switching)
+            self.replica.begin_pass = self._stream.begin_pass
+        self._rooms = switching.rooms(mesh.strategy)
+        if overlap.load and mesh.strategy.z != 3:
             self._guard = WeightGuard(self.replica.model, self.replica.layers, self.replica.parameters)
             self.replica.check_weights = self._guard.check
-        self._watch = GradientWatch(self.replica.parameters) if overlap.return_gradients else None
+        returns_beside = overlap.return_gradients and not mesh.strategy.z
+        self._watch = GradientWatch(self.replica.parameters) if returns_beside else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
         self.act = "load"
@@ -89,6 +100,7 @@ class PhaseRunner:
     def run(
         self,
         phase: PhaseBatch,
+        plan: PhasePlan,
         scale: float,
         previous: "PhaseRunner | None",
         *,
@@ -101,6 +113,7 @@ class PhaseRunner:
 
         Args:
             phase: What this rank runs.
+            plan: What all ranks run.
             scale: 1 / (label tokens of the mini-batch).
             previous: The phase before of the same mini-batch.
             step: How many mini-batches came before.
@@ -124,9 +137,10 @@ class PhaseRunner:
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
         CLOCK.restart(self.replica.device)
-        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last=not hands_over))
+        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, not hands_over, plan))
         compute_s = lap()
-        others_s = CLOCK.seconds()
+        units = self._stream.measure() if self._stream is not None else UnitMeasure()
+        others_s = CLOCK.seconds() + units.load_s + units.return_s
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -143,6 +157,7 @@ class PhaseRunner:
             float(returned.result().sent_bytes),
             clock[0] - since,
             others_s,
+            *units,
         )
 
     def _synchronize(self) -> None:
@@ -212,9 +227,13 @@ class PhaseRunner:
         Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
-        kept = previous if switching.arenas.keeps_last else None
-        self._holder = (str(strategy.layout), self._master.frozen_version) if switching.pool.has_frozen else None
-        self.weights, again = switching.arenas.take_weights(self._sizes, switching.weight_dtypes, self._holder)
+        keeps = switching.arenas.keeps_last and previous is not None and 3 not in (strategy.z, previous.mesh.strategy.z)
+        kept = previous if keeps else None
+        known = switching.pool.has_frozen and strategy.z != 3
+        self._holder = (str(strategy.layout), self._master.frozen_version) if known else None
+        self.weights, again = switching.arenas.take_weights(
+            self._sizes, switching.weight_dtypes, self._holder, self._rooms.weights
+        )
         plan = switching.pool.load(strategy, kept.mesh.strategy if kept else None, trained_only=again)
         self.frozen_bytes = switching.frozen_bytes(plan)
         self._there = switching.frozen_segments if again else frozenset()
@@ -222,7 +241,7 @@ class PhaseRunner:
 
     def _take_gradients(self) -> None:
         switching = self._switching
-        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes)
+        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes, self._rooms.gradients)
 
     def compute(
         self,
@@ -230,6 +249,7 @@ class PhaseRunner:
         scale: float,
         most_tokens: int | None = None,
         is_last: bool = True,
+        plan: PhasePlan | None = None,
     ) -> Tensor:
         """Forward and backward. Returns this rank's part of the loss (fp64 scalar): ranks add up to the phase's loss.
 
@@ -238,6 +258,7 @@ class PhaseRunner:
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
             is_last: Whether gradients are final after it.
+            plan: What all replicas run; a strategy that streams its units needs it.
         """
         self._return_job = None
         watch = self._watch if is_last else None
@@ -246,17 +267,36 @@ class PhaseRunner:
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
-        loss = self._runner.run(micro_batches, scale, most_tokens)
+        loss = self._runner.run(micro_batches, scale, most_tokens, self._begin_units(plan, most_tokens, True))
+        if self._stream is not None:
+            self._stream.end()
         self._is_loaded()  # a replica without micro-batches has waited for nothing yet
         self._disarm()
         if watch is not None:
             watch.disarm()
         return self._counted(loss)
 
-    def compute_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def compute_forward(
+        self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None
+    ) -> Tensor:
         """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it."""
         self.act = "compute"
-        return self._counted(self._runner.run_forward(micro_batches, scale))
+        if self.mesh.strategy.z == 3:
+            self._begin_units(plan, None, False)
+        loss = self._runner.run_forward(micro_batches, scale)
+        if self._stream is not None:
+            self._stream.end()
+        return self._counted(loss)
+
+    def _begin_units(self, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool) -> Passes | None:
+        """Starts the transfers of units; the passes that stages of all replicas keep step with."""
+        if self._stream is None:
+            return None
+        assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
+        strategy, packs = self.mesh.strategy, pack_lengths(plan)
+        program = make_program(self._switching.pool.units, strategy, beats(strategy, packs, most_tokens, is_trained))
+        self._stream.begin(program, self.weights, self._gradients, self._master)
+        return joint_passes(packs, strategy.pp, most_tokens)
 
     def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts
@@ -300,6 +340,8 @@ class PhaseRunner:
         self._disarm()
         if self._watch is not None:
             self._watch.drop()
+        if self._stream is not None:
+            self._stream.drop()
         self._return_job = None
         self.replica.release()
         self.replica.model.train()

@@ -14,6 +14,7 @@ from hf_hotspa.engine.executor import Buffers, SwitchExecutor, SwitchStats
 from hf_hotspa.engine.memory import MemoryForecast, device_limit, forecast
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
+from hf_hotspa.layout.units import Rooms
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.mesh import ProcessGroups
@@ -62,7 +63,7 @@ class Switching:
 
         self.pool = PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner)
         largest = max(
-            arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes)
+            arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes, [self.rooms(s).weights])
             for s in strategies
             for r in range(cluster.world_size)
         )
@@ -88,6 +89,7 @@ class Switching:
             self.executor.extra_bytes(self.switches()),
             copies,
             self.gradient_dtypes,
+            [self.rooms(s) for s in strategies],
         )
         self._frozen_sizes = [
             0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
@@ -95,12 +97,17 @@ class Switching:
         self._frozen_bytes: dict[str, int] = {}
         self._limit = options.memory_limit or device_limit(device)
         self._rank = rank
-        self.worker = SwitchWorker(device, on_failure) if overlap else None
+        streams = any(strategy.z for strategy in strategies)
+        self.worker = SwitchWorker(device, on_failure) if overlap or streams else None
         self._epoch = 0
 
     def switches(self) -> list[Switch]:
         """Every switch that a mini-batch may need."""
         return [(plan, self.return_dtypes if plan.accumulate else self.weight_dtypes) for plan in self.pool.plans()]
+
+    def rooms(self, strategy: Strategy) -> Rooms:
+        """Which segments of a strategy share memory."""
+        return self.pool.units.rooms(strategy)
 
     def check_memory(self) -> None:
         """Refuses what the device cannot hold.
@@ -115,7 +122,8 @@ class Switching:
         for plan, dtypes in self.switches():
             self.executor.prepare(plan, dtypes)
         sizes = [self.pool.layout(strategy).rank_sizes(self._rank) for strategy in self.pool.strategies]
-        self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes)
+        rooms = [self.rooms(strategy) for strategy in self.pool.strategies]
+        self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes, rooms)
 
     def frozen_bytes(self, plan: SwitchPlan) -> int:
         """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
@@ -155,6 +163,22 @@ class Switching:
         """
         plan = self.pool.return_gradients(strategy)
         return self._start(plan, gradients, master, self.return_dtypes, None, gate, gate is not None)
+
+    def move_unit(
+        self, strategy: Strategy, unit: int, is_load: bool, buffers: Buffers, master: Buffers, gate: SegmentGate | None
+    ) -> SwitchJob:
+        """Fills the weights of a unit, or adds its gradients to those of the master store, in the worker's thread.
+        Collective.
+
+        Args:
+            buffers: The strategy's weights, or gradients.
+            master: Those of the master store.
+            gate: Says when the unit's buffers may be written, or read; None: they may.
+        """
+        plan = self.pool.of_unit(strategy, unit, is_load)
+        source, target = (master, buffers) if is_load else (buffers, master)
+        dtypes = self.weight_dtypes if is_load else self.return_dtypes
+        return self._start(plan, source, target, dtypes, None, gate, True)
 
     def _start(
         self,

@@ -123,9 +123,13 @@ class EngineOptions:
         load, gradients = self.overlap_load, self.overlap_return
         return Overlap(beside if load is None else load, beside if gradients is None else gradients)
 
-    def timeouts(self, device: torch.device) -> tuple[timedelta, timedelta]:
-        """Of everything, and of switches: with overlapped returns these wait for computations, too."""
-        switch = self.timeout_s if self.overlap(device).return_gradients else self.switch_timeout_s
+    def timeouts(self, device: torch.device, streams: bool = False) -> tuple[timedelta, timedelta]:
+        """Of everything, and of switches: with overlapped returns these wait for computations, too.
+
+        Args:
+            streams: Whether a strategy loads or returns its units one at a time, which waits for computations as well.
+        """
+        switch = self.timeout_s if self.overlap(device).return_gradients or streams else self.switch_timeout_s
         return timedelta(seconds=self.timeout_s), timedelta(seconds=switch)
 
     def uses_second_source(self, device: torch.device, num_strategies: int, copy_bytes: int) -> bool:

@@ -58,6 +58,7 @@ class Replica:
         layers: The decoder layers, pass-throughs of other stages among them.
         parameters: The parameters on this rank, and where they lie.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
+        begin_pass: Called by whoever runs the replica before each forward, and before each backward.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Replica:
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
         self.check_weights: Callable[[], None] = lambda: None
+        self.begin_pass: Callable[[], None] = lambda: None
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)

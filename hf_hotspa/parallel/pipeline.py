@@ -44,6 +44,9 @@ class Stage(Protocol):
     compute_dtype: torch.dtype
     losses: list[Tensor]
 
+    def begin_pass(self) -> None:
+        """A forward or a backward pass begins."""
+
     def forward(
         self,
         micro_batch: MicroBatch,
@@ -80,13 +83,20 @@ class PipelineRunner:
         """How often `run` goes backward through this stage."""
         return len(micro_batches) if self._chunks is None else self._chunks.num_chunks(micro_batches)
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float, most_tokens: int | None = None) -> Tensor:
+    def run(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        most_tokens: int | None = None,
+        joint: Passes | None = None,
+    ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
 
         Args:
             micro_batches: What this replica runs; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight on a stage; None for no limit.
+            joint: The passes that the stages of all replicas keep step with, ours; None where replicas go their own way.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
@@ -94,7 +104,7 @@ class PipelineRunner:
         if self._group is None:
             return self._run_alone(micro_batches, scale)
         tokens = [m.num_tokens for m in micro_batches]
-        passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens)
+        passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
             own = _OneForwardOneBackward(self._stage, self._group, self._index)
@@ -134,12 +144,15 @@ class PipelineRunner:
             if self._chunks is not None:
                 total += self._chunks.run(micro_batch, scale)
                 continue
+            self._stage.begin_pass()
             loss = self._stage.forward(micro_batch, None, scale)
+            self._stage.begin_pass()
             loss.backward()
             total += loss.detach()
         return total
 
     def _forward_alone(self, micro_batch: MicroBatch, scale: float) -> Tensor:
+        self._stage.begin_pass()
         return self._stage.forward(micro_batch, None, scale)
 
 
@@ -172,6 +185,8 @@ class _OneForwardOneBackward:
     def run(self, micro_batches: Sequence[MicroBatch], scale: float, passes: Passes) -> Tensor:
         message: _Message | None = None
         for i, is_backward in passes.operations(self._index):
+            if i >= len(micro_batches):  # another replica's
+                continue
             wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(micro_batches, i)
             received = self._hand_over(message, wanted)
             if is_backward:
@@ -222,6 +237,7 @@ class _OneForwardOneBackward:
     def _forward(self, micro_batches: Sequence[MicroBatch], i: int, hidden: Tensor | None, scale: float) -> Tensor:
         if hidden is not None:
             hidden.requires_grad_()
+        self._stage.begin_pass()
         out = self._stage.forward(micro_batches[i], hidden, scale)
         self._in_flight[i] = _InFlight(hidden, out)
         if self._stage.is_last:
@@ -230,6 +246,7 @@ class _OneForwardOneBackward:
 
     def _backward(self, i: int, grad: Tensor | None) -> _Message | None:
         state = self._in_flight.pop(i)
+        self._stage.begin_pass()
         if state.out.requires_grad:  # a first stage may be frozen altogether
             torch.autograd.backward(state.out, grad)
         if state.hidden is None:

@@ -33,6 +33,9 @@ class ChunkStage(Protocol):
     losses: list[Tensor]
     device: torch.device
 
+    def begin_pass(self) -> None:
+        """A forward or a backward pass begins."""
+
     def forward(
         self,
         micro_batch: MicroBatch,
@@ -188,6 +191,7 @@ class ChunkRunner:
         losses = []
         for index in reversed(range(len(chain))):
             loss, roots = self._forward(micro_batch, chain, index, sequence, scale, gives=False)
+            self._stage.begin_pass()
             torch.autograd.backward([loss, *(root for root, _ in roots)], [None, *(grad for _, grad in roots)])
             losses.append(loss.detach())
         return torch.stack(losses).sum()
@@ -206,6 +210,7 @@ class ChunkRunner:
         """What the forward of a chunk gives, and the roots that its backward has beside its loss."""
         first, stop = chain[index]
         goes_on = index + 1 < len(chain)
+        self._stage.begin_pass()
         carry = _Carry(sequence, first - chain[0][0], stop - first if goes_on else 0, gives)
         out = self._stage.forward(
             micro_batch.part(first, stop), None, scale, carry if len(chain) > 1 else None, with_loss

@@ -14,7 +14,7 @@ transport and no dtype. It is one of two kinds:
 
 import hashlib
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -99,6 +99,17 @@ class SwitchPlan:
             SegmentPlan(tuple(adjoint(table) for table in kind.hops[::-1]), kind.relay_sizes) for kind in self.kinds
         )
         return replace(self, name=name, kinds=kinds, links=self.links[::-1], accumulate=not self.accumulate)
+
+    def only(self, segments: Collection[int], what: str) -> "SwitchPlan":
+        """The part of the plan that moves these segments; `what` they are goes into its name.
+
+        What was proved of the plan holds for the part: a transfer concerns one segment.
+        """
+        kinds = sorted({self.kind_of[s] for s in segments if self.kind_of[s] >= 0})
+        kind_of = tuple(
+            kinds.index(kind) if segment in segments and kind >= 0 else -1 for segment, kind in enumerate(self.kind_of)
+        )
+        return replace(self, name=f"{self.name}, {what}", kinds=tuple(self.kinds[k] for k in kinds), kind_of=kind_of)
 
     def loads(self, cluster: Cluster, element_sizes: Sequence[int]) -> list[PortLoads]:
         """The bytes through every port, for each hop; `element_sizes[segment]` is one element's bytes on the wire."""

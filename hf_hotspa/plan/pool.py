@@ -12,12 +12,15 @@ from collections.abc import Sequence
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.layout.units import Units
+from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterVector
 from hf_hotspa.plan.phase_order import order_phases
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import check_planner, plan_load, plan_return
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.strategy import Strategy
+
+_RESIDENT = "what several units use"
 
 
 class PlanPool:
@@ -32,6 +35,7 @@ class PlanPool:
 
     Attributes:
         has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
+        units: The units of the model, which strategies with `+z2` and `+z3` load and return one at a time.
 
     Raises:
         HotspaConfigError: there is no such planner.
@@ -51,6 +55,7 @@ class PlanPool:
         orders = nested_orders(strategies, vector.layer_costs, vector.head_cost)
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
+        self.units = Units(vector)
         self.master = master_layout(vector, cluster.world_size)
         self._vector, self._cluster, self._planner = vector, cluster, planner
         self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
@@ -61,6 +66,7 @@ class PlanPool:
         self._twins = {own: first[own.layout] for own in self.strategies}
         self._loads: dict[tuple[Strategy | None, Strategy, bool], SwitchPlan] = {}
         self._returns: dict[Strategy, SwitchPlan] = {}
+        self._of_units: dict[tuple[Strategy, int, bool], SwitchPlan] = {}
         self._orders: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
 
     @property
@@ -73,7 +79,7 @@ class PlanPool:
         return self._layouts[strategy]
 
     def load(self, strategy: Strategy, previous: Strategy | None = None, trained_only: bool = False) -> SwitchPlan:
-        """The plan that fills a strategy's weights.
+        """The plan that fills a strategy's weights; with `+z3` those that stay for the whole phase.
 
         Args:
             strategy: The strategy to load.
@@ -82,24 +88,48 @@ class PlanPool:
             trained_only: Leave out the frozen weights, which are in its buffers already.
         """
         strategy, previous = self._twins[strategy], self._twins.get(previous) if previous else None
-        key = (previous if self.second_source and previous != strategy else None), strategy, trained_only
+        streams = strategy.z == 3 or (previous is not None and previous.z == 3)
+        drawn = previous if self.second_source and previous != strategy and not streams else None
+        key = drawn, strategy, trained_only
         if key not in self._loads:
             sources = [self.master] if key[0] is None else [self.master, self._layouts[key[0]]]
             target = self._layouts[strategy]
             if trained_only:
                 target = trained_layout(self._vector, target)
-            self._loads[key] = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
+            plan = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
+            if strategy.z == 3:
+                self._add_units(strategy, plan, True)
+                plan = plan.only(self.units.resident, _RESIDENT)
+            self._loads[key] = plan
         return self._loads[key]
 
     def return_gradients(self, strategy: Strategy) -> SwitchPlan:
-        """The plan that adds a strategy's gradients to the master store."""
+        """The plan that adds a strategy's gradients to the master store; with `+z2` and `+z3` what is left of them when
+        its units' have gone."""
         own = self._twins[strategy]  # with the pool's order of shards
         if own not in self._returns:
             contributions = gradient_layout(self._vector, own)
-            self._returns[own] = plan_return(
-                contributions, self.master, self._cluster, self._gradient_sizes, self._planner
-            )
+            plan = plan_return(contributions, self.master, self._cluster, self._gradient_sizes, self._planner)
+            if own.z:
+                self._add_units(own, plan, False)
+                plan = plan.only(self.units.resident, _RESIDENT)
+            self._returns[own] = plan
         return self._returns[own]
+
+    def of_unit(self, strategy: Strategy, unit: int, is_load: bool) -> SwitchPlan:
+        """The plan that fills a unit's weights, or adds its gradients to the master store."""
+        strategy = self._twins[strategy]
+        if (strategy, unit, is_load) not in self._of_units:
+            if is_load:
+                self.load(strategy)
+            else:
+                self.return_gradients(strategy)
+        return self._of_units[strategy, unit, is_load]
+
+    def _add_units(self, strategy: Strategy, plan: SwitchPlan, is_load: bool) -> None:
+        for unit, segments in (self.units.segments if is_load else self.units.trained).items():
+            name = {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")
+            self._of_units[strategy, unit, is_load] = plan.only(segments, name)
 
     def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
         """The same strategies in the order in which loading them one after another costs least.
@@ -141,11 +171,17 @@ class PlanPool:
     def plans(self) -> list[SwitchPlan]:
         """Every plan that a mini-batch may need, whichever phases it has."""
         own = tuple(dict.fromkeys(self._twins.values()))
+        whole = [strategy for strategy in own if strategy.z != 3]
         plans = [plan for s in own for plan in (self.load(s), self.return_gradients(s))]
         if self.second_source:
-            plans += [self.load(b, a) for a in own for b in own if a != b]
+            plans += [self.load(b, a) for a in whole for b in whole if a != b]
         if self.has_frozen:
-            plans += [self.load(s, trained_only=True) for s in own]
+            plans += [self.load(s, trained_only=True) for s in whole]
         if self.has_frozen and self.second_source:
-            plans += [self.load(b, a, True) for a in own for b in own if a != b]
+            plans += [self.load(b, a, True) for a in whole for b in whole if a != b]
+        for strategy in own:
+            if strategy.z == 3:
+                plans += [self.of_unit(strategy, unit, True) for unit in self.units.segments]
+            if strategy.z:
+                plans += [self.of_unit(strategy, unit, False) for unit in self.units.trained]
         return plans

@@ -1,0 +1,263 @@
+"""Streams the units of a replica through its slots: weights come just in time, gradients leave as soon as they are made.
+
+`UnitStream` runs the program of a phase (`plan.units`) on one rank. All transfers are submitted to the switch worker at
+the start, in the agreed order, each with a gate; the computation walks through its visits, and at the border between
+two units it opens the gates of what waited for the first and waits for the weights of the second. So a rank that has
+fewer packs, or none, does its part of every transfer.
+
+How the borders are found:
+
+* forward: a decoder layer, or a module outside the layers that owns weights, is called;
+* backward: the gradient of a layer's output is there, and of the first layer's input for the embedding. Autograd runs
+  what was made last first, and adds to leaves at once, so nothing of the layer behind is left to do then.
+
+Backward sees the right weights although their slot was used in between: a unit has one place, so what autograd has saved
+is a view of it, and the unit is there again before its backward begins. Views that are filled through the slot's own
+buffer keep the version that autograd has seen.
+
+An order that the program does not have is an error before a wrong weight is read.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from hf_hotspa.engine.executor import Buffers
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.switching import Switching
+from hf_hotspa.engine.worker import SegmentGate, SwitchJob
+from hf_hotspa.errors import ModelError
+from hf_hotspa.layout.units import Units
+from hf_hotspa.layout.vector import EMBEDDING, HEAD
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.plan.units import Program, StagePass, Visit
+
+
+class UnitMeasure(NamedTuple):
+    """What the transfers of units took on one rank in one phase: seconds, and bytes it sent.
+
+    Attributes:
+        load_s: The computation waiting for weights.
+        return_s: The computation waiting for a gradient buffer to be free again, and for the last return.
+        load_busy_s: Loads under way, waiting for peers included.
+        return_busy_s: Returns under way.
+    """
+
+    load_s: float = 0.0
+    return_s: float = 0.0
+    load_busy_s: float = 0.0
+    return_busy_s: float = 0.0
+    load_bytes: float = 0.0
+    return_bytes: float = 0.0
+
+
+class UnitStream:
+    """The units of one replica.
+
+    Args:
+        replica: The replica; hooks are hung on its modules once.
+        switching: What runs the transfers.
+    """
+
+    def __init__(self, replica: Replica, switching: Switching) -> None:
+        self._replica, self._switching = replica, switching
+        self._units: Units = switching.pool.units
+        strategy, stage = replica.mesh.strategy, replica.mesh.coord.pp
+        self._strategy, self._stage = strategy, stage
+        self._jobs: list[SwitchJob] = []
+        self._gates: list[SegmentGate | None] = []
+        self._loads: list[bool] = []
+        self._gradients: Buffers = ()
+        self._passes: list[StagePass] = []
+        self._left: list[Visit] = []
+        self._visit: Visit | None = None
+        self._is_backward = self._is_running = False
+        self._hang_hooks(self._units.of_stage(strategy, stage))
+
+    # -- borders ------------------------------------------------------------------------------------------------------
+
+    def _hang_hooks(self, units: Sequence[int]) -> None:
+        segment_unit = {s: unit for unit, segments in self._units.segments.items() for s in segments}
+        unit_of = {id(p): segment_unit.get(slot.segment) for p, slot in self._replica.parameters}
+        inside: set[int] = set()
+        has_embedding, is_first = EMBEDDING in units, True
+        for unit, layer in enumerate(self._replica.layers):
+            inside.update(map(id, layer.modules()))
+            if unit not in units:
+                continue
+            if is_first and has_embedding:
+                layer.register_forward_pre_hook(self._enters_layers, with_kwargs=True)
+            is_first = False
+            layer.register_forward_pre_hook(partial(self._called, unit))
+            layer.register_forward_hook(partial(self._left_layer, unit))
+        for module in self._replica.model.modules():
+            if id(module) in inside:
+                continue
+            own = {unit_of.get(id(parameter)) for parameter in module.parameters(recurse=False)}
+            for its in own:
+                if its is not None:
+                    module.register_forward_pre_hook(partial(self._called, its))
+
+    def _called(self, unit: int, module: nn.Module, args: Any) -> None:
+        if self._is_running:
+            self._enter(unit)
+
+    def _enters_layers(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if self._is_running and not self._is_backward:
+            self._watch(args[0] if args else kwargs.get("hidden_states"), EMBEDDING)
+
+    def _left_layer(self, unit: int, module: nn.Module, args: Any, out: Any) -> None:
+        if self._is_running and not self._is_backward:  # in a backward pass a layer may be computed again
+            self._watch(out[0] if isinstance(out, tuple | list) else out, unit)
+
+    def _watch(self, hidden: Any, unit: int) -> None:
+        """The unit's backward begins when the gradient of this hidden state is there."""
+        if isinstance(hidden, Tensor) and hidden.requires_grad:
+            hidden.register_hook(partial(self._gradient_came, unit))
+
+    def _gradient_came(self, unit: int, gradient: Tensor) -> None:
+        if self._is_running and self._is_backward:
+            self._enter(unit)
+
+    # -- a phase ------------------------------------------------------------------------------------------------------
+
+    def begin(self, program: Program, weights: Buffers, gradients: Buffers, master: MasterStore) -> None:
+        """Submits all transfers of a phase. Collective.
+
+        Args:
+            program: The same on all ranks.
+            weights: This rank's slots, by segment.
+            gradients: The same for gradients.
+            master: The master store.
+        """
+        device, mine = self._replica.device, program.stages[self._stage]
+        waits = {index for one in mine for visit in one.visits for index in visit.opens}
+        self._gradients, self._passes, self._left = gradients, list(mine), []
+        self._visit, self._is_backward, self._is_running = None, False, True
+        self._jobs, self._gates, self._loads = [], [], []
+        for index, (unit, is_load) in enumerate(program.transfers):
+            segments = (self._units.segments if is_load else self._units.trained)[unit]
+            gate = SegmentGate(segments, device) if index in waits else None
+            buffers, store = (weights, master.weights) if is_load else (gradients, master.gradients)
+            self._gates.append(gate)
+            self._loads.append(is_load)
+            self._jobs.append(self._switching.move_unit(self._strategy, unit, is_load, buffers, store, gate))
+
+    def begin_pass(self) -> None:
+        """The next pass of this replica begins. Those before it that it has no part in are walked through."""
+        if not self._is_running:
+            return
+        self._close_pass()
+        own = self._replica.mesh.coord.dp
+        while self._passes:
+            current = self._passes.pop(0)
+            self._is_backward, self._left = current.is_backward, list(current.visits)
+            if own in current.replicas:
+                break
+            self._walk()
+        else:
+            raise self._disordered("a pass that is not in the program")
+        if self._is_backward and self._left:
+            self._advance()
+
+    def end(self) -> None:
+        """The computation is over: what is left is walked through, and all transfers come to their end."""
+        if not self._is_running:
+            return
+        self._close_pass()
+        for current in self._passes:
+            self._is_backward, self._left = current.is_backward, list(current.visits)
+            if self._replica.mesh.coord.dp in current.replicas:
+                raise self._disordered("fewer passes than are in the program")
+            self._walk()
+        self._passes = []
+        for job in self._jobs:
+            job.result()
+        self._is_running = False
+
+    def measure(self) -> UnitMeasure:
+        """What the transfers of the last phase took, once it has ended."""
+        loads = [job for job, is_load in zip(self._jobs, self._loads, strict=True) if is_load]
+        returns = [job for job, is_load in zip(self._jobs, self._loads, strict=True) if not is_load]
+        return UnitMeasure(
+            *(sum(job.exposed_s for job in jobs) for jobs in (loads, returns)),
+            *(sum(job.busy_s for job in jobs) for jobs in (loads, returns)),
+            *(float(sum(job.result().sent_bytes for job in jobs)) for jobs in (loads, returns)),
+        )
+
+    def drop(self) -> None:
+        """Forgets the phase; after a failure its jobs must have been cancelled before."""
+        self._is_running = False
+        self._jobs, self._gates, self._loads, self._passes, self._left = [], [], [], [], []
+        self._visit, self._gradients = None, ()
+
+    # -- visits -------------------------------------------------------------------------------------------------------
+
+    def _enter(self, unit: int) -> None:
+        if self._visit is not None and self._visit.unit == unit:
+            return
+        if not self._left or self._left[0].unit != unit:
+            raise self._disordered(f"the {_name(unit)}")
+        self._advance()
+
+    def _advance(self) -> None:
+        """Leaves the unit that was visited, and enters the next one."""
+        self._leave()
+        visit = self._left.pop(0)
+        if visit.load >= 0:
+            self._jobs[visit.load].wait(self._units.segments[visit.unit])
+        self._clear_gradient(visit)
+        self._visit = visit
+
+    def _leave(self) -> None:
+        if self._visit is not None:
+            self._open(self._visit)
+            self._visit = None
+
+    def _open(self, visit: Visit) -> None:
+        for index in visit.opens:
+            gate = self._gates[index]
+            if gate is not None:
+                gate.open_all()
+
+    def _clear_gradient(self, visit: Visit) -> None:
+        """Makes the buffers of a unit's gradients zero, when what was in them has been sent."""
+        if not self._is_backward:
+            return
+        if visit.after >= 0:
+            self._jobs[visit.after].result()
+        for segment in self._units.trained.get(visit.unit, ()):
+            gradient = self._gradients[segment]
+            if gradient is not None:
+                gradient.zero_()
+
+    def _walk(self) -> None:
+        """Goes through the visits of a pass without computing."""
+        while self._left:
+            visit = self._left.pop(0)
+            self._clear_gradient(visit)
+            self._open(visit)
+
+    def _close_pass(self) -> None:
+        left = [visit.unit for visit in self._left]
+        # a forward pass for keys and values alone may end before the head
+        if left and (self._is_backward or left != [HEAD]):
+            raise self._disordered(f"a pass that ends before the {_name(left[0])}")
+        self._leave()
+        self._walk()
+
+    def _disordered(self, what: str) -> ModelError:
+        at = _name(self._visit.unit) if self._visit is not None else "beginning"
+        expected = _name(self._left[0].unit) if self._left else "end of the pass"
+        return ModelError(
+            f"{type(self._replica.model).__name__} under {self._strategy}: {what} where the {expected} was to come",
+            where=f"{'backward' if self._is_backward else 'forward'} pass, after the {at}",
+            why="the weights of embedding, layers and head are there one after the other, in this order",
+            fix=f"leave +z{self._strategy.z} out of this model's strategies, and report the model_type",
+        )
+
+
+def _name(unit: int) -> str:
+    return {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")

@@ -1,0 +1,172 @@
+"""The transfers of a phase that streams its units: all of them in the one order in which every rank takes part.
+
+From the passes of a phase (`packing.passes`) this makes, for each stage, the *visits*: a unit in a pass. A unit that is
+in its slot already is not loaded again, so that the last units of a forward pass serve the backward pass that
+follows, and the first ones the next pack. A load comes as early as its slot is free, two visits ahead at most; a return
+comes right behind the visit that made the gradient.
+
+The order cannot make ranks wait in a circle: it is that of one run of all visits and transfers in which everything that
+a visit or a transfer waits for comes before it. Plain data, a pure function of the passes; no torch.
+"""
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hf_hotspa.layout.units import Units, slot_of
+from hf_hotspa.packing.passes import Beat
+from hf_hotspa.strategy import Strategy
+
+_AHEAD = 2
+"""A unit may be loaded when the one two visits before it is through."""
+
+
+class UnitTransfer(NamedTuple):
+    """A load or a return of one unit, in which all ranks take part."""
+
+    unit: int
+    is_load: bool
+
+
+class Visit(NamedTuple):
+    """One unit in one pass of a stage.
+
+    Attributes:
+        load: The transfer that brings its weights; -1 where they are there.
+        opens: The transfers that may go on when it is over: loads into its slot, and the return of its gradient.
+        after: The return that must be over before its gradient buffer is used again; -1 for none.
+    """
+
+    unit: int
+    load: int
+    opens: tuple[int, ...]
+    after: int
+
+
+class StagePass(NamedTuple):
+    """One pass of a stage.
+
+    Attributes:
+        replicas: Those that compute in it.
+    """
+
+    is_backward: bool
+    replicas: tuple[int, ...]
+    visits: tuple[Visit, ...]
+
+
+@dataclass(frozen=True)
+class Program:
+    """What happens in a phase that streams its units.
+
+    Args:
+        transfers: In the order in which all ranks run them.
+        stages: The passes of each stage, in its order.
+    """
+
+    transfers: tuple[UnitTransfer, ...]
+    stages: tuple[tuple[StagePass, ...], ...]
+
+    def digest(self) -> str:
+        """SHA-256 over everything; must be the same on all ranks."""
+        return hashlib.sha256(repr((self.transfers, self.stages)).encode()).hexdigest()
+
+    def count(self, unit: int, is_load: bool) -> int:
+        """How often a unit is loaded, or returned."""
+        return self.transfers.count(UnitTransfer(unit, is_load))
+
+
+class _Draft:
+    """A visit in the making."""
+
+    def __init__(self, unit: int, is_backward: bool, index: int) -> None:
+        self.unit, self.is_backward, self.index = unit, is_backward, index
+        self.free = -1
+        self.loads = False
+        self.load = self.after = -1
+        self.opens: list[int] = []
+
+
+class _Stage:
+    """The visits of one stage, and what of their transfers is in the order already."""
+
+    def __init__(self, units: Units, strategy: Strategy, stage: int, passes: Sequence[tuple[bool, tuple[int, ...]]]):
+        forward = units.of_stage(strategy, stage)
+        backward = units.backward_of_stage(strategy, stage)
+        self.passes = [
+            (is_backward, replicas, backward if is_backward else forward) for is_backward, replicas in passes
+        ]
+        self.drafts: list[_Draft] = []
+        held: dict[int, int] = {}
+        last: dict[int, int] = {}
+        for is_backward, _, visited in self.passes:
+            for unit in visited:
+                draft, slot = _Draft(unit, is_backward, len(self.drafts)), slot_of(unit)
+                draft.loads = strategy.z == 3 and held.get(slot) != unit
+                draft.free = last.get(slot, -1)
+                held[slot], last[slot] = unit, draft.index
+                self.drafts.append(draft)
+        self._units = units
+        self._waiting = [draft for draft in self.drafts if draft.loads]
+        self._returned: dict[int, int] = {}  # the last return out of a slot's gradients
+
+    def load_ahead(self, through: int, transfers: list[UnitTransfer]) -> None:
+        """Adds the loads that may go when the visits up to `through` are over."""
+        while self._waiting and max(self._waiting[0].index - _AHEAD, self._waiting[0].free) <= through:
+            draft = self._waiting.pop(0)
+            draft.load = len(transfers)
+            if draft.free >= 0:
+                self.drafts[draft.free].opens.append(draft.load)
+            transfers.append(UnitTransfer(draft.unit, True))
+
+    def end(self, index: int, transfers: list[UnitTransfer]) -> None:
+        """Adds what follows a visit."""
+        draft = self.drafts[index]
+        self.load_ahead(index, transfers)
+        if draft.is_backward and draft.unit in self._units.trained:
+            slot = slot_of(draft.unit)
+            draft.after = self._returned.get(slot, -1)
+            self._returned[slot] = len(transfers)
+            draft.opens.append(len(transfers))
+            transfers.append(UnitTransfer(draft.unit, False))
+
+    def stage_passes(self) -> tuple[StagePass, ...]:
+        found, begin = [], 0
+        for is_backward, replicas, visited in self.passes:
+            drafts = self.drafts[begin : begin + len(visited)]
+            begin += len(visited)
+            visits = tuple(Visit(d.unit, d.load, tuple(d.opens), d.after) for d in drafts)
+            found.append(StagePass(is_backward, replicas, visits))
+        return tuple(found)
+
+
+def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:
+    """The transfers of a phase.
+
+    Args:
+        units: The model's.
+        strategy: One with `+z2` (gradients are returned) or `+z3` (and weights loaded).
+        beats: Its passes.
+    """
+    transfers: list[UnitTransfer] = []
+    stages = [
+        _Stage(
+            units, strategy, stage, [(p.is_backward, p.replicas) for beat in beats for p in beat if p.stage == stage]
+        )
+        for stage in range(strategy.pp)
+    ]
+    for stage in stages:
+        stage.load_ahead(-1, transfers)
+    at = [0] * strategy.pp  # visits that are over
+    number = [0] * strategy.pp  # passes that are over
+    for beat in beats:
+        lengths = {p.stage: len(stages[p.stage].passes[number[p.stage]][2]) for p in beat}
+        for step in range(max(lengths.values(), default=0)):
+            for index in sorted(lengths):
+                if step < lengths[index]:
+                    stages[index].end(at[index], transfers)
+                    at[index] += 1
+        for p in beat:
+            number[p.stage] += 1
+    return Program(tuple(transfers), tuple(stage.stage_passes() for stage in stages))
