@@ -75,8 +75,8 @@ test-slow: $(INSTALLED)  ## The slow tests
 	$(ONE_THREAD) $(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
 
 .PHONY: test-gpu
-test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU; one is enough
-	HOTSPA_TEST_GPU=1 $(PY) -m pytest tests/gpu $(PYTEST_ARGS)
+test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU; one is enough. HOTSPA_NCCL_LIBRARY=FILE runs them with that NCCL
+	@$(ONE_THREAD) HOTSPA_TEST_GPU=1 $(PY) -m tests.gpu $(PYTEST_ARGS)
 
 # mypy resolves no package_dir mapping, so it is shown the tree as it is installed: a folder of links.
 TREE := .cache/merged-tree

@@ -6,7 +6,9 @@ against the stock Trainer: padded rows, and flattened rows with the kernel that 
     python benchmarks/one_gpu.py
     python benchmarks/one_gpu.py --lengths github --longest 16384 --rows 16 --profile
 
-Every side trains the same rows from the same weights; all take turns, and a step ends with a synchronised device.
+Every side trains the same rows from the same weights; all take turns, and a step ends with a synchronised device. MFU is
+the share of the card's peak (its data sheet's, in bf16) that the products of the model's forward and backward would take,
+without padding, and with causal attention counted within each sequence; recomputation counts as nothing.
 """
 
 import argparse
@@ -38,6 +40,8 @@ from transformers import (
     TrainingArguments,
 )
 
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.trainer import HotSPaTrainer, HotSPaTrainingArguments
 
 VOCABULARY = 32000
@@ -177,6 +181,36 @@ def ours(options: argparse.Namespace, folder: str, rows: Any, clock: Clock, stra
     trainer.close_engine()
 
 
+def refused_options() -> dict[str, str]:
+    """What the stock Trainer can switch on to be faster and ours cannot: option -> what ours says to it."""
+    found = {}
+    for name in ("use_liger_kernel", "torch_compile"):
+        try:
+            HotSPaTrainingArguments("out", report_to="none", use_cpu=True, **{name: True})
+        except UnsupportedError as error:
+            found[name] = str(error)
+    return found
+
+
+def flops_of(options: argparse.Namespace, lengths: Sequence[int]) -> float:
+    """Floating-point operations of forward and backward over these sequences: 6 for each weight of a product and token, and
+    of causal attention 6 * length * width for each layer and token (Chowdhery et al., 2022, appendix B, half of it)."""
+    hidden, kv = options.hidden, options.hidden // 2
+    layer = 2 * hidden * hidden + 2 * hidden * kv + 3 * hidden * (hidden * 11 // 4)
+    weights = options.layers * layer + hidden * VOCABULARY
+    return float(sum(6 * weights * n + 6 * options.layers * hidden * n * n for n in lengths))
+
+
+def peak_flops(gpu: str) -> float | None:
+    """Of a card in bf16, by the name that torch gives it; None for one that has no data sheet here."""
+    text = gpu.lower().replace(" ", "-")
+    for name, card in (("h100-pcie", "h100-80g-pcie"), ("h100-nvl", "h100-94g-nvl"), ("h100", "h100-80g"),
+                       ("h200", "h200-141g"), ("b200", "b200-180g"), ("a100", "a100-80g"), ("l40s", "l40s-48g")):  # fmt: skip
+        if name in text:
+            return float(load_hardware(card).device.flops("bfloat16"))
+    return None
+
+
 def sides_of(options: argparse.Namespace) -> dict[str, Callable[..., None]]:
     packs = options.pack_tokens
     found: dict[str, Callable[..., None]] = {
@@ -219,11 +253,19 @@ def kernels(profiler: Any, seconds: float, most: int = 8) -> str:
     return "\n".join(lines)
 
 
-def table(found: dict[str, list[Found]], options: argparse.Namespace, tokens: int) -> str:
-    """Medians over the mini-batches after the warm-up, over all rounds."""
+def table(
+    found: dict[str, list[Found]], options: argparse.Namespace, tokens: int, flops: float, peak: float | None
+) -> str:
+    """Medians over the mini-batches after the warm-up, over all rounds.
+
+    Args:
+        tokens: Of all mini-batches of a round.
+        flops: Of a mini-batch, on average.
+        peak: Floating-point operations a second that the card can do.
+    """
     lines = [
-        "| side | s / mini-batch | tokens/s | / ours, auto | padding | peak GiB | last loss |",
-        "|---|---|---|---|---|---|---|",
+        "| side | s / mini-batch | tokens/s | MFU | / ours, auto | padding | peak GiB | last loss |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     medians = {
         name: statistics.median(s for each in runs for s in each.seconds[options.warmup :])
@@ -233,12 +275,13 @@ def table(found: dict[str, list[Found]], options: argparse.Namespace, tokens: in
     base = medians.get("ours, auto")
     for name, runs in found.items():
         if name not in medians:
-            lines.append(f"| {name} | {runs[-1].failed} | | | | | |")
+            lines.append(f"| {name} | {runs[-1].failed} | | | | | | |")
             continue
         seconds = medians[name]
         waste = 1 - tokens / runs[-1].slots
         lines.append(
             f"| {name} | {seconds:.3f} | {tokens / options.steps / seconds:,.0f} | "
+            f"{f'{flops / seconds / peak:.1%}' if peak else 'peak unknown'} | "
             f"{seconds / base if base else float('nan'):.2f} | {waste:.0%} | "
             f"{max(each.peak_bytes for each in runs) / 2**30:.1f} | {runs[-1].losses[-1]:.5f} |"
         )
@@ -298,6 +341,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "longest": max(len(row["input_ids"]) for row in rows), "tokens_of_a_mini_batch": tokens // options.steps,
     }  # fmt: skip
     print(", ".join(f"{name} {value}" for name, value in head.items()), flush=True)
+    refused = refused_options()
+    for name, text in refused.items():
+        print(f"ours with {name}: {text}", flush=True)
     found: dict[str, list[Found]] = {}
     for number in range(options.rounds):
         for name, run in sides_of(options).items():
@@ -310,9 +356,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"round {number + 1}: {name}: {time.perf_counter() - began:.0f} s {found[name][-1].note or found[name][-1].failed}",
                 flush=True,
             )
-    print(f"\n{table(found, options, tokens)}")
+    flops = flops_of(options, [len(row["input_ids"]) for row in rows]) / options.steps
+    peak = peak_flops(head["gpu"])
+    print(f"\n{table(found, options, tokens, flops, peak)}")
     if options.json:
-        data = head | {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
+        data = head | {"refused": refused, "flops_of_a_mini_batch": flops, "peak_flops": peak}
+        data |= {"sides": {name: [asdict(each) for each in runs] for name, runs in found.items()}}
         options.json.write_text(json.dumps(data, indent=1))
 
 

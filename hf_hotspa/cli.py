@@ -1,7 +1,7 @@
 """The command `hf-hotspa`: what to rent and how to cut a model, before anything is rented; and what a machine can do.
 
 `plan` chooses strategies, buckets and packs for a model, machines and lengths; `estimate` says what one strategy keeps
-in memory. Both read a config.json and data sheets, import neither torch nor transformers, and answer in seconds.
+in memory; `formulas` prints the textbook's numbers of 3D parallelism. All read a config.json and data sheets, import neither torch nor transformers, and answer in seconds.
 `train` fine-tunes, with torch. `calibrate` measures the machine at hand, with torch; what it writes is what `plan --calibration` reads. What is wrong with the input is said in one message on stderr, with exit code 2.
 """
 
@@ -17,6 +17,8 @@ from hf_hotspa.commands import reports as reporting
 from hf_hotspa.commands.checkpoints import COMMANDS as CHECKPOINT_COMMANDS
 from hf_hotspa.commands.checkpoints import add_parsers as add_checkpoint_parsers
 from hf_hotspa.commands.checkpoints import run as run_checkpoint_command
+from hf_hotspa.commands.formulas import add_parsers as add_formula_parsers
+from hf_hotspa.commands.formulas import run as run_formulas
 from hf_hotspa.commands.inputs import add_data_arguments, data_counts
 from hf_hotspa.commands.inputs import add_parsers as add_input_parsers
 from hf_hotspa.commands.inputs import run as run_input_command
@@ -157,6 +159,7 @@ def _parser() -> argparse.ArgumentParser:
     measure.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
     measure.add_argument("--output", metavar="FILE", help="also write the calibration here")
     measure.add_argument("--force", action="store_true", help="measure although the cache holds it")
+    add_formula_parsers(commands)
     add_input_parsers(commands)
     reporting.add_parsers(commands)
     add_checkpoint_parsers(commands)
@@ -216,6 +219,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, str]]] = {
     "plan": _plan,
     "estimate": _estimate,
     "calibrate": _calibrate,
+    "formulas": run_formulas,
     "hardware": _inputs,
     "lengths": _inputs,
     "report": _reporting,

@@ -107,5 +107,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu"):
         import torch
 
+        if os.environ.get("HOTSPA_GPU_ON") == "cpu":  # `python -m tests.gpu --on cpu` leaves out what needs one
+            return
         if not torch.cuda.is_available():
             pytest.skip("needs an NVIDIA GPU, and torch sees none")

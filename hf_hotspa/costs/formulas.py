@@ -1,8 +1,11 @@
 """The textbook formulas of 3D-parallel tuning, each with its source. They explain; `time` and `memory` predict.
 
 Sources: N21 = Narayanan et al., "Efficient Large-Scale Language Model Training on GPU Clusters Using Megatron-LM"
-(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022).
+(SC'21); K22 = Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022). A *message* is
+the hidden state of a micro-batch: `2 b s h` bytes in 16 bits. `hf-hotspa formulas` prints them for a model and a cluster.
 """
+
+from dataclasses import dataclass
 
 from hf_hotspa.errors import HotspaConfigError
 
@@ -13,6 +16,38 @@ pass (N21 section 2.3)."""
 STATE_BYTES_PER_PARAMETER = 20
 """Adam in mixed precision with fp32 gradient accumulation: weights 2 + gradients 2 + fp32 gradients 4 + master
 weights 4 + momentum 4 + variance 4."""
+
+
+ALL_REDUCES_RECOMPUTED = 6
+"""The same when layers recompute everything: two in the forward pass, two in the one that is repeated, two backward."""
+
+ELEMENT_BYTES = 2
+"""16 bits."""
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """The product of two matrices of n x n in 16 bits, and what tensor parallelism of degree t leaves of it on a device.
+
+    The first matrix is whole on each device, the second is cut, and so is the result.
+
+    Args:
+        flops: `2 n^3 / t`.
+        bytes: `2 n^2 + 4 n^2 / t`: `(1 + 2 / t) / 3` of what one device would move.
+    """
+
+    flops: float
+    bytes: float
+
+    @classmethod
+    def of(cls, n: int, tp: int = 1) -> "Matmul":
+        """Of matrices of n x n."""
+        return cls(2 * n**3 / tp, 2 * n**2 + 4 * n**2 / tp)
+
+    @property
+    def intensity(self) -> float:
+        """Operations a byte: `n / (2 + t)`. It falls as t grows: `3 / (2 + t)` of what one device has."""
+        return self.flops / self.bytes
 
 
 def bubble_fraction(pp: int, num_micro_batches: int) -> float:
@@ -40,6 +75,50 @@ def intra_elements(num_tokens: int, hidden_size: int, tp: int, layers_of_stage: 
     return layers_of_stage * ALL_REDUCES_PER_LAYER * 2 * num_tokens * hidden_size * (1 - 1 / tp)
 
 
+def pipeline_seconds(pp: int, num_micro_batches: int, micro_batch_s: float) -> float:
+    """`(m + p - 1) (t_f + t_b)`: seconds of a batch (N21 2.2).
+
+    Args:
+        micro_batch_s: Forward and backward of a micro-batch on one stage.
+    """
+    bubble_fraction(pp, num_micro_batches)
+    return (num_micro_batches + pp - 1) * micro_batch_s
+
+
+def tensor_seconds(message: float, bandwidth: float, tp: int, layers_of_stage: float, num_micro_batches: int) -> float:
+    """`T_tp`: the all-reduces of a batch, layers recomputing everything: six a layer and micro-batch, each of a message.
+
+    Args:
+        message: Bytes.
+        bandwidth: Bytes a second of the links between the ranks of tp.
+    """
+    each = message / bandwidth * 2 * (tp - 1) / tp
+    return each * ALL_REDUCES_RECOMPUTED * layers_of_stage * num_micro_batches
+
+
+def data_seconds(gradient_bytes: float, bandwidth: float, dp: int) -> float:
+    """`T_dp`: the all-reduce of the gradients that a device holds, by a ring."""
+    return gradient_bytes / bandwidth * 2 * (dp - 1) / dp
+
+
+def stage_seconds(
+    message: float, inter_bandwidth: float, intra_bandwidth: float, tp: int, pp: int, num_micro_batches: int
+) -> float:
+    """`T_pp`: what a batch passes between stages: each rank of tp sends its share of a message to the next stage, where
+    they are gathered inside the node.
+
+    Args:
+        message: Bytes.
+        inter_bandwidth: Bytes a second of the links between stages.
+        intra_bandwidth: The same between the ranks of tp.
+    """
+    if pp == 1:
+        return 0.0
+    sends = 2 * num_micro_batches + 2 * (pp - 1)
+    gathers = num_micro_batches + pp - 1
+    return sends * message / tp / inter_bandwidth + gathers * message / intra_bandwidth * (tp - 1) / tp
+
+
 def gpt_parameters(num_layers: int, hidden_size: int, vocab_size: int = 0, positions: int = 0) -> int:
     """Parameters of a GPT: `12 l h^2 (1 + 13 / 12h + (V + s) / 12lh)` (N21 equation 2)."""
     return 12 * num_layers * hidden_size**2 + 13 * num_layers * hidden_size + (vocab_size + positions) * hidden_size
@@ -55,6 +134,17 @@ def state_bytes_per_device(
 ) -> float:
     """Bytes of model states on a device when data parallelism divides nothing."""
     return parameters_per_device(num_parameters, tp, pp) * bytes_per_parameter
+
+
+def logit_bytes(num_tokens: int, vocab_size: int, tp: int) -> float:
+    """`M_emb = 2 b s v / t`: the logits of a micro-batch in 16 bits, the vocabulary cut over tp."""
+    return ELEMENT_BYTES * num_tokens * vocab_size / tp
+
+
+def recomputed_bytes(num_tokens: int, hidden_size: int, num_layers: float, pp: int) -> float:
+    """`M_transformer = 2 b s h l / p`: the inputs of a stage's layers in 16 bits, all else being recomputed; without sequence
+    parallelism, and of one micro-batch."""
+    return ELEMENT_BYTES * num_tokens * hidden_size * num_layers / pp
 
 
 def gpt_activation_bytes(num_tokens: int, hidden_size: int, tp: int = 1, *, sequence_parallel: bool = False) -> float:

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gloo
 
 FAMILY = "llama_gqa_bias"
 COMMANDS = sorted({c.text for c in all_commands() if not c.needs_gpus})
-DIRECT = re.compile(r"hf-hotspa (plan|estimate|lengths|hardware|report|compare|inspect|verify|export)\b")
+DIRECT = re.compile(r"hf-hotspa (plan|estimate|formulas|lengths|hardware|report|compare|inspect|verify|export)\b")
 # What stands in the pages -> what stands for it here: names of files that a small run gives, and sizes that it has.
 STAND_INS = {
     "path/to/model": "model",

@@ -53,7 +53,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_preemption import evaluate_every
-from tests.harness import run_ranks
+from tests.harness import BACKEND_VARIABLE, run_ranks
 from tests.training_runs import contents_of_shares, make_trainer, one_run, train
 
 pytestmark = pytest.mark.gloo
@@ -136,14 +136,25 @@ def arm(trainer, kind, phase, folder):
     setattr(cls, name, faulty)
 
 
+def on_gpu():
+    """Whether this rank computes on one."""
+    return torch.cuda.is_available()
+
+
 def faulty_run(rank, world, folder, kind, phase, victim):
     import torch.distributed as dist
 
     timeout = HANG_TIMEOUT_S if kind == "hangs" else TIMEOUT_S
     dist.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=world, timeout=timedelta(seconds=timeout)
+        os.environ[BACKEND_VARIABLE],
+        f"file://{folder}/rendezvous",
+        rank=rank,
+        world_size=world,
+        timeout=timedelta(seconds=timeout),
     )
-    trainer = make_trainer(f"{folder}/out", world, ddp_timeout=timeout, hotspa_switch_timeout=float(timeout), **RUN)
+    trainer = make_trainer(
+        f"{folder}/out", world, ddp_timeout=timeout, hotspa_switch_timeout=float(timeout), use_cpu=not on_gpu(), **RUN
+    )
     evaluate_every(trainer, 1)
     if rank == victim:
         arm(trainer, kind, phase, folder)
@@ -169,17 +180,23 @@ def expected_of(kind, phase):
 
 @pytest.fixture(scope="module")
 def reference():
+    return reference_run("cpu")
+
+
+def reference_run(device):
     """The bits of every checkpoint of the run without a fault."""
     with memory_folder() as folder:
-        run_ranks(WORLD, one_run, str(folder), None, {"max_steps": RUN["max_steps"]})
+        options = {"max_steps": RUN["max_steps"], "use_cpu": device == "cpu"}
+        run_ranks(WORLD, one_run, str(folder), None, options, device=device)
         return {path.name: contents_of_shares(path) for path in checkpoints(folder)}
 
 
-def check_fault(kind, phase, victim, reference):
+def check_fault(kind, phase, victim, reference, device="cpu"):
     with memory_folder() as folder:
         outcomes = run_ranks(
-            WORLD, faulty_run, str(folder), kind, phase, victim, expect_failure=True, init=False, timeout=240
-        )
+            WORLD, faulty_run, str(folder), kind, phase, victim, expect_failure=True, init=False, timeout=240,
+            device=device,
+        )  # fmt: skip
         injected = float((folder / "injected").read_text())
         expected, latest = expected_of(kind, phase), 0.0
         for outcome in outcomes:

@@ -99,9 +99,9 @@ def trained(family, buckets, mini_batches, options, grudging):
     try:
         for rows in mini_batches:
             reports.append(engine.forward_backward(make_mini_batch(engine, rows)))
-            found += [torch.tensor(reports[-1].loss), *engine.full_gradients().values()]
+            found += [torch.tensor(reports[-1].loss), *(g.cpu() for g in engine.full_gradients().values())]
             optimizer.step()
-            found += [w.clone() for w in engine.master.weights if w is not None]
+            found += [w.to("cpu", copy=True) for w in engine.master.weights if w is not None]
         has_thread = any(thread.name == "hotspa-switch" for thread in threading.enumerate())
         engine.close()
     finally:

@@ -14,6 +14,7 @@ from hf_hotspa.engine.executor import SwitchExecutor, SwitchStats
 from hf_hotspa.engine.transport import ProcessGroupTransport, Transport
 from hf_hotspa.errors import PlanMismatchError, TransferError
 from hf_hotspa.layout.intervals import Interval
+from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import plan_load
@@ -240,7 +241,7 @@ def small_plan() -> SwitchPlan:
 
 def disagreeing(rank: int, world_size: int) -> list[str]:
     """One rank differs, in one thing after another; every rank must say so, and then still be able to work."""
-    agreement = Agreement(dist.group.WORLD, rank)
+    agreement = Agreement(backends.world_for_host_tensors(), rank)
     plan = small_plan()
     other = plan_of(plan.name, 2, (transfers_of(plan)[0]._replace(src_offset=1, length=7),), False)
     odd = rank == 2
@@ -278,7 +279,7 @@ def test_a_difference_is_an_error_on_every_rank_before_anything_is_sent() -> Non
 
 
 def one_has_an_error(rank: int, world_size: int) -> list[str]:
-    agreement = Agreement(dist.group.WORLD, rank)
+    agreement = Agreement(backends.world_for_host_tensors(), rank)
     messages = []
     for failing in ((1,), (3, 2)):
         error = TransferError(f"broken on {rank}", where="here", fix="mend it") if rank in failing else None

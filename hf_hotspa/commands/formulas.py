@@ -1,0 +1,42 @@
+"""`hf-hotspa formulas`: the textbook's numbers of 3D parallelism for a model and a cluster. Imports no torch."""
+
+import argparse
+from typing import Any
+
+from hf_hotspa.search.formula_table import FormulaTable, formulas_text, make_table
+from hf_hotspa.search.planning import DTYPE, Setup
+
+
+def add_parsers(commands: Any) -> None:
+    """Adds the command to the sub-parsers of `hf-hotspa`."""
+    parser = commands.add_parser(
+        "formulas",
+        help="the textbook's numbers of 3D parallelism, a row for each (p, t, d)",
+        description="Bubble, C_inter, C_intra, T_tp, T_dp, T_pp, bytes by ZeRO stage, activations and arithmetic intensity "
+        "of every division of the devices in stages p, tensor-parallel ranks t and replicas d, beside what our time and "
+        "memory models say.",
+    )
+    parser.add_argument(
+        "model", metavar="CONFIG", help="a config.json, its folder, a bundled model or a name on the hub"
+    )
+    parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
+    parser.add_argument("--hardware", default="h100-80g", help="`hf-hotspa hardware` lists them (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
+    )
+    parser.add_argument("--sequence", type=int, default=2048, metavar="TOKENS", help="of each (default: %(default)s)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def run(args: argparse.Namespace) -> tuple[FormulaTable, str]:
+    """Runs the command; returns the table and its text (empty with `--json`).
+
+    Raises:
+        HotspaError: the model, the machines or a number cannot be.
+    """
+    setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
+    found = make_table(setup, args.batch, args.micro_batch, args.sequence)
+    return found, "" if args.json else formulas_text(found)

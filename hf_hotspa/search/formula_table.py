@@ -1,0 +1,260 @@
+"""The textbook's numbers of 3D parallelism for a model and a cluster, beside what our own models say: `hf-hotspa formulas`.
+
+A row for each (p, t, d) with p t d devices: every division that the textbook's formulas know, whether we can train it or
+not. Micro-batches are b sequences of s tokens, layers recompute everything but their inputs (`+rc`), everything is in 16
+bits. The formulas explain and are coarse: they know neither kernels nor kinds of layers; ours are what `plan` uses.
+"""
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from hf_hotspa.costs import formulas
+from hf_hotspa.costs.zero import STAGES, model_state_bytes
+from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.search.planning import Setup
+from hf_hotspa.search.tables import table
+from hf_hotspa.strategy import Strategy
+
+KIND, SCHEMA_VERSION = "hf_hotspa formulas", 1
+MISPRINTS = (
+    "intensity of tp: one source prints n/(2+p); t is meant",
+    "states: the same prints 1.73B parameters and 27.4 GB a device for 175B over p t = 128; 27.4 GB are 20 x 1.37B",
+    "T_dp: it writes N_p for the message, which has bytes: 2 N_p in 16 bits here",
+)
+_GIB, _MIB = 1 << 30, 1 << 20
+_MOST = 1 << 20
+_FULL = 4
+"""A pipeline of equal packs is simulated for so many times its stages; each further pack adds the same."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One division. Elements, bytes and seconds are those of the fullest device, or of all together where it says batch.
+
+    Args:
+        pp: Stages.
+        tp: Ranks that share a layer.
+        dp: Replicas.
+        micro_batches: m = B / (b d), of a replica.
+        bubble: (p - 1) / m.
+        inter_elements: C_inter, of a micro-batch between two stages, there and back.
+        intra_elements: C_intra, of a micro-batch, sent by a device for the all-reduces of its stage.
+        tp_seconds: T_tp, of a batch.
+        dp_seconds: T_dp.
+        pp_seconds: T_pp.
+        parameters: Of a device, N / (p t).
+        state_bytes: 20 bytes for each of them: gradients accumulate in fp32.
+        zero_bytes: 16 bytes for each, divided by ZeRO stage 0, 1, 2 and 3 over dp.
+        activation_bytes: M_transformer of as many micro-batches as there are stages (at most m), and M_emb of one.
+        intensity: Operations a byte of a product of h x h under t, over those without.
+        our_seconds: Of a batch, by our time model; None where we cannot train it.
+        our_bytes: Of the fullest device, by our memory model.
+        obstacle: Why we cannot.
+    """
+
+    pp: int
+    tp: int
+    dp: int
+    micro_batches: int
+    bubble: float
+    inter_elements: float
+    intra_elements: float
+    tp_seconds: float
+    dp_seconds: float
+    pp_seconds: float
+    parameters: float
+    state_bytes: float
+    zero_bytes: tuple[float, ...]
+    activation_bytes: float
+    intensity: float
+    our_seconds: float | None = None
+    our_bytes: float | None = None
+    obstacle: str | None = None
+
+
+@dataclass(frozen=True)
+class FormulaTable:
+    """The rows, and what they are of.
+
+    Args:
+        batch: Sequences of an optimizer step, B.
+        micro: Sequences of a micro-batch, b.
+        tokens: Tokens of a sequence, s.
+    """
+
+    setup: Setup
+    batch: int
+    micro: int
+    tokens: int
+    rows: tuple[Row, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data for JSON."""
+        return {
+            "kind": KIND,
+            "schema_version": SCHEMA_VERSION,
+            "setup": self.setup.to_dict(),
+            "batch": self.batch,
+            "micro_batch": self.micro,
+            "sequence_tokens": self.tokens,
+            "misprints": list(MISPRINTS),
+            "rows": [asdict(row) for row in self.rows],
+        }
+
+
+def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
+    """Every `(p, t, d)` with p t d = world size, p at most the layers, t dividing the heads, b d dividing the batch."""
+    found = []
+    for pp in range(1, min(world_size, layers) + 1):
+        for tp in range(1, heads + 1):
+            if world_size % (pp * tp) or heads % tp:
+                continue
+            dp = world_size // (pp * tp)
+            if batch % (micro * dp) == 0:
+                found.append((pp, tp, dp))
+    return found
+
+
+def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTable:
+    """The rows for a model on a cluster.
+
+    Args:
+        setup: With hardware.
+        batch: Sequences of an optimizer step.
+        micro: Sequences of a micro-batch.
+        tokens: Tokens of a sequence.
+
+    Raises:
+        HotspaConfigError: a number is impossible, or nothing divides the devices and the batch.
+    """
+    for what, number in (("--batch", batch), ("--micro-batch", micro), ("--sequence", tokens)):
+        if not 1 <= number <= _MOST:
+            raise HotspaConfigError(f"{what} is {number}", fix=f"use a number from 1 to {_MOST}")
+    shape, world = setup.model.shape, setup.world_size
+    positions = shape.max_position_embeddings
+    if positions is not None and tokens > positions:
+        raise HotspaConfigError(
+            f"sequences of {tokens} tokens, and {setup.model.name} has {positions} positions",
+            fix=f"use --sequence {positions} or less",
+        )
+    found = divisions(world, batch, micro, shape.num_layers, shape.num_attention_heads)
+    if not found:
+        raise HotspaConfigError(
+            f"no (p, t, d) divides {world} devices, {shape.num_attention_heads} heads and batches of {batch} sequences",
+            fix="use a batch that the micro-batch and the number of devices divide",
+        )
+    return FormulaTable(setup, batch, micro, tokens, tuple(_row(setup, batch, micro, tokens, *each) for each in found))
+
+
+def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp: int) -> Row:
+    shape, hardware = setup.model.shape, setup.hardware
+    assert hardware is not None
+    hidden, in_flight_tokens = shape.hidden_size, micro * tokens
+    m, layers = batch // (micro * dp), shape.num_layers / pp
+    message = formulas.ELEMENT_BYTES * in_flight_tokens * hidden
+    intra, nic = hardware.intra_bandwidth, hardware.inter_bandwidth
+    share = (hardware.nics_per_node or setup.devices_per_node) / setup.devices_per_node
+    inter = nic * min(1.0, share)
+
+    def link(span: int) -> float:
+        """The slowest link among neighbours in a row of so many ranks."""
+        return intra if span <= setup.devices_per_node else inter
+
+    parameters = formulas.parameters_per_device(setup.sizes.num_parameters, tp, pp)
+    seconds, held, obstacle = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
+    return Row(
+        pp,
+        tp,
+        dp,
+        m,
+        formulas.bubble_fraction(pp, m),
+        float(formulas.inter_elements(in_flight_tokens, hidden)) if pp > 1 else 0.0,
+        formulas.intra_elements(in_flight_tokens, hidden, tp, 1) * layers,
+        formulas.tensor_seconds(message, link(tp), tp, layers, m),
+        formulas.data_seconds(formulas.ELEMENT_BYTES * parameters, link(tp * dp), dp),
+        formulas.stage_seconds(message, link(tp * dp * pp), link(tp), tp, pp, m),
+        parameters,
+        formulas.state_bytes_per_device(setup.sizes.num_parameters, tp, pp),
+        tuple(model_state_bytes(parameters, dp, stage) for stage in STAGES),
+        formulas.recomputed_bytes(in_flight_tokens, hidden, shape.num_layers, pp) * min(pp, m)
+        + formulas.logit_bytes(in_flight_tokens, shape.vocab_size, tp),
+        formulas.Matmul.of(hidden, tp).intensity / formulas.Matmul.of(hidden).intensity,
+        seconds,
+        held,
+        obstacle,
+    )
+
+
+def _ours(
+    setup: Setup, strategy: Strategy, micro: int, tokens: int, m: int
+) -> tuple[float | None, float | None, str | None]:
+    """Seconds of a batch and bytes of the fullest device by our models; or why we cannot train it."""
+    try:
+        obstacle = strategy.misfit(setup.model.shape)
+        if obstacle:
+            return None, None, obstacle
+        pack = (tokens,) * micro
+        held = setup.memory.breakdown(strategy, micro * tokens, longest=tokens, num_packs=m).total
+
+        def seconds(packs: int) -> float:
+            return setup.cost.phase_seconds(strategy, [[pack] * packs] * strategy.dp)
+
+        full = _FULL * strategy.pp
+        if m <= full:
+            return seconds(m), held, None
+        late, later = seconds(full - strategy.pp), seconds(full)
+        return later + (m - full) * (later - late) / strategy.pp, held, None
+    except HotspaError as error:
+        return None, None, error.what
+
+
+_HEAD = (
+    "p t d", "m", "bubble", "C_inter Mi", "C_intra Mi", "T_tp s", "T_dp s", "T_pp s", "params B", "states GiB",
+    "ZeRO-1", "-2", "-3", "activations", "intensity", "| ours s", "ours GiB",
+)  # fmt: skip
+
+
+def formulas_text(found: FormulaTable) -> str:
+    """For a terminal."""
+    setup = found.setup
+    assert setup.hardware is not None
+    rows: list[Sequence[str]] = [_HEAD]
+    for row in found.rows:
+        ours = [f"| {row.our_seconds:,.3g}" if row.our_seconds is not None else "| -"]
+        ours.append(f"{row.our_bytes / _GIB:,.1f}" if row.our_bytes is not None else "-")
+        rows.append(
+            [
+                f"{row.pp} {row.tp} {row.dp}",
+                f"{row.micro_batches:,}",
+                f"{row.bubble:.3f}",
+                f"{row.inter_elements / _MIB:,.1f}",
+                f"{row.intra_elements / _MIB:,.1f}",
+                *(f"{seconds:,.3g}" for seconds in (row.tp_seconds, row.dp_seconds, row.pp_seconds)),
+                f"{row.parameters / 1e9:,.2f}",
+                f"{row.state_bytes / _GIB:,.1f}",
+                *(f"{size / _GIB:,.1f}" for size in row.zero_bytes[1:]),
+                f"{row.activation_bytes / _GIB:,.1f}",
+                f"{row.intensity:.2f}",
+                *ours,
+            ]
+        )
+    refused = sorted({row.obstacle for row in found.rows if row.obstacle})
+    return "\n".join(
+        [
+            f"{setup.model.name}: {setup.sizes.num_parameters / 1e9:,.2f}B parameters on {setup.nodes} x "
+            f"{setup.devices_per_node} devices of {setup.hardware.name}",
+            f"B = {found.batch} sequences of s = {found.tokens} tokens, micro-batches of b = {found.micro}; layers recompute, "
+            f"{setup.dtype}",
+            "",
+            table(rows),
+            "",
+            "bubble: (p-1)/m of the ideal time. C_inter, C_intra: millions (2^20) of elements of a micro-batch. T: of a batch.",
+            "states: 20 bytes a parameter; ZeRO: 16 bytes, divided over d. activations and states in GiB of a device.",
+            "intensity: operations a byte of a product under t, over those without: 3/(2+t).",
+            "ours: the models that `hf-hotspa plan` uses, for the same micro-batches with +rc; the master store is always "
+            "divided over all devices.",
+            *(f"- : {text}" for text in refused),
+            *(f"misprint in a source: {text}" for text in MISPRINTS),
+        ]
+    )

@@ -1,0 +1,182 @@
+"""`make test-gpu` passes when every part that could run did and passed, and fails in each way in which one did not."""
+
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tests.contract.layers import ROOT
+from tests.gpu_check import GpuCheck, part_name, short_name
+from tests.gpu_machine import CPU, HOST, NO_GPU, OWN, SHARED, TITLES, Machine, setup_of
+from tests.gpu_page import BEGIN, END, LIMITS, README, STATUS, block, limits_with, read, readme_with, status, with_run
+from tests.gpu_parts import PARTS, held_bytes
+
+NAMES = [part_name(name) for name in PARTS]
+
+
+class Report:
+    """As much of a pytest report as is looked at."""
+
+    def __init__(
+        self, name: str, outcome: str, when: str = "call", properties: tuple[tuple[str, object], ...] = ()
+    ) -> None:
+        self.nodeid = f"tests/gpu/test_parts_on_gpu.py::test_part[{name}]"
+        self.passed, self.failed, self.skipped = (outcome == word for word in ("passed", "failed", "skipped"))
+        self.when, self.duration, self.user_properties = when, 1.0, list(properties)
+
+
+def check_of(outcomes: dict[str, str], when: str = "call") -> GpuCheck:
+    check = GpuCheck(setup_of(Machine(("A GPU",), "1", "13.0", (2, 30, 0), "2.13.0"), 4))
+    check.wanted = set(NAMES)
+    for name, outcome in outcomes.items():
+        check.pytest_runtest_logreport(Report(name, outcome, when))  # type: ignore[arg-type]
+    return check
+
+
+ALL = dict.fromkeys(PARTS, "passed")
+
+
+def test_everything_passed() -> None:
+    check = check_of(ALL)
+    assert check.complaints() == []
+    assert check.complete
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "when", "complaint", "complete"),
+    [
+        ({**ALL, "auto": "failed"}, "call", "part auto failed", True),
+        ({**ALL, "auto": "skipped"}, "call", "part auto could have run and did not", False),
+        ({n: o for n, o in ALL.items() if n != "loop"}, "call", "part loop could have run and did not", False),
+    ],
+)
+def test_what_did_not_pass_is_a_failure(outcomes: dict[str, str], when: str, complaint: str, complete: bool) -> None:
+    check = check_of(outcomes, when)
+    assert check.complaints() == [complaint]
+    assert check.complete == complete
+
+
+def test_a_skip_or_an_error_before_the_test_counts_too() -> None:
+    check = check_of({n: o for n, o in ALL.items() if n != "loop"})
+    check.pytest_runtest_logreport(Report("loop", "skipped", "setup"))  # type: ignore[arg-type]
+    assert check.complaints() == ["part loop could have run and did not"]
+    check = check_of(ALL)
+    check.pytest_runtest_logreport(Report("loop", "failed", "teardown"))  # type: ignore[arg-type]
+    assert check.complaints() == ["part loop failed"]
+
+
+def test_a_part_that_is_no_longer_there_is_missed() -> None:
+    check = check_of(ALL)
+    check.wanted.discard(part_name("auto"))
+    assert check.complaints() == ["part auto was not there"]
+    assert not check.complete
+
+
+def test_what_a_machine_cannot_run_is_counted_as_nothing() -> None:
+    check = check_of(ALL)
+    check.wanted.add("engine_on_gpu: bf16")
+    assert check.complaints() == ["engine_on_gpu: bf16 could have run and did not"]
+    check.cannot["engine_on_gpu: bf16"] = NO_GPU
+    assert check.complaints() == []
+    assert "engine_on_gpu: bf16" not in check.results
+
+
+def test_names() -> None:
+    assert short_name("tests/gpu/test_parts_on_gpu.py::test_part[exact]") == "part exact"
+    assert short_name("tests/gpu/test_engine_on_gpu.py::test_heads[x]") == "engine_on_gpu: heads[x]"
+
+
+def run_gpu(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "tests.gpu", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+
+
+@pytest.mark.skipif("__import__('torch').cuda.device_count() > 0")
+def test_without_a_gpu_the_command_fails_and_runs_nothing() -> None:
+    run = run_gpu()
+    assert run.returncode == 2
+    assert "nothing was run" in run.stdout
+    assert NO_GPU in run.stdout
+
+
+def test_what_is_left_out_fails_and_leaves_the_log_as_it_is() -> None:
+    before = (ROOT / "docs" / "gpu-tests.json").read_bytes()
+    run = run_gpu("--on", "cpu", "-q", "-k", "agreement")
+    lines = [line for line in run.stdout.splitlines() if line]
+    assert run.returncode == 1, run.stdout[-3000:]
+    assert lines[0].startswith(TITLES[CPU])
+    assert lines[-1].startswith(lines[0])
+    assert lines[-1].endswith(" cannot run here")
+    assert f"1 passed, {len(PARTS) - 1} failed or left out" in lines[-1]
+    assert "FAILED: part exact could have run and did not" in lines
+    assert (ROOT / "docs" / "gpu-tests.json").read_bytes() == before
+
+
+# ------------------------------------------------------------------------------------------------------ log and pages
+
+
+def test_the_pages_say_what_the_log_says() -> None:
+    runs = read()
+    assert block(runs) in LIMITS.read_text(), "python -m tests.gpu_page writes it anew"
+    assert status(runs) in README.read_text().split("\n"), "python -m tests.gpu_page writes it anew"
+
+
+def test_the_log_is_of_the_parts_that_there_are() -> None:
+    for kind, run in read().items():
+        assert run["kind"] == kind
+        assert set(NAMES) <= set(run["results"]), (
+            f"the parts have changed since the run on {TITLES[kind]}: run it again"
+        )
+
+
+def made_up(kind: str, result: str = "passed", **outcomes: str) -> dict[str, Any]:
+    results = {name: {"outcome": outcomes.get(name.split()[1], "passed")} for name in NAMES}
+    gpus = "none" if kind == CPU else "1 x A GPU"
+    versions = {"GPUs": gpus, "driver": "1", "CUDA": "13.0", "NCCL": "2.30.0", "torch": "2.13.0"}
+    return {"kind": kind, "ranks": 4, "date": "2026-01-02", "versions": versions, "result": result, "results": results,
+            "cannot run here": {}}  # fmt: skip
+
+
+def test_the_status_promises_nothing_that_did_not_pass() -> None:
+    nothing = status({CPU: made_up(CPU), HOST: made_up(HOST)})
+    assert "nothing has run over NCCL yet" in nothing
+    assert status({SHARED: made_up(SHARED, "failed", auto="failed")}) == nothing
+    shared = status({SHARED: made_up(SHARED)})
+    assert "over NCCL on 4 ranks on 1 x A GPU" in shared
+    assert "no multi-GPU figures" in shared
+    own = status({OWN: made_up(OWN)})
+    assert "no multi-GPU figures" not in own
+    assert all(line.startswith(STATUS) for line in (nothing, shared, own))
+
+
+def test_the_table_has_a_word_for_each_part_and_kind() -> None:
+    runs = {SHARED: made_up(SHARED, "failed", auto="failed"), CPU: made_up(CPU)}
+    rows = {
+        line.split(" | ")[0].strip("| "): line.strip("| ").split(" | ")[1:]
+        for line in block(runs).splitlines()
+        if line.startswith("|")
+    }
+    assert rows[PARTS["auto"].title] == ["not run", "failed", "not run", "passed"]
+    assert rows[PARTS["exact"].title] == ["not run", "passed", "not run", "passed"]
+    assert limits_with(f"a{BEGIN}old{END}b", runs) == f"a{block(runs)}b"
+    assert readme_with(f"x\n{STATUS} old\ny", runs) == f"x\n{status(runs)}\ny"
+
+
+def test_a_run_takes_the_place_of_the_last_one_of_its_kind(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests import gpu_page
+
+    monkeypatch.setattr(gpu_page, "LOG", tmp_path / "log.json")
+    (tmp_path / "log.json").write_text(json.dumps({"runs": {CPU: made_up(CPU), HOST: made_up(HOST)}}))
+    found = with_run(made_up(HOST, "failed", exact="failed"))
+    assert set(found) == {CPU, HOST}
+    assert found[HOST]["result"] == "failed"
+
+
+def test_the_loop_would_see_a_leak() -> None:
+    import torch
+
+    before = held_bytes()
+    leak = torch.zeros(1 << 15)
+    assert held_bytes() - before == leak.untyped_storage().nbytes()

@@ -1,0 +1,25 @@
+"""The parts of `make test-gpu` in their short form, on CPU processes: what goes to a GPU is right code."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.gpu_parts import PARTS, Stage
+
+pytestmark = pytest.mark.gloo
+
+TWO = ("faults", "checkpoints", "auto")
+"""Parts for which two ranks show what four would."""
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_part(name: str, tmp_path: Path) -> None:
+    figures = PARTS[name].run(Stage("cpu", 2 if name in TWO else 4, True, tmp_path))
+    assert figures
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", PARTS)
+def test_whole_part(name: str, ranks: int, tmp_path: Path) -> None:
+    assert PARTS[name].run(Stage("cpu", ranks, False, tmp_path))
