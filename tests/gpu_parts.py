@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from transformers import TrainerCallback
 
 from hf_hotspa.engine.executor import SwitchExecutor
 from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
@@ -278,7 +279,7 @@ def faults(stage: Stage) -> Figures:
 # --------------------------------------------------------------------------------------------------------- training
 
 
-class _StopAfterThree(test_faults.TrainerCallback):
+class _StopAfterThree(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = state.global_step == 3
 

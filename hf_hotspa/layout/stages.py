@@ -1,21 +1,70 @@
-"""Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call."""
+"""Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call.
+
+A cut by count weighs a layer by its parameters; where seconds of the model were measured it weighs those (`StageCosts`).
+`partition` is the whole of PipeDream's programme, with stages that are replicated unequally. Layouts have one dp for all
+stages, so nothing can run what it finds then: it says how much is lost by that.
+"""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 
-from hf_hotspa.errors import StrategyError
+from hf_hotspa.errors import HotspaConfigError, StrategyError
 
 
-def cut_stages(layer_costs: Sequence[int], head_cost: int, num_stages: int) -> tuple[range, ...]:
+@dataclass(frozen=True)
+class StageCosts:
+    """What decides a cut, in one unit for all, such as nanoseconds. Integers: all ranks make the same cut of them.
+
+    Args:
+        layers: Cost of each layer.
+        head: Of the head, which the last stage has.
+        embedding: Of the embedding, which the first stage has; a table look-up is nearly free.
+        sends: `sends[i]`: passing the hidden state on behind layer i, one way; empty where it costs nothing.
+    """
+
+    layers: tuple[int, ...]
+    head: int = 0
+    embedding: int = 0
+    sends: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.sends and len(self.sends) < len(self.layers) - 1:
+            raise HotspaConfigError(f"{len(self.sends)} sends between {len(self.layers)} layers")
+        if min(self.head, self.embedding, *self.layers, *self.sends, 0) < 0:
+            raise HotspaConfigError("a cost of a stage is negative", fix="measure again")
+
+    def stages(self, num_stages: int) -> tuple[range, ...]:
+        """The layers of each stage, see `cut_stages`."""
+        return cut_stages(self.layers, self.head, num_stages, self.embedding, self.sends)
+
+    def slowest(self, stages: Sequence[range]) -> int:
+        """What the slowest stage of a cut costs, or the slowest pass between two, there and back."""
+        sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
+        sums[0] += self.embedding
+        sums[-1] += self.head
+        return max(*sums, *(2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends), 0)
+
+
+def cut_stages(
+    layer_costs: Sequence[int],
+    head_cost: int,
+    num_stages: int,
+    embedding_cost: int = 0,
+    sends: Sequence[int] = (),
+) -> tuple[range, ...]:
     """Cuts the layers in consecutive stages so that the slowest stage is as fast as it can be.
 
-    The dynamic programme `A(j, m) = min over i of max(A(i, m - 1), cost of layers i..j)` over the first j layers and m
-    stages; among equally fast cuts, the one with the smallest sum of squared stage costs, then the earliest cut points.
-    The last stage also pays the head; the embedding is a table look-up and costs nothing. Each stage gets a layer.
+    The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) = min
+    over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what passing on
+    the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared stage costs,
+    then the earliest cut points. The last stage also pays the head, the first one the embedding. Each stage gets a layer.
 
     Args:
         layer_costs: Relative cost of each layer.
         head_cost: Relative cost of the head.
+        embedding_cost: The same of the embedding.
+        sends: The same of one pass behind each layer but the last; none when empty.
 
     Returns:
         The layer indices of each stage.
@@ -28,22 +77,24 @@ def cut_stages(layer_costs: Sequence[int], head_cost: int, num_stages: int) -> t
             f"{num_stages} pipeline stages cannot share {len(layer_costs)} layers",
             fix=f"use pp between 1 and {len(layer_costs)}",
         )
-    return _cut(tuple(layer_costs), head_cost, num_stages)
+    return _cut(tuple(layer_costs), head_cost, num_stages, embedding_cost, tuple(sends))
 
 
 @lru_cache(maxsize=64)
-def _cut(layer_costs: tuple[int, ...], head_cost: int, num_stages: int) -> tuple[range, ...]:
+def _cut(
+    layer_costs: tuple[int, ...], head_cost: int, num_stages: int, embedding_cost: int, sends: tuple[int, ...]
+) -> tuple[range, ...]:
     num_layers = len(layer_costs)
     prefix = [0]
     for cost in layer_costs:
         prefix.append(prefix[-1] + cost)
-    # best[j]: (slowest stage, sum of squares, cut points) of the first j layers in the stages placed so far
+    # best[j]: (slowest stage or pass, sum of squares, cut points) of the first j layers in the stages placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
-        extra = head_cost if stage == num_stages - 1 else 0
+        extra = (head_cost if stage == num_stages - 1 else 0) + (embedding_cost if stage == 0 else 0)
         best = {
             j: min(
-                (max(slowest, cost), squares + cost * cost, (*cuts, j))
+                (max(slowest, cost, 2 * sends[i - 1] if stage and sends else 0), squares + cost * cost, (*cuts, j))
                 for i, (slowest, squares, cuts) in best.items()
                 if i < j
                 for cost in [prefix[j] - prefix[i] + extra]
@@ -52,3 +103,72 @@ def _cut(layer_costs: tuple[int, ...], head_cost: int, num_stages: int) -> tuple
         }
     cuts = best[num_layers][2]
     return tuple(range(start, stop) for start, stop in zip((0, *cuts[:-1]), cuts, strict=True))
+
+
+@dataclass(frozen=True)
+class Partition:
+    """Stages of consecutive layers, each replicated by itself.
+
+    Args:
+        seconds: Of a micro-batch in the steady state: the slowest stage, or pass between two.
+        stages: Layers and replicas of each.
+    """
+
+    seconds: float
+    stages: tuple[tuple[range, int], ...]
+
+
+_Found = tuple[float, int, tuple[tuple[int, int], ...]]
+"""Seconds, stages, and (last layer + 1, replicas) of each."""
+
+
+def partition(
+    layers: Sequence[float], machines: int, sends: Sequence[float] = (), syncs: Sequence[Sequence[float]] = ()
+) -> Partition:
+    """The best partition over all cuts and all replications: PipeDream's programme (SOSP'19, section 3.1).
+
+        T(i -> j, m) = max(sum of layers i..j, sum of their syncs) / m
+        A(j, m) = min of T(1 -> j, m) and min over i, m' of max(A(i, m - m'), 2 C_i, T(i + 1 -> j, m'))
+
+    Every machine is used. Among equally fast partitions the one with the fewest stages, then the earliest cuts.
+
+    Args:
+        layers: Seconds of each layer, T_l.
+        machines: To be divided among the stages.
+        sends: C_l, seconds of passing the hidden state on behind each layer; none when empty.
+        syncs: `syncs[l][m - 1]`: W_l^m, seconds of summing the gradients of a layer over m replicas; none when empty.
+
+    Raises:
+        HotspaConfigError: there is no layer or no machine.
+    """
+    count = len(layers)
+    if not count or machines < 1:
+        raise HotspaConfigError(f"{count} layers on {machines} machines are no pipeline")
+    prefix = _prefix(layers)
+    synced = [_prefix([sync[m] for sync in syncs]) if syncs else [0.0] * (count + 1) for m in range(machines)]
+
+    def stage(start: int, stop: int, m: int) -> float:
+        return max(prefix[stop] - prefix[start], synced[m - 1][stop] - synced[m - 1][start]) / m
+
+    best: dict[tuple[int, int], _Found] = {}
+    for j in range(1, count + 1):
+        for m in range(1, machines + 1):
+            found: _Found = (stage(0, j, m), 1, ((j, m),))
+            for i in range(1, j):
+                passing = 2 * sends[i - 1] if sends else 0.0
+                for own in range(1, m):
+                    before = best[i, m - own]
+                    slowest = max(before[0], passing, stage(i, j, own))
+                    if slowest <= found[0]:
+                        found = min(found, (slowest, before[1] + 1, (*before[2], (j, own))))
+            best[j, m] = found
+    seconds, _, ends = best[count, machines]
+    starts = [0, *(stop for stop, _ in ends[:-1])]
+    return Partition(seconds, tuple((range(start, stop), m) for start, (stop, m) in zip(starts, ends, strict=True)))
+
+
+def _prefix(values: Sequence[float]) -> list[float]:
+    sums: list[float] = [0]
+    for value in values:
+        sums.append(sums[-1] + value)
+    return sums
