@@ -191,7 +191,7 @@ def _ours(
 ) -> tuple[float | None, float | None, str | None]:
     """Seconds of a batch and bytes of the fullest device by our models; or why we cannot train it."""
     try:
-        obstacle = strategy.misfit(setup.model.shape)
+        obstacle = strategy.unsupported_reason(setup.model.shape)
         if obstacle:
             return None, None, obstacle
         pack = (tokens,) * micro
