@@ -53,7 +53,7 @@ class Strategy:
         rc: Recompute: every rc-th layer keeps only its input and computes its activations again in the backward pass; 0
             for none.
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
-            (`parallel.token_chunks`); 0 for whole packs. Not in a pipeline.
+            (`parallel.token_chunks`), and pass through a pipeline in chunks; 0 for whole packs.
         cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
         z: What is there for one layer at a time, and shared out over all ranks else: 2 for gradients, 3 for gradients
             and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
@@ -62,8 +62,8 @@ class Strategy:
             equal whatever their order.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, or chunks
-            are in a pipeline.
+        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, or a
+            pipeline is both fully sharded and in chunks.
     """
 
     dp: int = 1
@@ -98,11 +98,11 @@ class Strategy:
             )
         if self.ck < 0:
             raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
-        if self.ck and self.pp > 1:
+        if self.ck and self.z and self.pp > 1:
             raise StrategyError(
-                f"strategy {self} has token chunks in a pipeline",
-                why="chunks are computed by ranks that hold all layers; pipelines take whole packs",
-                fix=f"use dp and tp in the place of pp, or leave +ck{self.ck} out",
+                f"strategy {self} has token chunks in a pipeline that is fully sharded",
+                why="the units of all replicas keep step by packs, and replicas have unequal chunks",
+                fix=f"leave +z{self.z} or +ck{self.ck} out, or use dp and tp in the place of pp",
             )
 
     def __str__(self) -> str:
@@ -248,15 +248,21 @@ def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy
     ]
 
 
-def most_in_flight(pp: int, pack_tokens: int, longest: int) -> int:
+def most_in_flight(strategy: Strategy, pack_tokens: int, longest: int) -> int:
     """The most tokens in flight on a stage of a replica: a full pipeline, or one sequence longer than all of it.
 
+    With chunks in a pipeline, all chunks of the longest sequence and one for each other stage; the last chunk of a sequence
+    may be filled with short ones.
+
     Args:
-        pp: Stages.
+        strategy: The strategy.
         pack_tokens: See `Bucket`.
         longest: See `Bucket`.
     """
-    return max(pp * pack_tokens, longest)
+    if not strategy.ck or strategy.pp == 1:
+        return max(strategy.pp * pack_tokens, longest)
+    longest = longest or pack_tokens
+    return strategy.pp * strategy.ck + longest if longest > strategy.ck else strategy.pp * min(strategy.ck, pack_tokens)
 
 
 @dataclass(frozen=True, order=True)
@@ -285,7 +291,7 @@ class Bucket:
     @property
     def most_tokens(self) -> int:
         """See `most_in_flight`."""
-        return most_in_flight(self.strategy.pp, self.pack_tokens, self.longest)
+        return most_in_flight(self.strategy, self.pack_tokens, self.longest)
 
     def __str__(self) -> str:
         packs = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""

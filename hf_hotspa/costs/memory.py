@@ -21,6 +21,7 @@ from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.chunk_cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import most_packs
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -148,11 +149,15 @@ class MemoryModel:
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self._master
-        held_tokens = tokens_at_a_time(strategy, bucket.most_tokens)
-        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs)
+        held_tokens = pack_tokens if strategy.ck and strategy.pp == 1 else bucket.most_tokens
+        longest, chain = bucket.longest or bucket.capacity, 1
+        if strategy.ck and strategy.pp > 1:
+            chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
+            num_packs = None if num_packs is None else num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
+        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain)
         if in_flight is None:
             in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
-        else:
+        elif chain == 1:  # what else a chain is cut into depends on what is measured
             held_tokens = min(in_flight * pack_tokens, held_tokens)
 
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
@@ -167,7 +172,7 @@ class MemoryModel:
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
-        layers += sizes.num_layers * carried_bytes(strategy, shape, bucket.capacity, dtype_bytes(options.compute_dtype))
+        layers += sizes.num_layers * carried_bytes(strategy, shape, longest, dtype_bytes(options.compute_dtype))
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2

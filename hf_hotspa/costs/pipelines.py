@@ -15,12 +15,12 @@ import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_hotspa.packing.pipeline_order import Operation, operations
+from hf_hotspa.packing.pipeline_order import Operation, backward_order, most_ahead, operations
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """The packs of one replica and the way they go through its stages.
+    """The packs (or chunks) of one replica and the way they go through its stages.
 
     Args:
         forward: `forward[stage][pack]` seconds, of a rank with a processor of its own.
@@ -28,6 +28,7 @@ class Pipeline:
         hops: Seconds that the hidden state of each pack, or its gradient, travels between two stages.
         reach: See `pipeline_order.reaches`: how far forward passes may be ahead.
         depth: Stages that the schedule counts with, see `Passes.depth`; as many as there are when None.
+        chains: How many chunks each chain has, see `pipeline_order`; empty for whole packs.
     """
 
     forward: Sequence[Sequence[float]]
@@ -35,10 +36,11 @@ class Pipeline:
     hops: Sequence[float]
     reach: Sequence[int]
     depth: int | None = None
+    chains: Sequence[int] = ()
 
     def operations(self, stage: int) -> list[Operation]:
         """What a stage runs, in order."""
-        return operations(self.reach, self.depth or len(self.forward), stage)
+        return operations(self.reach, self.depth or len(self.forward), stage, self.chains)
 
 
 def pipeline_seconds(pipeline: Pipeline) -> float:
@@ -56,8 +58,9 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
     clock, begun = [0.0] * num_stages, [0] * num_stages
     ready = [0.0] * total  # when the stage that a pack comes to next has its hidden state
     rising, falling = range(num_stages), range(num_stages - 1, -1, -1)
-    for pack in range(total):
-        most, ahead = reach[pack], pack + depth
+    backwards: Sequence[int] = backward_order(pipeline.chains) if pipeline.chains else range(total)
+    aheads: Sequence[int] = most_ahead(pipeline.chains, depth) if pipeline.chains else range(depth, depth + total)
+    for pack, most, ahead in zip(backwards, reach, aheads, strict=True):
         for stage in rising:
             end = ahead - stage
             if end > most:

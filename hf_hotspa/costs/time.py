@@ -20,6 +20,7 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelin
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.packing.chunk_cuts import cut_for, squared_lengths
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
 
@@ -231,14 +232,24 @@ class TimeModel:
         squares = sum(length * length for pack in packs for length in pack)
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 
+    def pair_cost(self, strategy: Strategy) -> float:
+        """Cost of a pair of tokens relative to that of a token, in the layers: what chunks of equal time are cut by."""
+        cost = self.layers[strategy.tp]
+        return cost.a / cost.b if cost.b > 0 else 0.0
+
     def _pipeline(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> Pipeline:
-        passes = choose_passes(self.schedule, [sum(pack) for pack in packs], strategy.pp, most_tokens)
+        chains: list[int] = []
+        if strategy.ck:
+            cuts = [cut_for(strategy, pack, self.pair_cost(strategy)) for pack in packs]
+            lengths = [stop - first for cut in cuts for chain in cut for first, stop in chain]
+            squares = [q for pack, cut in zip(packs, cuts, strict=True) for c in squared_lengths(pack, cut) for q in c]
+            chains = [len(chain) for cut in cuts for chain in cut]
+        else:
+            lengths, squares = [sum(pack) for pack in packs], [sum([n * n for n in pack]) for pack in packs]
+        passes = choose_passes(self.schedule, lengths, strategy.pp, most_tokens, chains)
         tokens = passes.tokens
         # what pads a pack is a sequence of its own
-        squares = [
-            sum([length * length for length in pack]) + (padded - sum(pack)) ** 2
-            for pack, padded in zip(packs, tokens, strict=True)
-        ]
+        squares = [q + (padded - own) ** 2 for q, own, padded in zip(squares, lengths, tokens, strict=True)]
         costs = self.stage_costs(strategy)
         share, hop = self.forward_share, self.hop(strategy)
         forward, backward = {}, {}
@@ -251,4 +262,5 @@ class TimeModel:
             [hop.seconds(s) for s in tokens],
             passes.reach,
             passes.depth,
+            passes.chains,
         )

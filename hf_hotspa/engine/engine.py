@@ -42,6 +42,7 @@ from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.packing.pipeline_order import check_chunks
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.parallel.mesh import ProcessGroups
@@ -125,6 +126,8 @@ class HotSPaEngine:
         def described() -> ModelDescription:
             description = describe_model(model, options.compute_dtype, options.attention_dropout)
             check_buckets(self.buckets, self.world_size, description.shape)
+            for bucket in self.buckets:
+                check_chunks(options.pipeline_schedule, bucket.strategy)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank, self.device)
             return description

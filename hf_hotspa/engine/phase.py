@@ -76,8 +76,10 @@ class PhaseRunner:
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"
+        pair_cost = description.shape.quadratic_cost
         pad = description.config.get_text_config().pad_token_id
-        self._runner = PipelineRunner(self.replica, mesh, schedule, pad if isinstance(pad, int) and pad >= 0 else 0)
+        pad = pad if isinstance(pad, int) and pad >= 0 else 0
+        self._runner = PipelineRunner(self.replica, mesh, schedule, pad, pair_cost)
         self._gradients: list[Tensor | None] = []
         self._guard: WeightGuard | None = None
         self._stream: UnitStream | None = None

@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hf_hotspa.errors import OverlongError
-from hf_hotspa.strategy import most_in_flight
+from hf_hotspa.strategy import Strategy, most_in_flight
 
 MIN_PIPELINE_PACK_TOKENS = 256
 """Tokens a pack should keep on average when packs are made smaller only to fill a pipeline: below that, a stage is
@@ -92,7 +92,7 @@ def pack_sequences(
     replicas = _to_replicas(alone + packs, costs, dp)
     if pp == 1:
         return replicas
-    most_tokens = most_in_flight(pp, capacity, longest)
+    most_tokens = most_in_flight(Strategy(pp=pp), capacity, longest)
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
 
 

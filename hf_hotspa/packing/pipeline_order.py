@@ -10,7 +10,12 @@ Promises, for every schedule: no stage holds more tokens at a time than the limi
 that is longer alone. GPipe runs its packs in groups that are within the limit, one group after the other; torch's 1F1B,
 which knows no limit, gives way to ours where its padded packs would pass it.
 
-In our 1F1B both passes come in the order of the packs, and without a limit that matters the order is that of the plain
+A pack that is cut into chunks of tokens (`+ck`) is a *chain* of them, and they are what our 1F1B runs: chains come first in,
+first out, and the chunks of a chain go backward last in, first out, as each needs the gradients that later ones have for
+its keys and values. All chunks of a chain are forward before the first is backward, so a stage runs n - 1 more forward
+passes ahead for chains of n (Sun et al., 2024, "Seq1F1B"). Whole packs are chains of one.
+
+In our 1F1B forward passes come in the order of the packs, and without a limit that matters the order is that of the plain
 schedule. No stage waits for itself, also where a message occupies both ends until it is received
 (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is ahead of the next by one
 forward pass at most, and that one comes right before the backward pass that it could wait for.
@@ -19,14 +24,15 @@ forward pass at most, and that one comes right before the backward pass that it 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, StrategyError
+from hf_hotspa.strategy import Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: those of `torch.distributed.pipelining`,
 which want packs of one size: shorter ones are padded."""
 
 Operation = tuple[int, bool]
-"""A pack, and whether it is its backward pass."""
+"""A pack (or chunk of one), and whether it is its backward pass."""
 
 
 def check_schedule(schedule: str) -> None:
@@ -39,26 +45,78 @@ def check_schedule(schedule: str) -> None:
         raise HotspaConfigError(f"there is no pipeline schedule {schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}")
 
 
-def reaches(tokens: Sequence[int], most_tokens: int | None = None) -> list[int]:
+def check_chunks(schedule: str, strategy: Strategy) -> None:
+    """Refuses a schedule that runs whole packs, where a pipeline is to run chunks of them.
+
+    Raises:
+        StrategyError: torch's schedule under `+ck` in a pipeline.
+    """
+    if strategy.ck and strategy.pp > 1 and schedule not in ("auto", "own"):
+        raise StrategyError(
+            f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
+            why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",
+            fix=f"use the schedule own, or leave +ck{strategy.ck} out",
+        )
+
+
+def backward_order(chains: Sequence[int]) -> list[int]:
+    """Units in the order of their backward passes.
+
+    Args:
+        chains: How many units each chain has, in order.
+    """
+    order: list[int] = []
+    for num in chains:
+        order += range(len(order) + num - 1, len(order) - 1, -1)
+    return order
+
+
+def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
+    """How many forward passes the first stage has begun before each backward pass, where nothing limits them; each stage
+    behind it one less.
+
+    A stage runs all of a chain before its first backward pass, and one forward pass at least for each backward pass: none
+    is ahead of the next by more than that one, which is what keeps sends that block from waiting for each other.
+
+    Args:
+        chains: How many units each chain has, in order.
+        depth: See `Passes.depth`.
+    """
+    aheads: list[int] = []
+    most = 0
+    for num in chains:
+        for _ in range(num):
+            most = max(most + 1, len(aheads) + num)
+            aheads.append(most + depth - 1)
+    return aheads
+
+
+def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
     """How many forward passes may have begun before each backward pass.
 
     Args:
         most_tokens: The most tokens in flight; None for no limit.
+        chains: How many units each chain has, in order; empty where each stands alone.
 
     Returns:
-        For pack j the number k of packs, j + 1 at least, so that packs j to k - 1 are within the limit together.
+        For each backward pass, in their order, the number k of units so that 0 to k - 1, without those whose backward pass
+        came before, are within the limit together; a whole chain at least.
     """
     total = len(tokens)
     if most_tokens is None:
         return [total] * total
-    ends, end, held = [], 0, 0
-    for start in range(total):
-        if end == start:
-            held, end = tokens[start], start + 1
-        while end < total and held + tokens[end] <= most_tokens:
+    ends: list[int] = []
+    first = end = held = 0
+    for num in chains or [1] * total:
+        last = first + num
+        while end < last:
             held, end = held + tokens[end], end + 1
-        ends.append(end)
-        held -= tokens[start]
+        for backward in range(last - 1, first - 1, -1):
+            while end < total and held + tokens[end] <= most_tokens:
+                held, end = held + tokens[end], end + 1
+            ends.append(end)
+            held -= tokens[backward]
+        first = last
     return ends
 
 
@@ -71,17 +129,18 @@ def delays(reach: Sequence[int], num_stages: int) -> bool:
     return any(most < min(len(reach), backward + num_stages) for backward, most in enumerate(reach))
 
 
-def operations(reach: Sequence[int], num_stages: int, stage: int) -> list[Operation]:
-    """What a stage runs, in order: `(pack, whether it is its backward pass)`.
+def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequence[int] = ()) -> list[Operation]:
+    """What a stage runs, in order: `(unit, whether it is its backward pass)`.
 
     Args:
         reach: See `reaches`.
         stage: The stage, from 0.
+        chains: How many units each chain has, in order; empty where each stands alone.
     """
     order: list[Operation] = []
-    forwards = 0
-    for backward, most in enumerate(reach):
-        ahead = min(most, backward + num_stages - stage)
+    forwards, chains = 0, chains or [1] * len(reach)
+    for backward, most, ahead in zip(backward_order(chains), reach, most_ahead(chains, num_stages), strict=True):
+        ahead = min(most, ahead - stage)
         order += ((forward, False) for forward in range(forwards, ahead))
         forwards = max(forwards, ahead)
         order.append((backward, True))
@@ -94,9 +153,10 @@ class Passes:
 
     Args:
         kind: The schedule: `own`, `1f1b` or `gpipe`.
-        tokens: Of each pack as it runs, padding included.
+        tokens: Of each pack (or chunk) as it runs, padding included.
         reach: See `reaches`.
         replaced: Whether it is ours because the one that was asked for would pass the limit.
+        chains: How many chunks each chain has, in order; empty for whole packs.
     """
 
     kind: str
@@ -104,6 +164,7 @@ class Passes:
     tokens: tuple[int, ...]
     reach: tuple[int, ...]
     replaced: bool = False
+    chains: tuple[int, ...] = ()
 
     @property
     def depth(self) -> int:
@@ -112,7 +173,7 @@ class Passes:
 
     def operations(self, stage: int) -> list[Operation]:
         """What a stage runs, in order."""
-        return operations(self.reach, self.depth, stage)
+        return operations(self.reach, self.depth, stage, self.chains)
 
     @property
     def groups(self) -> list[tuple[int, int]]:
@@ -123,13 +184,25 @@ class Passes:
         return list(zip([0, *ends], ends, strict=False))
 
 
-def choose_passes(schedule: str, tokens: Sequence[int], num_stages: int, most_tokens: int | None = None) -> Passes:
+def choose_passes(
+    schedule: str,
+    tokens: Sequence[int],
+    num_stages: int,
+    most_tokens: int | None = None,
+    chains: Sequence[int] = (),
+) -> Passes:
     """How the packs of a replica will run.
 
     Args:
         schedule: One of `SCHEDULES`.
+        tokens: Of each pack, or of each chunk.
         most_tokens: The most tokens in flight on a stage; None for no limit.
+        chains: How many chunks each chain has, in order; empty for whole packs.
     """
+    if chains:
+        return Passes(
+            "own", num_stages, tuple(tokens), tuple(reaches(tokens, most_tokens, chains)), chains=tuple(chains)
+        )
     if schedule == "gpipe" and num_stages > 1 and tokens:
         padded, reach = _groups(tokens, most_tokens)
         return Passes("gpipe", num_stages, padded, reach)
@@ -160,14 +233,16 @@ def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, 
     return tuple(padded), tuple(reach)
 
 
-def most_packs(schedule: str, num_stages: int, stage: int, num_packs: int | None) -> int | None:
-    """The most packs that a stage holds at a time, where tokens do not limit them; None for any number.
+def most_packs(schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1) -> int | None:
+    """The most packs (or chunks) that a stage holds at a time, where tokens do not limit them; None for any number.
 
     Args:
         schedule: One of `SCHEDULES`.
         stage: The stage, from 0.
-        num_packs: Packs of a replica; None for any number.
+        num_packs: Packs (or chunks) of a replica; None for any number.
+        chain: Chunks of the longest chain.
     """
     if schedule == "gpipe" and num_stages > 1:
         return num_packs
-    return num_stages - stage if num_packs is None else min(num_stages - stage, num_packs)
+    most = num_stages - stage + chain - 1
+    return most if num_packs is None else min(most, num_packs)

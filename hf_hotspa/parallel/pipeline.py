@@ -10,7 +10,10 @@ Which schedule runs, in which order and with which padding, is said by `packing.
   is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every micro-batch,
   so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
 
-Where there are no stages, packs run one after the other, whole or in chunks of tokens (`parallel.token_chunks`).
+* Packs that are cut into chunks of tokens (`+ck`, `parallel.token_chunks`) go through ours chunk by chunk (Li et al., 2021,
+  "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so that one long sequence fills a pipeline, too.
+
+Where there are no stages, packs run one after the other, whole or in chunks.
 
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
 """
@@ -18,7 +21,7 @@ Every rank of a pipeline sees the same micro-batches and therefore makes the sam
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,39 +29,12 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, choose_passes
-from hf_hotspa.parallel.attention import Prefix
+from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, check_chunks, choose_passes
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.token_chunks import ChunkRunner
+from hf_hotspa.parallel.token_chunks import Chunk, ChunkedPacks, Stage, loss_of_packs, run_chain
 from hf_hotspa.parallel.waiting import CLOCK
 
 logger = logging.getLogger(__name__)
-
-
-class Stage(Protocol):
-    """One pipeline stage on this rank."""
-
-    is_first: bool
-    is_last: bool
-    device: torch.device
-    compute_dtype: torch.dtype
-    losses: list[Tensor]
-
-    def begin_pass(self) -> None:
-        """A forward or a backward pass begins."""
-
-    def forward(
-        self,
-        micro_batch: MicroBatch,
-        hidden: Tensor | None,
-        scale: float,
-        prefix: Prefix | None = None,
-        with_loss: bool = True,
-    ) -> Tensor:
-        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar)."""
-
-    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
-        """The shape of what travels between stages."""
 
 
 class PipelineRunner:
@@ -69,19 +45,31 @@ class PipelineRunner:
         mesh: The strategy and its pipeline group.
         schedule: One of `SCHEDULES`.
         pad_token_id: What padding is made of, where a schedule needs one shape.
+        pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
+
+    Raises:
+        StrategyError: one of torch's schedules in a pipeline of chunks.
     """
 
-    def __init__(self, stage: Stage, mesh: StrategyMesh, schedule: str = "auto", pad_token_id: int = 0) -> None:
+    def __init__(
+        self,
+        stage: Stage,
+        mesh: StrategyMesh,
+        schedule: str = "auto",
+        pad_token_id: int = 0,
+        pair_cost: float = 0.0,
+    ) -> None:
         assert schedule in SCHEDULES, schedule
+        check_chunks(schedule, mesh.strategy)
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
-        self._chunks = ChunkRunner(stage, mesh.strategy.ck) if mesh.strategy.ck else None
+        self._packs = ChunkedPacks(mesh.strategy, pair_cost)
         self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
 
     def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
         """How often `run` goes backward through this stage."""
-        return len(micro_batches) if self._chunks is None else self._chunks.num_chunks(micro_batches)
+        return self._packs.num_chunks(micro_batches)
 
     def run(
         self,
@@ -101,14 +89,17 @@ class PipelineRunner:
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
         """
+        chains = self._packs.chains(micro_batches)
         if self._group is None:
-            return self._run_alone(micro_batches, scale)
-        tokens = [m.num_tokens for m in micro_batches]
-        passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens)
+            return self._run_alone(chains, scale)
+        chunks = [chunk for chain in chains for chunk in chain]
+        tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
+        sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
+        passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
             own = _OneForwardOneBackward(self._stage, self._group, self._index)
-            return own.run(micro_batches, scale, passes)
+            return own.run(chunks, scale, passes)
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
@@ -118,14 +109,15 @@ class PipelineRunner:
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
-        if self._group is None:
-            total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-            forward = self._chunks.run_forward if self._chunks is not None else self._forward_alone
-            for micro_batch in micro_batches:
-                total += forward(micro_batch, scale)
-            return total
-        own = _OneForwardOneBackward(self._stage, self._group, self._index)
-        return own.run_forward(micro_batches, scale)
+        chunks = [chunk for chain in self._packs.chains(micro_batches) for chunk in chain]
+        if self._group is not None:
+            return _OneForwardOneBackward(self._stage, self._group, self._index).run_forward(chunks, scale)
+        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        for chunk in chunks:
+            total += chunk.forward(self._stage, None, scale)
+            chunk.forget()
+        loss_of_packs(chunks, self._stage.losses)
+        return total
 
     def _say_once(self, passes: Passes, most_tokens: int | None) -> None:
         if passes.replaced and self._speaks:
@@ -138,31 +130,22 @@ class PipelineRunner:
                 most_tokens,
             )
 
-    def _run_alone(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def _run_alone(self, chains: Sequence[list[Chunk]], scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
-        for micro_batch in micro_batches:
-            if self._chunks is not None:
-                total += self._chunks.run(micro_batch, scale)
-                continue
-            self._stage.begin_pass()
-            loss = self._stage.forward(micro_batch, None, scale)
-            self._stage.begin_pass()
-            loss.backward()
-            total += loss.detach()
+        for chain in chains:
+            for loss in run_chain(self._stage, chain, scale):
+                total += loss
+        loss_of_packs([chunk for chain in chains for chunk in reversed(chain)], self._stage.losses)
         return total
-
-    def _forward_alone(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        self._stage.begin_pass()
-        return self._stage.forward(micro_batch, None, scale)
 
 
 _Message = tuple[Tensor, int, int]
-"""Tensor, neighbour, tag; tags keep forward and backward of each micro-batch apart on gloo."""
+"""Tensor, neighbour, tag; tags keep forward and backward of each chunk apart on gloo."""
 
 
 @dataclass
 class _InFlight:
-    """A micro-batch between its forward and its backward."""
+    """A chunk, or a whole micro-batch, between its forward and its backward."""
 
     hidden: Tensor | None
     out: Tensor
@@ -182,31 +165,34 @@ class _OneForwardOneBackward:
         self._in_flight: dict[int, _InFlight] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
-    def run(self, micro_batches: Sequence[MicroBatch], scale: float, passes: Passes) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], scale: float, passes: Passes) -> Tensor:
         message: _Message | None = None
         for i, is_backward in passes.operations(self._index):
-            if i >= len(micro_batches):  # another replica's
+            if i >= len(chunks):  # another replica's
                 continue
-            wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(micro_batches, i)
+            wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(chunks, i)
             received = self._hand_over(message, wanted)
             if is_backward:
-                message = self._backward(i, received)
+                message = self._backward(chunks[i], i, received)
             else:
-                message = self._forward_message(self._forward(micro_batches, i, received, scale), i)
+                message = self._forward_message(self._forward(chunks, i, received, scale), i)
         self._exchange(message, None)
+        return self._end(chunks)
+
+    def run_forward(self, chunks: Sequence[Chunk], scale: float) -> Tensor:
+        for i, chunk in enumerate(chunks):
+            hidden = self._exchange(None, self._wanted_hidden(chunks, i))
+            out = self._forward(chunks, i, hidden, scale)
+            del self._in_flight[i]
+            chunk.forget()
+            self._exchange(self._forward_message(out, i), None)
+        return self._end(chunks)
+
+    def _end(self, chunks: Sequence[Chunk]) -> Tensor:
         with CLOCK.waiting:
             for work, _ in self._pending:
                 work.wait()
-        return self._loss
-
-    def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        for i in range(len(micro_batches)):
-            hidden = self._exchange(None, self._wanted_hidden(micro_batches, i))
-            out = self._forward(micro_batches, i, hidden, scale)
-            del self._in_flight[i]
-            self._exchange(self._forward_message(out, i), None)
-        for work, _ in self._pending:
-            work.wait()
+        loss_of_packs(chunks, self._stage.losses)
         return self._loss
 
     def _hand_over(self, message: _Message | None, wanted: _Message | None) -> Tensor | None:
@@ -219,10 +205,10 @@ class _OneForwardOneBackward:
         self._exchange(message, None)
         return self._exchange(None, wanted)
 
-    def _wanted_hidden(self, micro_batches: Sequence[MicroBatch], i: int) -> _Message | None:
+    def _wanted_hidden(self, chunks: Sequence[Chunk], i: int) -> _Message | None:
         if self._stage.is_first:
             return None
-        shape = self._stage.hidden_shape(micro_batches[i])
+        shape = self._stage.hidden_shape(chunks[i].micro_batch)
         return torch.empty(shape, dtype=self._stage.compute_dtype, device=self._stage.device), self._index - 1, 2 * i
 
     def _wanted_gradient(self, i: int) -> _Message | None:
@@ -234,21 +220,18 @@ class _OneForwardOneBackward:
     def _forward_message(self, out: Tensor, i: int) -> _Message | None:
         return None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
 
-    def _forward(self, micro_batches: Sequence[MicroBatch], i: int, hidden: Tensor | None, scale: float) -> Tensor:
+    def _forward(self, chunks: Sequence[Chunk], i: int, hidden: Tensor | None, scale: float) -> Tensor:
         if hidden is not None:
             hidden.requires_grad_()
-        self._stage.begin_pass()
-        out = self._stage.forward(micro_batches[i], hidden, scale)
+        out = chunks[i].forward(self._stage, hidden, scale)
         self._in_flight[i] = _InFlight(hidden, out)
         if self._stage.is_last:
             self._loss += out.detach()
         return out
 
-    def _backward(self, i: int, grad: Tensor | None) -> _Message | None:
+    def _backward(self, chunk: Chunk, i: int, grad: Tensor | None) -> _Message | None:
         state = self._in_flight.pop(i)
-        self._stage.begin_pass()
-        if state.out.requires_grad:  # a first stage may be frozen altogether
-            torch.autograd.backward(state.out, grad)
+        chunk.backward(self._stage, state.out, grad)
         if state.hidden is None:
             return None
         assert state.hidden.grad is not None

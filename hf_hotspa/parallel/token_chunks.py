@@ -1,7 +1,7 @@
 """Training a pack in chunks of tokens (`+ck`), exactly: keys and values go forward, their gradients come back.
 
 A token needs of the tokens before it nothing but the keys and values of each attention, so a sequence can be computed a
-chunk at a time (Li et al., 2021, "TeraPipe"). The chunks of a chain (`packing.chunk_cuts`) run in two rounds:
+chunk at a time (Li et al., 2021, "TeraPipe"). On one stage the chunks of a chain (`packing.chunk_cuts`) run in two rounds:
 
 1. all but the last run forward without a graph, and leave their keys and values;
 2. from the last to the first, each runs forward with a graph, in which those of the chunks before are leaves, and backward
@@ -9,6 +9,9 @@ chunk at a time (Li et al., 2021, "TeraPipe"). The chunks of a chain (`packing.c
 
 So one chunk's activations exist at a time, and no logits of more than one; what grows with a sequence are keys, values and
 the sums of their gradients, in at least fp32. A chain of one chunk runs forward and backward once.
+
+In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
+that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
 """
@@ -23,15 +26,19 @@ from torch import Tensor, nn
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
-from hf_hotspa.packing.chunk_cuts import Chain, cut_into_chains
+from hf_hotspa.packing.chunk_cuts import Chain, cut_for
 from hf_hotspa.parallel.attention import Prefix
+from hf_hotspa.strategy import Strategy
 
 
-class ChunkStage(Protocol):
-    """A whole model on this rank, without pipeline stages."""
+class Stage(Protocol):
+    """One pipeline stage on this rank, or the whole model."""
 
-    losses: list[Tensor]
+    is_first: bool
+    is_last: bool
     device: torch.device
+    compute_dtype: torch.dtype
+    losses: list[Tensor]
 
     def begin_pass(self) -> None:
         """A forward or a backward pass begins."""
@@ -44,7 +51,10 @@ class ChunkStage(Protocol):
         prefix: Prefix | None = None,
         with_loss: bool = True,
     ) -> Tensor:
-        """The scaled loss (fp64 scalar), or the last hidden state."""
+        """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if it is asked for."""
+
+    def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, ...]:
+        """The shape of what travels between stages."""
 
 
 @dataclass
@@ -99,17 +109,16 @@ class _Carry:
         sequence: The sequence that the chunk's chain cuts.
         before: Its tokens in chunks before this one.
         own: Those in this one, where it goes on behind it; else 0.
-        gives: Whether this forward gives its own keys and values to the chunks behind it; else they come to `roots`.
+        keeps: Whether this forward keeps its own keys and values for the chunks behind it: their last forward has not.
 
     Attributes:
         lengths: See `Prefix`.
-        roots: Own keys and values with the gradients that are to be added to them.
     """
 
-    def __init__(self, sequence: _CutSequence, before: int, own: int, gives: bool) -> None:
+    def __init__(self, sequence: _CutSequence, before: int, own: int, keeps: bool) -> None:
         self.lengths: tuple[int, ...] = (before,)
-        self.roots: list[tuple[Tensor, Tensor]] = []
-        self._sequence, self._own, self._gives = sequence, own, gives
+        self._sequence, self._own, self._keeps = sequence, own, keeps
+        self._in_graph: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._seen: set[nn.Module] = set()
         self._is_over = False
 
@@ -127,7 +136,8 @@ class _Carry:
         before = self.lengths[0]
         if not before:
             return key[:, :, :0], value[:, :, :0]
-        leaves = [x[:, :, :before].detach() for x in self._sequence.kept[module].both()]
+        # `data`: what later chunks write behind these tokens is no change of them, which autograd would refuse
+        leaves = [x.data[:, :, :before] for x in self._sequence.kept[module].both()]
         for is_value, (leaf, own) in enumerate(zip(leaves, (key, value), strict=True)):
             if own.requires_grad:
                 leaf.requires_grad_()
@@ -139,88 +149,154 @@ class _Carry:
         """The forward is over."""
         self._is_over = True
 
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """Own keys and values in the graph, with the gradients that later chunks have added up for them."""
+        place, roots = slice(self.lengths[0], self.lengths[0] + self._own), []
+        for module, pair in self._in_graph.items():
+            if module in self._sequence.sums:
+                for own, total in zip(pair, self._sequence.sums[module].both(), strict=True):
+                    if own.requires_grad:
+                        roots.append((own, total[:, :, place].to(own.dtype)))
+        return roots
+
     def _leave(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
         if not self._own:
             return
-        before, place = self.lengths[0], slice(0, self._own)  # padding comes after it
-        if self._gives:
-            self._sequence.keep(module, before, key[:, :, place], value[:, :, place])
-        elif module in self._sequence.sums:
-            for own, total in zip((key, value), self._sequence.sums[module].both(), strict=True):
-                if own.requires_grad:
-                    self.roots.append((own[:, :, place], total[:, :, before : before + self._own].to(own.dtype)))
+        key, value = key[:, :, : self._own], value[:, :, : self._own]  # padding comes after it
+        if self._keeps:
+            self._sequence.keep(module, self.lengths[0], key, value)
+        if key.requires_grad or value.requires_grad:
+            self._in_graph[module] = key, value
 
 
-class ChunkRunner:
-    """Runs the packs of one replica in chunks.
+class Chunk:
+    """A chunk of a pack on this rank's stage: its forward, and the backward through what that kept.
 
     Args:
-        stage: The replica.
-        most: The most tokens of a chunk.
+        micro_batch: The chunk.
+        pack: Which pack it is of.
+        sequence: What chunks of its chain leave for each other; None for a chain of one.
+        before: Tokens of the chain before it.
+        own: Its tokens that later chunks attend to.
     """
 
-    def __init__(self, stage: ChunkStage, most: int) -> None:
-        self._stage, self._most = stage, most
-        self._num_losses = 0  # of the packs before
+    def __init__(
+        self, micro_batch: MicroBatch, pack: int, sequence: _CutSequence | None = None, before: int = 0, own: int = 0
+    ) -> None:
+        self.micro_batch, self.pack = micro_batch, pack
+        self._sequence, self._before, self._own = sequence, before, own
+        self._carry: _Carry | None = None
+
+    def forward(
+        self, stage: Stage, hidden: Tensor | None, scale: float, *, keeps: bool = True, with_loss: bool = True
+    ) -> Tensor:
+        """What the stage makes of the chunk; with a graph where gradients are enabled.
+
+        Args:
+            stage: This rank's.
+            hidden: See `Stage`.
+            scale: 1 / (label tokens of the mini-batch).
+            keeps: Whether keys and values are kept for the chunks behind: not where an earlier forward did.
+            with_loss: See `Stage`.
+        """
+        stage.begin_pass()
+        if self._sequence is None:
+            return stage.forward(self.micro_batch, hidden, scale, None, with_loss)
+        carry = _Carry(self._sequence, self._before, self._own, keeps)
+        out = stage.forward(self.micro_batch, hidden, scale, carry, with_loss)
+        carry.end()
+        self._carry = carry
+        return out
+
+    def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
+        """From the result of the last forward, and from the keys and values in it; later chunks went before.
+
+        Args:
+            stage: This rank's.
+            out: The result.
+            gradient: Of the loss to it; None where it is the loss.
+        """
+        roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
+        if self._carry is not None:
+            roots += self._carry.roots()
+        self.forget()
+        stage.begin_pass()
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+
+    def forget(self) -> None:
+        """Lets go of keys, values and their gradients."""
+        self._carry = self._sequence = None
+
+
+class ChunkedPacks:
+    """How the packs of one replica are cut into chunks.
+
+    Args:
+        strategy: Says into chunks of how many tokens; whole packs without `+ck`.
+        pair_cost: See `chunk_cuts.cut_into_chains`; for pipelines.
+    """
+
+    def __init__(self, strategy: Strategy, pair_cost: float) -> None:
+        self._cut = partial(cut_for, strategy, pair_cost=pair_cost)
+        self._is_cut = bool(strategy.ck)
 
     def num_chunks(self, micro_batches: Sequence[MicroBatch]) -> int:
         """How many chunks, and backwards, some packs have."""
-        return sum(len(chain) for m in micro_batches for chain in cut_into_chains(m.lengths, self._most))
+        if not self._is_cut:
+            return len(micro_batches)
+        return sum(len(chain) for m in micro_batches for chain in self._cut(m.lengths))
 
-    def run(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        """Forward and backward of a pack; its scaled loss, an fp64 scalar."""
-        self._num_losses = len(self._stage.losses)
-        chains = cut_into_chains(micro_batch.lengths, self._most)
-        return self._whole([self._run_chain(micro_batch, chain, scale) for chain in chains])
+    def chains(self, micro_batches: Sequence[MicroBatch]) -> list[list[Chunk]]:
+        """The chains of chunks of all packs, in their order; without chunks, one for each pack."""
+        if not self._is_cut:
+            return [[Chunk(micro_batch, pack)] for pack, micro_batch in enumerate(micro_batches)]
+        return [
+            self._chain(micro_batch, pack, chain)
+            for pack, micro_batch in enumerate(micro_batches)
+            for chain in self._cut(micro_batch.lengths)
+        ]
 
-    @torch.no_grad()
-    def run_forward(self, micro_batch: MicroBatch, scale: float) -> Tensor:
-        """Forward only, chunks in the order of their tokens; its scaled loss, an fp64 scalar."""
-        self._num_losses, losses = len(self._stage.losses), []
-        for chain in cut_into_chains(micro_batch.lengths, self._most):
-            sequence = _CutSequence(chain[-1][0] - chain[0][0])
-            for index in range(len(chain)):
-                losses.append(self._forward(micro_batch, chain, index, sequence, scale, gives=True)[0])
-        return self._whole(losses)
+    def _chain(self, micro_batch: MicroBatch, pack: int, chain: Chain) -> list[Chunk]:
+        begin, last = chain[0][0], chain[-1][0]
+        if len(chain) == 1:
+            return [Chunk(micro_batch.part(*chain[0]), pack)]
+        sequence = _CutSequence(last - begin)
+        return [
+            Chunk(micro_batch.part(first, stop), pack, sequence, first - begin, stop - first if first < last else 0)
+            for first, stop in chain
+        ]
 
-    def _run_chain(self, micro_batch: MicroBatch, chain: Chain, scale: float) -> Tensor:
-        sequence = _CutSequence(chain[-1][0] - chain[0][0])
-        with torch.no_grad():
-            for index in range(len(chain) - 1):
-                self._forward(micro_batch, chain, index, sequence, scale, gives=True, with_loss=False)
-        losses = []
-        for index in reversed(range(len(chain))):
-            loss, roots = self._forward(micro_batch, chain, index, sequence, scale, gives=False)
-            self._stage.begin_pass()
-            torch.autograd.backward([loss, *(root for root, _ in roots)], [None, *(grad for _, grad in roots)])
-            losses.append(loss.detach())
-        return torch.stack(losses).sum()
 
-    def _forward(
-        self,
-        micro_batch: MicroBatch,
-        chain: Chain,
-        index: int,
-        sequence: _CutSequence,
-        scale: float,
-        *,
-        gives: bool,
-        with_loss: bool = True,
-    ) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """What the forward of a chunk gives, and the roots that its backward has beside its loss."""
-        first, stop = chain[index]
-        goes_on = index + 1 < len(chain)
-        self._stage.begin_pass()
-        carry = _Carry(sequence, first - chain[0][0], stop - first if goes_on else 0, gives)
-        out = self._stage.forward(
-            micro_batch.part(first, stop), None, scale, carry if len(chain) > 1 else None, with_loss
-        )
-        carry.end()
-        return out, carry.roots
+def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
+    """Makes of the losses of chunks, the last ones in a list, one for each pack.
 
-    def _whole(self, losses: list[Tensor]) -> Tensor:
-        """The loss of a pack, in the place of those that its chunks left at the stage."""
-        loss = torch.stack(losses).sum()
-        del self._stage.losses[self._num_losses :]
-        self._stage.losses.append(loss)
-        return loss
+    Args:
+        chunks: In the order of their losses.
+        losses: What a stage left.
+    """
+    if not losses:
+        return
+    of_chunks = losses[len(losses) - len(chunks) :]
+    del losses[len(losses) - len(chunks) :]
+    packs: dict[int, Tensor] = {}
+    for chunk, loss in zip(chunks, of_chunks, strict=True):
+        packs[chunk.pack] = packs[chunk.pack] + loss if chunk.pack in packs else loss
+    losses += packs.values()
+
+
+def run_chain(stage: Stage, chain: list[Chunk], scale: float) -> list[Tensor]:
+    """Forward and backward of a chain on a stage that has all layers.
+
+    Returns:
+        The scaled losses of its chunks, fp64 scalars.
+    """
+    with torch.no_grad():
+        for chunk in chain[:-1]:
+            chunk.forward(stage, None, scale, with_loss=False)
+    losses = []
+    for chunk in reversed(chain):
+        loss = chunk.forward(stage, None, scale, keeps=False)
+        chunk.backward(stage, loss, None)
+        losses.append(loss.detach())
+    return losses

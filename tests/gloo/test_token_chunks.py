@@ -2,7 +2,7 @@
 
 import math
 import re
-from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import pytest
@@ -31,19 +31,19 @@ pytestmark = pytest.mark.gloo
 
 LOSS = {"loss_chunk_tokens": 7}
 OVERLAP = {"overlap_load": True, "overlap_return": True}
-HOT = "dp4+ck3:4@24,dp2tp2+sp+ck7:14@32,tp2pp2+rc:45@50,tp4+ck13:60@64"
+HOT = "dp4+ck3:4@24,dp2tp2+sp+ck7:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
 
 
 def chunked_buckets(world_size: int, family: str) -> list[str]:
-    """Every strategy without stages, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
-    legal = [
-        s
-        for s in strategies_of(world_size)
-        if s.pp == 1 and s.unsupported_reason(describe_model(tiny_model(family)).shape) is None
-    ]
-    found, sizes = [], iter((3, 7, 13, 39, 40, 6, 11, 64, 5, 19))
-    for strategy in legal:
-        for options in ("", "+rc", *(("+sp", "+sp+rc2") if strategy.tp > 1 else ())):
+    """Every strategy, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
+    shape = describe_model(tiny_model(family)).shape
+    found, sizes = [], cycle((3, 7, 13, 39, 40, 6, 11, 64, 5, 19, 1))
+    for strategy in strategies_of(world_size):
+        for options in (
+            "",
+            "+rc",
+            *(("+sp", "+sp+rc2") if strategy.tp > 1 and not shape.sp_unsupported_reason else ()),
+        ):
             found.append(f"{strategy}{options}+ck{next(sizes)}:40@67")
     return found
 
@@ -52,9 +52,9 @@ def chunked_buckets(world_size: int, family: str) -> list[str]:
     "family",
     [pytest.param(f, marks=() if f == "qwen3_qk_norm_tied" else pytest.mark.slow) for f in FAMILIES],
 )
-def test_every_strategy_without_stages(family):
+def test_every_strategy(family):
     buckets = chunked_buckets(4, family)
-    assert len(buckets) == 10
+    assert len(buckets) in (12, 18)
     check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
 
 
@@ -98,9 +98,13 @@ def test_every_planned_family_is_exact_or_refused_by_name():
 def family_errors(rank, world_size, family):
     model = tiny_model_of(family)
     rows = random_rows(6, 163, longest=30, seed=2)
-    engine = make_engine(
-        model, "dp2+ck4:8@16,tp2+ck7:30@40" if describe_model(model).shape.has_tp_plan else "dp2+ck7:30@40"
+    shape = describe_model(model).shape
+    buckets = (
+        "dp2+ck4:4@16",
+        *(["tp2+ck7:15@20"] if shape.has_tp_plan else []),
+        *(["pp2+ck5:30@40"] if shape.has_pp_plan else []),
     )
+    engine = make_engine(model, ",".join(buckets))
     found = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
     engine.close()
     return found
@@ -119,7 +123,7 @@ def one_mini_batch(rank, world_size, family, options):
         rows = random_rows(30, model.config.vocab_size, longest=60, seed=seed)
         reference = reference_step(model, rows)
         mini_batch = make_mini_batch(engine, rows)
-        assert len(mini_batch.phases) == 4
+        assert len(mini_batch.phases) == 5
         errors.append(worst_error(engine, mini_batch, *reference)[0])
         with exact_in_double(torch.float64), engine.evaluation() as evaluation:
             found = evaluation.run(mini_batch, with_logits=True)
@@ -143,8 +147,10 @@ def test_chunks_beside_other_strategies_in_one_mini_batch(overlap):
 
 def objectives(rank, world_size):
     """Label smoothing; noise on embeddings; a loss of one's own that reads columns. The largest error of each."""
-    buckets = "dp2+ck5:16@32,tp2+sp+ck7:60@64", "dp2+ck5:16@32,tp2+ck7:60@64"
+    buckets = "dp2+ck5:8@32,pp2+ck6:30@40,tp2+sp+ck7:60@64", "dp2+ck5:8@32,pp2+ck6:30@40,tp2+ck7:60@64"
     model = tiny_model("llama_gqa_bias", torch.float64)
+    with pytest.raises(StrategyError, match="pipeline schedule is 1f1b.*use the schedule own, or leave .ck8 out"):
+        make_engine(tiny_model("llama_gqa_bias"), "pp2+ck8:60", pipeline_schedule="1f1b")
     rows = own_loss.rows_with_columns()
     token_loss = TokenLoss(own_loss.weighted_focal, ("weights", "domain"), example=rows[4])
     cases = {
@@ -193,9 +199,9 @@ def test_objectives_do_not_see_the_cuts():
 
 
 DROPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "lora": ("lora", "dp2+ck5:16@24,tp2+sp+ck11:60", {}),
-    "attention": ("attention", "dp2+ck5:16@24,tp2+rc+ck11:60", {}),
-    "soft caps": ("soft caps", "tp2+ck9:60", {}),
+    "lora": ("lora", "dp2+ck5:8@24,pp2+ck6:30@40,tp2+sp+ck11:60", {}),
+    "attention": ("attention", "dp2+ck5:8@24,pp2+rc+ck6:30@40,tp2+rc+ck11:60", {}),
+    "soft caps": ("soft caps", "pp2+ck9:60", {}),
 }
 
 
@@ -219,7 +225,7 @@ def adapted(rank, world_size):
     for config in ({}, {"layers_to_transform": [3], "target_modules": ["o_proj", "v_proj"]}):
         model = tiny_lora("qwen3_qk_norm_tied", torch.float64, **config)
         rows = random_rows(15, model.config.vocab_size, longest=60)
-        engine = make_engine(model, "dp2+ck5:16@24,tp2+rc+ck13:60", **OVERLAP)
+        engine = make_engine(model, "dp2+ck5:8@24,pp2+ck6:30@40,tp2+rc+ck13:60", **OVERLAP)
         found.append(lora.step_error(engine, model, rows)[0])
         engine.close()
     return found
@@ -276,8 +282,6 @@ def test_what_cannot_run_in_chunks_says_why():
     )
     with pytest.raises(StrategyError, match="legal with 1 processes"):
         make_engine(tiny_model_of("qwen3_5_text"), "dp1+ck8:30")
-    with pytest.raises(StrategyError, match="token chunks in a pipeline.*in the place of pp"):
-        replace(Strategy(pp=2), ck=4)
     rows = own_loss.rows_with_columns()
     whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
     with pytest.raises(UnsupportedError, match="whole sequences, and .ck computes these in parts.*TokenLoss"):

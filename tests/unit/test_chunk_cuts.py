@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_hotspa.data.collator import MicroBatch, PackedBucketCollator
-from hf_hotspa.packing.chunk_cuts import cut_into_chains
+from hf_hotspa.packing.chunk_cuts import cut_into_chains, num_chunks, squared_lengths
 from hf_hotspa.parallel.own_loss import tokens_of
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import parse_buckets
@@ -13,9 +13,11 @@ from hf_hotspa.strategy import parse_buckets
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
 
 
-@given(LENGTHS, st.integers(1, 45))
-def test_chains_cover_the_row_in_chunks_that_are_small_enough(lengths: list[int], most: int) -> None:
-    chains = cut_into_chains(lengths, most)
+@given(LENGTHS, st.integers(1, 45), st.sampled_from([None, 0.0, 0.01, 0.3, 5.0]))
+def test_chains_cover_the_row_in_chunks_that_are_small_enough(
+    lengths: list[int], most: int, pair_cost: float | None
+) -> None:
+    chains = cut_into_chains(lengths, most, pair_cost)
     chunks = [chunk for chain in chains for chunk in chain]
     assert [first for first, _ in chunks] == [0, *(stop for _, stop in chunks[:-1])]
     assert chunks[-1][1] == sum(lengths)
@@ -29,7 +31,24 @@ def test_chains_cover_the_row_in_chunks_that_are_small_enough(lengths: list[int]
         if len(chain) > 1:  # one sequence is cut, because it is longer than a chunk
             length = next(length for start, length in zip(starts, lengths, strict=False) if start == chain[0][0])
             assert length > most
-            assert len(chain) == -(-length // most)
+            assert pair_cost or len(chain) == -(-length // most)
+    # what attention costs is told apart by chunks, and nothing is lost
+    squares = squared_lengths(lengths, chains)
+    assert list(map(len, squares)) == list(map(len, chains))
+    assert sum(map(sum, squares)) == sum(length * length for length in lengths)
+
+
+@given(st.integers(2000, 200_000), st.integers(200, 4000), st.sampled_from([0.0, 1e-6, 1 / 32768, 1e-3]))
+def test_chunks_of_a_sequence_in_a_pipeline_take_equal_time(length: int, most: int, pair_cost: float) -> None:
+    (chain,) = cut_into_chains([length], most, pair_cost)
+    (squares,) = squared_lengths([length], [chain])
+    times = [stop - first + pair_cost * pairs for (first, stop), pairs in zip(chain, squares, strict=True)]
+    one_token = 1 + 2 * pair_cost * length  # what rounding to tokens may change
+    assert max(times) - min(times) <= 2 * one_token
+    assert max(times) <= most + pair_cost * most * most + one_token
+    assert len(chain) == num_chunks(length, most, pair_cost)
+    if len(chain) > 1:  # fewer would each cost more than a chunk may
+        assert sum(times) / (len(chain) - 1) > most + pair_cost * most * most - 1e-6
 
 
 def test_short_sequences_share_a_chunk_and_fill_the_last_one_of_a_long_one() -> None:

@@ -14,6 +14,7 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes
 from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.planning import Setup
@@ -142,6 +143,29 @@ def test_the_tokens_that_are_counted_are_those_that_the_schedule_holds(schedule:
                 most = max(most, held)
             assert most <= exactly[stage].held_tokens <= enough[stage].held_tokens <= bucket.most_tokens
             reached += most > 0.9 * enough[stage].held_tokens
+    assert reached > 50  # and not much less
+
+
+def test_the_tokens_that_are_counted_are_those_that_pipelines_of_chunks_hold() -> None:
+    rng, reached = random.Random(8), 0
+    model = MemoryModel(SIZES_7B, 8)
+    for _ in range(200):
+        pp, most_of_chunk = rng.choice([2, 4, 8]), rng.randint(50, 500)
+        packs = [[rng.randint(1, 2000) for _ in range(rng.randint(1, 5))] for _ in range(rng.randint(1, 6))]
+        strategy = Strategy(8 // pp, 1, pp, ck=most_of_chunk)
+        bucket = Bucket(strategy, max(map(max, packs)), max(map(sum, packs)))
+        cuts = [cut_for(strategy, pack, rng.choice([0.0, 1e-4, 1e-2])) for pack in packs]
+        tokens = [stop - first for cut in cuts for chain in cut for first, stop in chain]
+        chains = [len(chain) for cut in cuts for chain in cut]
+        passes = choose_passes("auto", tokens, pp, bucket.most_tokens, chains)
+        enough = model.stages(strategy, bucket.pack_tokens, longest=bucket.longest)
+        for stage in range(pp):
+            held = most = 0
+            for chunk, is_backward in passes.operations(stage):
+                held += tokens[chunk] * (-1 if is_backward else 1)
+                most = max(most, held)
+            assert most <= enough[stage].held_tokens <= bucket.most_tokens
+            reached += most > 0.6 * enough[stage].held_tokens
     assert reached > 50  # and not much less
 
 

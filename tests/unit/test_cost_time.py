@@ -2,8 +2,9 @@
 
 import heapq
 import json
+import math
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -18,13 +19,14 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.fitting import Sample, nonnegative_least_squares
-from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
+from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
-from hf_hotspa.packing.pipeline_order import choose_passes, reaches
+from hf_hotspa.packing.chunk_cuts import num_chunks
+from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
 from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.search.histogram import synthetic_lengths
@@ -38,11 +40,20 @@ DATA = Path(__file__).parents[1] / "data"
 # --------------------------------------------------------------------------------------------------------- schedules
 
 
-def longest_path(forward: list[list[float]], backward: list[list[float]], hops: list[float], reach: list[int]) -> float:
+def longest_path(
+    forward: list[list[float]],
+    backward: list[list[float]],
+    hops: list[float],
+    reach: list[int],
+    chains: Sequence[int] = (),
+) -> float:
     """The same schedule as a graph: the end of an operation is the latest end of what it waits for."""
     stages, total = len(forward), len(forward[0])
-    orders = []
-    for stage in range(stages):
+    orders = [
+        [("FB"[is_backward], i) for i, is_backward in operations(reach, stages, stage, chains)]
+        for stage in range(stages if chains else 0)
+    ]
+    for stage in range(0 if chains else stages):
         order: list[tuple[str, int]] = []
         for j in range(total):  # all forwards that come before this backward
             begun = sum(kind == "F" for kind, _ in order)
@@ -77,6 +88,35 @@ def test_simulation_is_the_longest_path() -> None:
         single = pipeline_seconds(Pipeline(forward, backward, hops, range(1, total + 1)))
         passed = sum(hops) * 2 * (stages - 1) + sum(map(sum, forward)) + sum(map(sum, backward))
         assert single == pytest.approx(passed)
+
+
+def test_chunks_are_simulated_in_their_order() -> None:
+    rng = random.Random(3)
+    for _ in range(150):
+        stages, chains = rng.randint(2, 5), [rng.randint(1, 4) for _ in range(rng.randint(1, 4))]
+        total = sum(chains)
+        forward, backward = ([[rng.random() for _ in range(total)] for _ in range(stages)] for _ in range(2))
+        hops, tokens = [rng.random() * 0.3 for _ in range(total)], [rng.randint(1, 9) for _ in range(total)]
+        for limit in (None, 36):
+            reach = reaches(tokens, limit, chains)
+            expected = longest_path(forward, backward, hops, reach, chains)
+            pipeline = Pipeline(forward, backward, hops, reach, None, chains)
+            assert pipeline_seconds(pipeline) == pytest.approx(expected)
+            assert shared_pipelines([pipeline], 1, math.inf) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("stages", "chunks", "gain"), [(4, 4, 2.2), (4, 8, 2.7), (4, 16, 2.9), (2, 8, 1.7)])
+def test_one_long_sequence_fills_a_pipeline_in_chunks(stages: int, chunks: int, gain: float) -> None:
+    """16,384 tokens whose attention is a third of the work, with 200 tokens' worth of overhead for each chunk."""
+    a, overhead = 1 / 65536, 200.0
+    layer = Cost(a, 1.0, overhead)
+    model = TimeModel("test", (1,) * 8, 0, {1: layer})
+    whole = model.phase_seconds(Strategy(pp=stages), [[(16384,)]])
+    most = next(n for n in range(1, 16385) if num_chunks(16384, n, a) <= chunks)
+    found = model.phase_seconds(Strategy(pp=stages, ck=most), [[(16384,)]])
+    assert whole / found == pytest.approx(gain, abs=0.1)
+    seconds = model.phase_seconds(Strategy(pp=stages, ck=10**6), [[(16384,)]])
+    assert seconds == pytest.approx(whole)  # in one chunk
 
 
 def test_gpipe_is_simulated_in_its_groups() -> None:

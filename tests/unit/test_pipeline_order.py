@@ -5,7 +5,18 @@ from collections.abc import Sequence
 
 import pytest
 
-from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, choose_passes, delays, most_packs, operations, reaches
+from hf_hotspa.errors import StrategyError
+from hf_hotspa.packing.pipeline_order import (
+    SCHEDULES,
+    Passes,
+    backward_order,
+    check_chunks,
+    choose_passes,
+    delays,
+    most_packs,
+    operations,
+    reaches,
+)
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -192,3 +203,75 @@ def test_a_bucket_knows_what_its_pipeline_may_hold() -> None:
     assert Bucket(Strategy(4, 1, 1), 100, 300).most_tokens == 300
     assert Bucket(Strategy(1, 1, 4), 8192, 1000).capacity == 8192
     assert Bucket(Strategy(1, 1, 4), 100, 300).capacity == 300
+
+
+# ---- chunks of packs
+
+
+def drawn_chains(seed: int) -> tuple[list[int], list[int], int, int]:
+    """Tokens of chunks, how many each chain has, a limit that holds any chain (often hardly more), and stages."""
+    rng = random.Random(seed)
+    chains = [rng.choice([1, 1, 2, 3, 5, 9]) for _ in range(rng.randint(1, 7))]
+    tokens = [rng.randint(1, 100) for _ in range(sum(chains))]
+    ends = [sum(chains[: i + 1]) for i in range(len(chains))]
+    largest = max(sum(tokens[end - n : end]) for n, end in zip(chains, ends, strict=True))
+    num_stages = rng.randint(2, 8)
+    return tokens, chains, rng.choice([largest, largest + 100 * num_stages, 10**6]), num_stages
+
+
+def test_chains_come_first_in_first_out_and_their_chunks_go_back_last_in_first_out() -> None:
+    assert backward_order([3, 1, 2]) == [2, 1, 0, 3, 5, 4]
+    # Seq1F1B, two chains of three on the last of two stages and on the first: n - 1 more forward passes ahead
+    last, first = (operations([6] * 6, 2, stage, [3, 3]) for stage in (1, 0))
+    assert "".join("FB"[is_backward] for _, is_backward in last) == "FFFBFBFBFBBB"
+    assert "".join("FB"[is_backward] for _, is_backward in first) == "FFFFBFBFBBBB"
+
+
+def test_chunks_are_within_the_limit_and_behind_all_of_their_chain() -> None:
+    for seed in range(400):
+        tokens, chains, limit, num_stages = drawn_chains(seed)
+        passes = choose_passes("auto", tokens, num_stages, limit, chains)
+        for stage in range(num_stages):
+            order = passes.operations(stage)
+            assert [i for i, is_backward in order if not is_backward] == list(range(len(tokens)))
+            assert [i for i, is_backward in order if is_backward] == backward_order(chains)
+            begun, held = 0, dict[int, int]()
+            ends = [
+                end
+                for n, end in zip(chains, [sum(chains[: i + 1]) for i in range(len(chains))], strict=True)
+                for _ in range(n)
+            ]
+            for i, is_backward in order:
+                if is_backward:
+                    assert begun >= ends[i]
+                    del held[i]
+                else:
+                    begun, held[i] = begun + 1, tokens[i]
+                assert sum(held.values()) <= limit
+                most = most_packs("auto", num_stages, stage, None, max(chains))
+                assert most is not None
+                assert len(held) <= most
+
+
+def test_no_stage_waits_for_itself_with_chunks_where_sends_block() -> None:
+    for seed in range(600):
+        tokens, chains, limit, num_stages = drawn_chains(seed)
+        passes = choose_passes("auto", tokens, num_stages, limit, chains)
+        orders = [passes.operations(stage) for stage in range(num_stages)]
+        assert finishes([exchanges(order, s, num_stages, together=True) for s, order in enumerate(orders)]), seed
+
+
+def test_a_bucket_knows_what_a_pipeline_of_chunks_may_hold() -> None:
+    assert Bucket(Strategy(pp=4, ck=100), 1000, 1000).most_tokens == 1400  # all of one sequence, and a chunk a stage
+    assert Bucket(Strategy(pp=4, ck=100), 80, 1000).most_tokens == 400
+    assert Bucket(Strategy(pp=4, ck=1000), 80, 500).most_tokens == 2000
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_of_whole_packs_are_refused_for_chunks(schedule: str) -> None:
+    with pytest.raises(
+        StrategyError, match=rf"pipeline schedule is {schedule}.*use the schedule own, or leave .ck8 out"
+    ):
+        check_chunks(schedule, Strategy(pp=2, ck=8))
+    check_chunks(schedule, Strategy(ck=8))
+    check_chunks("own", Strategy(pp=2, ck=8))

@@ -91,7 +91,6 @@ BAD_STRATEGIES = [
     ("dp2+ck-5", "the option 'ck-5', which there is not"),
     ("dp2+ck0", "chunks of 0 tokens"),
     ("dp2+ck8+ck8", "'ck8' twice"),
-    ("dp2pp2+ck8", "token chunks in a pipeline"),
 ]
 
 
