@@ -466,8 +466,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a checkpoint that is being pushed is removed",
-        "hf_hotspa/trainer/checkpointing.py",
-        "return [*best, *self._being_pushed()]",
+        "hf_hotspa/trainer/checkpoints.py",
+        "return [*best, *self._in_use()]",
         "return best",
         "tests/gloo/test_hub.py",
     ),

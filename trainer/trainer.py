@@ -32,6 +32,7 @@ from hf_hotspa.trainer.accumulation import AccumulationMixin
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, check_given, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
+from hf_hotspa.trainer.checkpoints import Checkpoints
 from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.control_flags import ControlFlagsMixin
 from hf_hotspa.trainer.counting import CountingMixin
@@ -42,6 +43,7 @@ from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import broadcast_error
+from hf_hotspa.trainer.host_agreement import HostAgreement
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
 from hf_hotspa.trainer.older_transformers import workers_context
@@ -53,6 +55,7 @@ from hf_hotspa.trainer.own_loss import OwnLossMixin
 from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
+from hf_hotspa.trainer.restoring import BaseDigest
 from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream
 from hf_hotspa.trainer.run_facts import run_facts
@@ -127,7 +130,8 @@ class HotSPaTrainer(
         self._devices: DeviceWatch | None = None
         self._loaded_state: dict[str, Any] = {}
         self._stream_progress: StreamProgress | None = None
-        self._source = ModelSource(args)
+        self._ranks, self._source, self._base = HostAgreement(args), ModelSource(args), BaseDigest()
+        self._checkpoints = Checkpoints(args, self._ranks, self._being_pushed, self._committed)
         self._data = DataSets(args, lambda: self.processing_class, self._row_rules, self._per_row)
         self._evaluation_sets = EvaluationSets(args, self._data)
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)

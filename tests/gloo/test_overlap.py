@@ -264,7 +264,7 @@ def fails_in_compute(rank, world_size, buckets, options):
         engine.forward_backward(make_mini_batch(engine, rows_of([12] * 8)))
     finally:
         if rank == 1:
-            assert all(parameter.numel() == 0 for parameter, _ in replica._parameters)
+            assert all(parameter.numel() == 0 for parameter, _ in replica.parameters)
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,8 @@ import torch
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
-from hf_hotspa.trainer.resuming import Resumption
+from hf_hotspa.trainer.checkpoint_search import Resumption
+from hf_hotspa.trainer.restoring import load_scheduler
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks
 from tests.oracle import relative_error
@@ -81,7 +82,7 @@ def train_without_steps(trainer, checkpoint):
     trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.state.global_step == trainer.state.max_steps
     trainer._save_checkpoint(None, None)
-    trainer._checkpoint_writer.close()
+    trainer._checkpoints.close()
     return train_losses(trainer)
 
 
@@ -299,7 +300,7 @@ def test_another_scheduler_is_refused(saved, tmp_path, state, error):
     trainer.lr_scheduler = torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([torch.zeros(1)]), lambda step: 1.0)
     path = saved / "a" / "checkpoint-3"
     with pytest.raises(error):
-        trainer._load_scheduler(Resumption(path, read_manifest(path), state))
+        load_scheduler(Resumption(path, read_manifest(path), state), trainer.lr_scheduler)
 
 
 def test_another_data_order_can_be_allowed(saved, tmp_path):
