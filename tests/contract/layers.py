@@ -11,7 +11,6 @@ LAYERS: dict[str, int] = {
     "hf_hotspa": 0,
     "hf_hotspa/layout": 1,
     "hf_hotspa/plan": 2,
-    "hf_hotspa/plan/relay": 2,
     "hf_hotspa/costs": 2,
     "hf_hotspa/search": 2,
     "hf_hotspa/packing": 2,
@@ -54,7 +53,16 @@ def layer_of(file: str) -> int | None:
     """The layer of a file; None when its folder has none. An `__init__` file that holds a docstring only has layer 0."""
     if file in DOCSTRING_ONLY:
         return 0
-    return LAYERS.get(file, LAYERS.get(str(Path(file).parent)))
+    row = folder_of(file)
+    return None if row is None else LAYERS[row]
+
+
+def folder_of(file: str) -> str | None:
+    """The row of the layer table that a file belongs to: its own, its folder's, or that of the folder above, which may not be
+    the package."""
+    path = Path(file)
+    rows = [file, str(path.parent), *(str(p) for p in path.parents[1:] if str(p) != PACKAGE_FOLDERS[0])]
+    return next((row for row in rows if row in LAYERS), None)
 
 
 def module_of(file: str) -> str:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.contract import house
 from tests.contract.layers import (
     DOCSTRING_ONLY,
     LAYERS,
@@ -46,6 +47,14 @@ def test_a_file_imports_its_own_layer_or_lower() -> None:
         if layer is not None and target_layer is not None and target_layer > layer:
             wrong.append(f"{found.file}:{found.line} (layer {layer}) imports {found.module} (layer {target_layer})")
     assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_is_short() -> None:
+    assert len(LAYERS) <= 20
+
+
+def test_the_picture_of_the_house_is_made_from_the_imports() -> None:
+    assert house.shown() == house.picture(), "run python -m tests.contract.house"
 
 
 def test_no_cycles() -> None:
