@@ -126,10 +126,10 @@ class StockCheckpoint:
         for names, group in zip(groups, saved_groups, strict=True):
             for name, index in zip(names, group["params"], strict=True):
                 spec, start, stop = ranges[name]
-                states = self.optimizer["state"].get(index, {})
+                of_parameter = self.optimizer["state"].get(index, {})
                 states[name] = {
                     key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {name}")
-                    for key, value in states.items()
+                    for key, value in of_parameter.items()
                 }
         wanted = _ADAM if kind in ("AdamW", "Adam") else set[str]()
         if wanted and not any(wanted <= set(state) for state in states.values()):
