@@ -1,7 +1,7 @@
 """The picture of the house in docs/how-it-works.md, made from the imports: `python -m tests.contract.house` rewrites it.
 
-A line a folder, the highest layer first, and behind it the folders that it imports. What another of these imports already is
-left out, so that the picture shows each step down once.
+A line a folder, the highest layer first, and behind it the folders of lower layers that it imports. What another of these
+imports already is left out, so that the picture shows each step down once.
 """
 
 import re
@@ -17,7 +17,7 @@ _WIDTH = 110
 
 
 def imported() -> dict[str, set[str]]:
-    """Row of the layer table -> the other rows that its files import."""
+    """Row of the layer table -> the rows of lower layers that its files import."""
     known = modules()
     edges: dict[str, set[str]] = {row: set() for row in LAYERS}
     for file in known.values():
@@ -25,7 +25,8 @@ def imported() -> dict[str, set[str]]:
         if file in ROOT_FILES or row is None:
             continue
         targets = (known.get(found.module) for found in imports_of(file, known))
-        edges[row] |= {folder_of(target) or "" for target in targets if target and target not in ROOT_FILES} - {row, ""}
+        rows = {folder_of(target) for target in targets if target and target not in ROOT_FILES}
+        edges[row] |= {to for to in rows if to is not None and LAYERS[to] < LAYERS[row]}
     return edges
 
 
@@ -33,15 +34,14 @@ def picture() -> str:
     """The text of the block."""
     edges = imported()
 
-    def below(row: str, seen: frozenset[str] = frozenset()) -> set[str]:
-        # folders of one layer may import each other (never files), so a row must not be met twice
-        return {each for to in edges[row] - seen for each in {to, *below(to, seen | {row})}}
+    def below(row: str) -> set[str]:
+        return {each for to in edges[row] for each in {to, *below(to)}}
 
     lines, last = [], max(LAYERS.values()) + 1
     for row, layer in sorted(LAYERS.items(), key=lambda item: -item[1]):
         if last > 2 >= layer:
             lines.append(_LINE.ljust(_WIDTH, "─"))
-        through = {each for to in edges[row] for each in below(to, frozenset({row}))}
+        through = {each for to in edges[row] for each in below(to)}
         steps = sorted(edges[row] - through, key=lambda each: (-LAYERS[each], each))
         head = f"{f'L{layer}' if layer != last else '':4}{_short(row):20}"
         text = ", ".join(map(_short, steps))
