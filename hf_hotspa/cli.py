@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from hf_hotspa.commands import reports as reporting
@@ -33,6 +32,7 @@ from hf_hotspa.search.lengths import LONGEST
 from hf_hotspa.search.planning import Estimate, Plan, Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.versions import version_of
 
 USAGE_ERROR = 2
 TRAIN = "train"
@@ -46,16 +46,13 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        own = sys.modules["hf_hotspa"].__version__  # also of a source tree that is not installed
-        print(f"hf-hotspa {own} ({', '.join(map(_installed, _LIBRARIES))})")
+        print(f"hf-hotspa {version_of('hf-hotspa')} ({', '.join(map(_installed, _LIBRARIES))})")
         parser.exit()
 
 
 def _installed(name: str) -> str:
-    try:
-        return f"{name} {version(name)}"
-    except PackageNotFoundError:
-        return f"no {name}"
+    found = version_of(name)
+    return f"no {name}" if found is None else f"{name} {found}"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -82,8 +82,8 @@ MUTATIONS = [
     Mutation(
         "a pipeline ignores how many tokens it may hold",
         "hf_hotspa/packing/pipeline_order.py",
-        "ahead = min(most, backward + num_stages - stage)",
-        "ahead = min(len(reach), backward + num_stages - stage)",
+        "ahead = min(most, ahead - stage)",
+        "ahead = ahead - stage",
         UNIT + "test_pipeline_order.py",
     ),
     Mutation(
@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "the head's cost counts on the first stage",
         "hf_hotspa/layout/stages.py",
-        "extra = head_cost if stage == num_stages - 1 else 0",
-        "extra = head_cost if stage == 0 else 0",
+        "extra = (head_cost if stage == num_stages - 1 else 0)",
+        "extra = (head_cost if stage == 0 else 0)",
         UNIT + "test_layout.py::test_a_costly_head_takes_layers_from_the_last_stage",
     ),
     Mutation(
@@ -254,8 +254,8 @@ MUTATIONS = [
     Mutation(
         "keys and values of a chunk have no gradients of later chunks",
         "hf_hotspa/parallel/token_chunks.py",
-        "[loss, *(root for root, _ in roots)], [None, *(grad for _, grad in roots)]",
-        "[loss], [None]",
+        "            roots += self._carry.roots()\n",
+        "            self._carry.roots()\n",
         "tests/gloo/test_token_chunks.py::test_other_attentions[gpt_neox]",
     ),
     Mutation(
@@ -303,8 +303,8 @@ MUTATIONS = [
     Mutation(
         "frozen weights that have changed are not loaded",
         "hf_hotspa/engine/phase.py",
-        "(str(strategy), self._master.frozen_version)",
-        "(str(strategy), 0)",
+        "(str(strategy.layout), self._master.frozen_version)",
+        "(str(strategy.layout), 0)",
         LORA + "test_frozen_weights_are_loaded_again_only_where_they_are_gone",
     ),
     Mutation(
@@ -396,15 +396,15 @@ MUTATIONS = [
     Mutation(
         "a lack of memory is any error",
         "hf_hotspa/engine/faults.py",
-        "if isinstance(found, MemoryError | torch.OutOfMemoryError):",
-        "if isinstance(found, MemoryError):",
+        "if isinstance(cause, MemoryError | torch.OutOfMemoryError):",
+        "if isinstance(cause, MemoryError):",
         "tests/gloo/test_faults.py::test_the_next_launch_avoids_what_ran_out_of_memory",
     ),
     Mutation(
         "a lack of memory in a switch is a failed transfer",
         "hf_hotspa/engine/faults.py",
-        "if found is not None:",
-        'if found is not None and runner.act != "compute":',
+        "if shortage is not None:",
+        'if shortage is not None and runner.act != "compute":',
         "tests/gloo/test_overlap.py::test_a_lack_of_memory_in_a_switch_beside_the_computation_is_called_that[True]",
     ),
     Mutation(
@@ -420,6 +420,112 @@ MUTATIONS = [
         "return self.tag ^ _shape_word(self.tensor.numel(), self.tensor.dtype)",
         "return self.tag",
         "tests/gloo/test_switch_faults.py::test_a_message_that_is_not_as_planned_is_noticed[shorter]",
+    ),
+    # -- what would train wrongly in silence
+    Mutation(
+        "padding is trained",
+        "hf_hotspa/rows/features.py",
+        '    if example.get("attention_mask") is not None:\n        mask',
+        '    if example.get("attention_mask") is not None and row < 0:\n        mask',
+        UNIT + "test_rows.py::test_padding_is_cut_off",
+    ),
+    Mutation(
+        "rows that are packed already are one sequence",
+        "hf_hotspa/rows/features.py",
+        "if any(example.get(name) is not None for name in CUT_COLUMNS):",
+        "if any(example.get(name) is not None for name in ()):",
+        UNIT + "test_rows.py::test_documents_are_told_apart",
+    ),
+    Mutation(
+        "weights of earlier steps can be looked at",
+        "hf_hotspa/trainer/stale_weights.py",
+        "            parameter.__class__ = _guarded(kind)\n",
+        "",
+        UNIT + "test_stale_weights.py",
+    ),
+    Mutation(
+        "an optimizer may hold parameters that are nobody's",
+        "hf_hotspa/trainer/user_optimizer.py",
+        "    if foreign:\n",
+        "    if len(foreign) == len(given) + 1:\n",
+        "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[optimizers]",
+    ),
+    Mutation(
+        "num_steps of accelerate counts twice",
+        "hf_hotspa/trainer/accumulation.py",
+        'values["gradient_accumulation_steps"] = steps if steps != 1 else given.get',
+        'values["gradient_accumulation_steps"] = steps if steps != 1 else 2 * given.get',
+        "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[arguments]",
+    ),
+    Mutation(
+        "evaluation sets are not looked at before the first step",
+        "hf_hotspa/trainer/trainer.py",
+        "return [self._data.train(self.train_dataset)[1], *evaluated]",
+        "return [self._data.train(self.train_dataset)[1]]",
+        UNIT + "test_evaluated_lengths.py::test_auto_holds_the_longest_row_of_both_sets",
+    ),
+    Mutation(
+        "weights in float16 are taken",
+        "hf_hotspa/model/model_kind.py",
+        "    if half is not None:\n",
+        '    if half == "":\n',
+        "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[models]",
+    ),
+    Mutation(
+        "arguments that differ between ranks are not compared",
+        "hf_hotspa/trainer/same_settings.py",
+        "if name not in OF_ONE_RANK}",
+        "if name in OF_ONE_RANK}",
+        "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",
+    ),
+    Mutation(
+        "rows that differ within a replica are not noticed",
+        "hf_hotspa/parallel/same_rows.py",
+        "balance=balance_of(mini_batch, rank) if agreement.group is not None else 0",
+        "balance=0",
+        "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",
+    ),
+    Mutation(
+        "anybody's SIGTERM ends the workers of a loader",
+        "hf_hotspa/trainer/worker_processes.py",
+        "si_pid != rank:",
+        "si_pid < 0:",
+        UNIT + "test_worker_processes.py::test_only_their_rank_ends_them",
+    ),
+    Mutation(
+        "a stream is resumed a mini-batch too early",
+        "hf_hotspa/trainer/stream_place.py",
+        "StreamPlace((*earlier, number + 1), self.ended, content)",
+        "StreamPlace((*earlier, number), self.ended, content)",
+        "tests/gloo/test_streaming.py::test_a_resumed_run_goes_on_in_the_stream_bit_for_bit",
+    ),
+    Mutation(
+        "frozen weights take the dtype of the computation",
+        "hf_hotspa/model/specs.py",
+        "frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype)",
+        "frozen_dtype=None",
+        "tests/gloo/test_frozen.py::test_fp32_weights_that_are_frozen_stay_fp32_in_a_bf16_run",
+    ),
+    Mutation(
+        "processes that each train alone are not noticed",
+        "hf_hotspa/trainer/launcher.py",
+        "    if started > 1:\n",
+        "    if started > 99:\n",
+        UNIT + "test_launcher.py::test_processes_that_would_train_alone",
+    ),
+    Mutation(
+        "one process in place of several is not noticed",
+        "hf_hotspa/trainer/launcher.py",
+        "(meant := _meant()) != 1:",
+        "(meant := _meant()) == 0:",
+        UNIT + "test_launcher.py::test_one_process_where_more_were_meant",
+    ),
+    Mutation(
+        "an older torch loses gradients in a wider dtype",
+        "hf_hotspa/parallel/wide_gradients.py",
+        "        buffer.add_(gradient)\n",
+        "        buffer.copy_(gradient)\n",
+        UNIT + "test_wide_gradients.py",
     ),
     # -- checkpoints
     Mutation(

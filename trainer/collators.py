@@ -53,10 +53,11 @@ def check_collator(collator: Any, args: HotSPaTrainingArguments) -> None:
                 f"leave label_pad_token_id at {IGNORED_LABEL}",
             )
     elif type(collator) is DataCollatorWithFlattening:
-        if collator.separator_id != IGNORED_LABEL or collator.position_ids_start != 0:
+        start = getattr(collator, "position_ids_start", 0)  # older releases have no such option
+        if collator.separator_id != IGNORED_LABEL or start != 0:
             raise _refused(
                 collator,
-                f"with separator_id={collator.separator_id} and position_ids_start={collator.position_ids_start}",
+                f"with separator_id={collator.separator_id} and position_ids_start={start}",
                 "the first token of a row would be trained from another row, or positions would begin elsewhere",
                 "leave both as they are",
             )

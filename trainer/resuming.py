@@ -72,6 +72,9 @@ class ResumeMixin(Trainer):
         if self._resumption is not None and self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True  # a finished run: stock Trainer makes one step more
             return
+        # an older transformers sets the epoch of what skip_first_batches makes, which does not hand it on
+        if hasattr(kwargs["train_dataloader"], "set_epoch"):
+            kwargs["train_dataloader"].set_epoch(kwargs["epoch"])
         super()._run_epoch(**kwargs)
 
     def _check_data_order(self, loader: Any) -> None:

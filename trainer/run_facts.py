@@ -2,7 +2,6 @@
 
 import os
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from hf_hotspa.search.automatic import AutoPlan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies
 from hf_hotspa.trainer.predictions import Predictions
+from hf_hotspa.versions import version_of
 
 _LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
 
@@ -38,7 +38,7 @@ def run_facts(
     single = predictions.single if predictions is not None else None
     return RunFacts(
         world_size=engine.world_size,
-        versions={name.replace("-", "_"): _version(name) for name in _LIBRARIES}
+        versions={name.replace("-", "_"): version_of(name) or "not installed" for name in _LIBRARIES}
         | {"python": platform.python_version()},
         machine={
             "device": engine.device.type,
@@ -93,10 +93,3 @@ def _plan(plan: AutoPlan) -> dict[str, Any]:
             for row in choice.rows
         ],
     }
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "not installed"

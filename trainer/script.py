@@ -6,6 +6,7 @@ process is started.
 """
 
 import logging
+import os
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -136,6 +137,8 @@ def parse(
     """
     read(parser, words, defaults)
     script, args = parser.parse_args_into_dataclasses(list(words), look_for_args_file=False)
+    if args.use_cpu:  # else DeepSpeed, where it is installed, warns in each process that it finds no accelerator
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     return Settings(script, args)
 
 

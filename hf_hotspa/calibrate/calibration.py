@@ -13,7 +13,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, as_hotspa_error, hotspa_cause
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.strategy import Strategy, legal_strategies
+from hf_hotspa.versions import version_of
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ def calibration_key(
         backend=backends.name_of() if world_size > 1 else "none",
         dtype=dtype_name(dtype),
         model=config_digest(config.to_dict()),
-        versions={name: version(name) for name in ("torch", "transformers", "hf-hotspa")},
+        versions={name: version_of(name) or "" for name in ("torch", "transformers", "hf-hotspa")},
     )
 
 

@@ -7,7 +7,6 @@ weights only: the base model is not copied into every checkpoint.
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from hf_hotspa.layout.placement import master_layout
 from hf_hotspa.layout.vector import ParameterVector, trained_part
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.storage import from_storage, to_storage
+from hf_hotspa.versions import version_of
 
 HERE_AND_NOW = ("foreach", "fused", "capturable", "differentiable")
 """Settings of an optimizer that say how it computes, not what: those of the present run stay."""
@@ -47,7 +47,7 @@ def tensor_bytes(tensor: Tensor) -> Buffer:
 
 def versions() -> dict[str, str]:
     """The versions that a manifest names."""
-    return {name: version(name) for name in ("hf-hotspa", "torch", "transformers")}
+    return {name: version_of(name) or "" for name in ("hf-hotspa", "torch", "transformers")}
 
 
 # ------------------------------------------------------------------------------------------------ out

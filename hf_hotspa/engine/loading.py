@@ -10,7 +10,7 @@ name, on every rank, before a weight is read.
 import logging
 from collections.abc import Callable, Iterable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -283,7 +283,7 @@ class SavedModel:
             mismatched_keys=set(),
             error_msgs=[],
             conversion_errors={},
-            skipped_pp_keys=set(),
+            **{f.name: set() for f in fields(LoadStateDictInfo) if f.name == "skipped_pp_keys"},  # newer releases
         )
         self._model._adjust_missing_and_unexpected_keys(info)  # what the class can do without, and what it ignores
         lost = sorted((missing & self._parameters) | info.missing_keys)

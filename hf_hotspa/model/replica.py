@@ -37,6 +37,7 @@ from hf_hotspa.parallel.router_loss import AttachLoss, RouterLoss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, gather_shards, set_local_heads
+from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
 
 
 class Replica:
@@ -173,8 +174,7 @@ class Replica:
             dtype = getattr(torch, spec.dtype)
             parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=self.device), requires_grad=spec.trainable)
             if spec.trainable:
-                # else autograd wants gradients of the dtype of the weights
-                parameter.grad_dtype = getattr(torch, self._gradients.accumulated(spec.dtype))
+                widen(parameter, getattr(torch, self._gradients.accumulated(spec.dtype)))
             for name in (spec.name, *spec.tied_names):
                 module, _, leaf = description.local_name(name).rpartition(".")
                 if leaf in getattr(modules.get(module), "_parameters", {}):
@@ -234,15 +234,15 @@ class Replica:
         for parameter, slot in self.parameters:
             parameter.data = slot_view(weights[slot.segment], slot)
             if gradients is None or not slot.spec.trainable:
-                parameter.grad = None
+                bind_gradient(parameter, None)
             else:
-                parameter.grad = slot_view(gradients[slot.segment], slot)
+                bind_gradient(parameter, slot_view(gradients[slot.segment], slot))
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
         for parameter, _ in self.parameters:
             parameter.data = parameter.data.new_empty(0)
-            parameter.grad = None
+            bind_gradient(parameter, None)
 
     # -- one pipeline stage -------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ Every rank of a pipeline sees the same micro-batches and therefore makes the sam
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -35,6 +36,9 @@ from hf_hotspa.parallel.token_chunks import Chunk, ChunkedPacks, Stage, loss_of_
 from hf_hotspa.parallel.waiting import CLOCK
 
 logger = logging.getLogger(__name__)
+
+# an older torch has no such argument (it hands it on to the stage), and always keeps the outputs
+_NO_OUTPUTS = {"return_outputs": False} if "return_outputs" in signature(Schedule1F1B.step).parameters else {}
 
 
 class PipelineRunner:
@@ -103,7 +107,12 @@ class PipelineRunner:
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
-            loss += self._torch.run(passes.kind, padded[first:end], scale)
+            found = self._torch.run(passes.kind, padded[first:end], scale)
+            if found is None:  # ours holds as much with fewer packs than stages
+                own = _OneForwardOneBackward(self._stage, self._group, self._index)
+                alone = [chunk for chain in self._packs.chains(padded[first:end]) for chunk in chain]
+                found = own.run(alone, scale, choose_passes("own", passes.tokens[first:end], self._num_stages))
+            loss += found
         return loss
 
     @torch.no_grad()
@@ -291,15 +300,21 @@ class _TorchSchedules:
         self._stage, self._mesh = stage, mesh
         self._module = _StageModule(stage)
 
-    def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+    def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor | None:
+        """The loss; None, and nothing has run, where an older torch refuses GPipe with fewer packs than stages."""
+        try:
+            schedule = self._make(kind, micro_batches)
+        except ValueError:
+            if len(micro_batches) >= self._mesh.strategy.pp:
+                raise
+            return None
         self._module.micro_batches, self._module.scale = micro_batches, scale
         indices = torch.arange(len(micro_batches))
         losses: list[Tensor] = []
         first = (indices,) if self._stage.is_first else ()
         last: dict[str, Any] = {"target": indices, "losses": losses} if self._stage.is_last else {}
-        schedule = self._make(kind, micro_batches)
         with CLOCK.waiting:
-            schedule.step(*first, index=indices, return_outputs=False, **last)
+            schedule.step(*first, index=indices, **_NO_OUTPUTS, **last)
         self._module.micro_batches = ()
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         return total + sum(loss.detach() for loss in losses)

@@ -9,6 +9,7 @@ from transformers.models.gpt2 import GPT2Config, GPT2LMHeadModel
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.placement import rank_slots
+from hf_hotspa.parallel.wide_gradients import gradient_of
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
@@ -181,7 +182,7 @@ def mixed_precision(rank, world_size):
         full = dict(model.named_parameters())
         for parameter, slot in phase.replica.parameters:
             assert parameter.dtype == torch.bfloat16
-            assert parameter.grad.dtype == torch.float32
+            assert gradient_of(parameter).dtype == torch.float32
             expected = full[slot.spec.name]
             if slot.spec.shard_dim is not None and strategy.tp > 1:
                 rows = slot.spec.shard_rows(strategy.tp, strategy.coord(rank).tp)

@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import signal
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ from hf_hotspa.commands.train import number_of_processes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.trainer import misspelt
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.script import ScriptArguments, parser_of, read
+from hf_hotspa.trainer.script import ScriptArguments, parse, parser_of, read
 from tests.families import tiny_model
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -263,3 +264,11 @@ def test_the_version_is_that_of_what_is_installed(capsys):
     said = capsys.readouterr().out
     assert said.startswith("hf-hotspa ")
     assert f"torch {torch.__version__}" in said
+
+
+def test_deepspeed_is_told_that_there_is_only_the_cpu(tmp_path, monkeypatch):
+    """Where it is installed, it would warn in each process that it finds no accelerator."""
+    monkeypatch.setenv("DS_ACCELERATOR", "")  # put back afterwards
+    monkeypatch.delenv("DS_ACCELERATOR")
+    parse(parser_of(), ["--model", "m", "--dataset", "d", "--output_dir", str(tmp_path), "--use_cpu"])
+    assert os.environ["DS_ACCELERATOR"] == "cpu"
