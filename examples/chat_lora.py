@@ -8,7 +8,7 @@ On 4 CPU processes:
 A model and conversations of your own, on 8 GPUs:
 
     accelerate launch --multi_gpu --num_processes 8 examples/chat_lora.py --model Qwen/Qwen3-0.6B --dtype bfloat16 \\
-        --dataset chats.jsonl --bf16 --output_dir out --learning_rate 2e-4 \\
+        --dataset chats.jsonl --bf16 --output_dir out \\
         --hotspa_strategies "dp8:4096@16384,dp2tp4:16384,tp8:32768"
 
 Each line of `--dataset` is `{"messages": [{"role": "user", "content": ...}, {"role": "assistant", "content": ...}]}`.
@@ -18,7 +18,7 @@ What is saved is an adapter in PEFT's format. All flags of TrainingArguments wor
 import json
 import random
 import sys
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -36,8 +36,10 @@ from transformers import (
 
 from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
 from hf_hotspa.data.prepare import load_source, prepare_dataset
+from hf_hotspa.trainer.script import LORA_LEARNING_RATE
 
-DEFAULTS = {
+# Where the command line says nothing: for the new small model, and for one of your own, as `hf-hotspa train` has it.
+SMALL_MODEL = {
     "output_dir": "out/chat_lora",
     "max_steps": 20,
     "hotspa_strategies": "dp4:64@512,dp2tp2:256@512,tp2pp2:1024",
@@ -46,6 +48,13 @@ DEFAULTS = {
     "lr_scheduler_type": "cosine",
     "logging_steps": 2,
     "hotspa_overlong": "truncate",
+}
+OWN_MODEL = {
+    "output_dir": "out/chat_lora",
+    "learning_rate": LORA_LEARNING_RATE,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.03,
+    "logging_steps": 10,
 }
 TEMPLATE = (
     "{% for m in messages %}<|{{ m.role }}|>"
@@ -139,10 +148,10 @@ def base_model(script: ScriptArguments, tokenizer: Any) -> Any:
 
 
 def parse() -> tuple[ScriptArguments, HotSPaTrainingArguments]:
-    """Command line over `DEFAULTS`."""
-    assert {f.name for f in fields(HotSPaTrainingArguments)} >= DEFAULTS.keys()
+    """Command line over `SMALL_MODEL`, or with `--model` over `OWN_MODEL`."""
     given = {word.partition("=")[0].lstrip("-").replace("-", "_") for word in sys.argv[1:] if word.startswith("--")}
-    defaults = [part for name, value in DEFAULTS.items() if name not in given for part in (f"--{name}", str(value))]
+    settings = OWN_MODEL if "model" in given else SMALL_MODEL
+    defaults = [part for name, value in settings.items() if name not in given for part in (f"--{name}", str(value))]
     return HfArgumentParser((ScriptArguments, HotSPaTrainingArguments)).parse_args_into_dataclasses(
         [*sys.argv[1:], *defaults]
     )

@@ -33,3 +33,23 @@ def test_an_adapter_learns_from_conversations(tmp_path):
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
     assert (tmp_path / "out" / "adapter_config.json").is_file()
     assert not (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_settings_of_the_small_model_are_not_those_of_a_users(tmp_path, monkeypatch):
+    """2e-2, 20 steps and rows cut at 1,024 tokens would wreck a model that has been trained, in silence."""
+    parse = runpy.run_path(str(SCRIPT), run_name="example")["parse"]
+    given = {
+        "small": ["--hotspa_strategies", "dp1:512"],  # those of the script are for 4 processes
+        "own": ["--model", "Qwen/Qwen3-0.6B", "--dataset", "my.jsonl"],
+    }
+    found = {}
+    for name, words in given.items():
+        monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--use_cpu", "--output_dir", str(tmp_path), *words])
+        _, found[name] = parse()
+    assert (found["small"].learning_rate, found["small"].max_steps, found["small"].hotspa_overlong) == (
+        2e-2,
+        20,
+        "truncate",
+    )
+    assert (found["own"].learning_rate, found["own"].max_steps, found["own"].hotspa_overlong) == (2e-4, -1, "error")
+    assert found["own"].hotspa_auto
