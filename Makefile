@@ -24,6 +24,7 @@ LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed
 	--main_process_port 0
 
 PYTEST_ARGS ?=
+OLDEST_ARGS ?=
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
 DOCS_ARGS ?=
@@ -71,8 +72,16 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 	exit $$failed
 
 .PHONY: test-slow
-test-slow: $(INSTALLED)  ## The slow tests
-	$(ONE_THREAD) $(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS)
+test-slow: $(INSTALLED)  ## The slow tests, and the tests with the oldest releases; both run, whatever the first says
+	@failed=0; \
+	$(ONE_THREAD) $(PY) -m pytest -m "slow and not gpu" $(PYTEST_ARGS) || failed=1; \
+	$(PY) -m tests.oldest $(OLDEST_ARGS) || failed=1; \
+	exit $$failed
+
+# An environment of its own, in .cache/oldest: gigabytes, where torch comes with its CUDA libraries.
+.PHONY: test-oldest
+test-oldest: $(INSTALLED)  ## What must hold on every release, with the oldest torch, transformers, ... that setup.cfg allows
+	$(PY) -m tests.oldest $(OLDEST_ARGS)
 
 .PHONY: test-gpu
 test-gpu: $(INSTALLED)  ## The tests that need an NVIDIA GPU; one is enough. HOTSPA_NCCL_LIBRARY=FILE runs them with that NCCL

@@ -1,6 +1,6 @@
 """Gradients that accumulate in a wider dtype than their parameter has: bf16 weights, fp32 sums.
 
-A torch with `Tensor.grad_dtype` (2.10 and newer) adds to such a `.grad` itself. For an older one, which refuses it, a hook adds what
+A torch that has `Tensor.grad_dtype` adds to such a `.grad` itself. For an older one, which refuses it, a hook adds what
 each backward has left to the buffer, and takes it from the parameter: the same sums, bit for bit, but for a weight that one
 backward uses several times (tied embeddings), whose uses are summed in its own dtype first; and a gradient of one
 parameter more in memory while it is added.

@@ -16,6 +16,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from tests.contract.layers import PACKAGE_FOLDERS, ROOT, module_of, source_files
+from tests.oldest import TESTS, oldest, tools
 
 
 def _setup_cfg() -> configparser.ConfigParser:
@@ -74,6 +75,26 @@ def test_tests_run_with_the_pinned_versions() -> None:
     pins = dict(re.findall(r"^(torch|transformers|accelerate|datasets)==(\S+)$", _constraints(), re.MULTILINE))
     assert {name: version(name).partition("+")[0] for name in pins} == pins
     assert len(pins) == 4
+
+
+def test_the_oldest_releases_are_those_of_the_ranges_and_of_the_page() -> None:
+    """What `make test-oldest` installs is the lower end of every range, and docs/releasing.md names the same."""
+    page = (ROOT / "docs" / "releasing.md").read_text()
+    config = _setup_cfg()
+    wanted = _lines(config["options"]["install_requires"]) + _lines(config["options.extras_require"]["peft"])
+    assert len(oldest()) == len(wanted)
+    for line, pin in zip(wanted, oldest(), strict=True):
+        requirement, lowest = Requirement(line), Version(pin.partition("==")[2])
+        assert pin.startswith(f"{requirement.name}==")
+        assert lowest in requirement.specifier
+        if requirement.name in ("torch", "transformers", "accelerate", "datasets", "peft"):
+            (above,) = (s.version for s in requirement.specifier if s.operator == "<")
+            assert re.search(rf"\| {requirement.name} \| {lowest}[^|]*\| [^|]+\| {re.escape(above)} \|", page), (
+                requirement.name
+            )
+    for place in TESTS:
+        assert (ROOT / place.partition("::")[0]).exists(), place
+    assert all("==" in tool for tool in tools())
 
 
 def _constraints() -> str:
@@ -135,6 +156,12 @@ def test_a_source_tree_needs_no_installation(tmp_path: Path, name: str, how: str
     else:
         got = _python(code, ROOT, "-S")
     assert got == f"{ROOT / name / '__init__.py'} hf_hotspa.{name}"
+
+
+def test_a_source_tree_knows_its_version(tmp_path: Path) -> None:
+    """Calibrations and checkpoints name it; they are made without an installation, too."""
+    code = "import hf_hotspa; from hf_hotspa.versions import version_of as v; print(v('hf-hotspa') == hf_hotspa.__version__, v('no-such'))"
+    assert _python(code, tmp_path, "-S", PYTHONPATH=str(ROOT)) == "True None"
 
 
 def test_the_finder_answers_for_nothing_else(tmp_path: Path) -> None:

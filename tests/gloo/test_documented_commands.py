@@ -51,8 +51,8 @@ def made_short(command: str, folder: Path) -> str | None:
     if re.fullmatch(r"make train( EXTRA_TRAIN_ARGS=\"--dataset my.jsonl\")?", command):
         extra = f"--dataset {folder / 'my.jsonl'} " if "my.jsonl" in command else ""
         return f'make -o .venv/.hf_hotspa-installed train EXTRA_TRAIN_ARGS="{extra}{_TRAIN} {out}"'
-    if command in ("make test", "make test-slow"):
-        return f'make -o .venv/.hf_hotspa-installed {command.split()[1]} PYTEST_ARGS="--collect-only -q"'
+    if command in ("make test", "make test-slow", "make test-oldest"):
+        return f'make -o .venv/.hf_hotspa-installed {command.split()[1]} PYTEST_ARGS="--collect-only -q" OLDEST_ARGS=--list'
     if command in ("make lint", "make docs"):
         site = f' DOCS_ARGS="--site-dir {folder / "site"}"' if command == "make docs" else ""
         return f"make -o .venv/.hf_hotspa-installed {command.split()[1]}{site}"

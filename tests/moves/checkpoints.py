@@ -116,6 +116,13 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
     return run
 
 
+def _stock_resumes_on_cpu() -> None:
+    """The stock Trainer asks for the device `cpu:0`, which an older torch does not know where it reads files."""
+    torch.serialization.register_package(
+        30, lambda storage: None, lambda storage, place: storage if place.startswith("cpu:") else None
+    )
+
+
 def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
     """The move of going back: the stock Trainer goes on with a run of either (on several processes with DDP)."""
 
@@ -131,6 +138,7 @@ def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
         stock = Kit(True, kit.world_size, kit.folder)
         args = stock.arguments(**{**options, "save_strategy": "no"})
         trainer = stock.trainer(args=args, model=make(seed=5), train_dataset=rows)
+        _stock_resumes_on_cpu()
         return stock.train(trainer, resume_from_checkpoint=str(kit.folder / "out" / f"checkpoint-{step}"))
 
     return run
