@@ -32,6 +32,7 @@ from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
@@ -68,16 +69,23 @@ class AutoStrategies:
         args: The training arguments.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         singles: Gives the single strategies that fit, the fastest as predicted first.
+        stage_costs: What stages are cut by, as the plan has it.
     """
 
     def __init__(
-        self, plan: AutoPlan, args: HotSPaTrainingArguments, quadratic_cost: float, singles: Callable[[], list[Bucket]]
+        self,
+        plan: AutoPlan,
+        args: HotSPaTrainingArguments,
+        quadratic_cost: float,
+        singles: Callable[[], list[Bucket]],
+        stage_costs: StageCosts | None,
     ) -> None:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
         self.single = SingleStrategy(plan.choice.static, plan.time, plan.switch, quadratic_cost)
         self.singles = singles
+        self.stage_costs = stage_costs
 
     @property
     def predicted_bytes(self) -> dict[Strategy, float]:
@@ -191,6 +199,8 @@ def prepare_auto(
         every = args.hotspa_recompute_every
         strategies = searched_strategies(description.shape, args)
         calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
+        vector = description.vector.with_measured(measured_costs(calibration, description, args))
+        description = replace(description, vector=vector)
         limit, source = memory_limit(args, agreement)
         avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
         # nodes may have disks of their own
@@ -208,7 +218,18 @@ def prepare_auto(
     if args.process_index == 0:
         tqdm.write(str(plan))
     quadratic_cost = description.shape.quadratic_cost
-    return AutoStrategies(plan, args, quadratic_cost, lambda: fitting(strategies, lambda s: planned([s])))
+    singles = lambda: fitting(strategies, lambda s: planned([s]))  # noqa: E731
+    return AutoStrategies(plan, args, quadratic_cost, singles, vector.measured)
+
+
+def measured_costs(
+    calibration: Calibration, description: ModelDescription, args: HotSPaTrainingArguments
+) -> StageCosts | None:
+    """What the stages of a run are cut by; None, which is by count, where two runs must have the same bits: measured
+    seconds differ from run to run."""
+    if args.full_determinism and args.hotspa_calibration in (None, MEASURE):
+        return None
+    return calibration.stage_costs(description.vector.layer_costs)
 
 
 def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> list[Strategy]:

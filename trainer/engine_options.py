@@ -4,17 +4,21 @@ from dataclasses import replace
 
 import torch
 
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 
 
-def engine_options(args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss | None) -> EngineOptions:
+def engine_options(
+    args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss | None, stage_costs: StageCosts | None = None
+) -> EngineOptions:
     """The options of the engine of a run.
 
     Args:
         loss: A loss of the user's own, which label smoothing has no part in.
+        stage_costs: What stages are cut by where seconds were measured.
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
@@ -34,6 +38,7 @@ def engine_options(args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss
         gradients=args.hotspa_gradients,
         offload_master=args.hotspa_offload == "master",
         attention_dropout=args.hotspa_attention_dropout is None,
+        stage_costs=stage_costs,
     )
 
 

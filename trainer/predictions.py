@@ -19,6 +19,7 @@ from hf_hotspa.calibrate.calibration import cached_calibration, calibration_key
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
@@ -27,11 +28,12 @@ from hf_hotspa.search.automatic import AutoPlan, make_auto_plan
 from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     agreed_calibration,
     agreement_of,
     cost_model,
+    measured_costs,
     memory_limit,
     processes_of_a_node,
     searched_strategies,
@@ -48,10 +50,12 @@ class Known:
     Args:
         calibration: Measured seconds and bytes.
         limit_bytes: What a device may hold, the least over all ranks.
+        stage_costs: What stages are cut by: of a calibration that the user has named, which is the same in every run.
     """
 
     calibration: Calibration
     limit_bytes: int | None
+    stage_costs: StageCosts | None = None
 
 
 class Predictions:
@@ -132,7 +136,8 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> K
             "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
         )
         calibration = agreed_calibration(model.config, description, args, strategies, agreement)
-        return Known(calibration, memory_limit(args, agreement)[0])
+        named = None if args.hotspa_calibration == MEASURE else measured_costs(calibration, description, args)
+        return Known(calibration, memory_limit(args, agreement)[0], named)
 
 
 def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:

@@ -144,7 +144,8 @@ def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
     """An engine that knows the strategies of all sides; they share its weights and its memory."""
     buckets: dict[Strategy, Bucket] = {b.strategy: Bucket(b.strategy, 1, 1) for side in sides for b in side.buckets}
     weights = None if has_weights(trainer.model) else trainer._source.folder
-    options = engine_options(trainer.args, trainer._own_loss())
+    measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
+    options = engine_options(trainer.args, trainer._own_loss(), measured)
     return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
 
 

@@ -184,7 +184,8 @@ class HotSPaTrainer(
             self._auto = prepare_auto(self.model, args, self._tables_for_auto, self.get_total_train_batch_size(args))
         loss = self._own_loss()
         buckets = self._auto.buckets if self._auto is not None else recomputing_buckets(args)
-        options = engine_options(args, loss)
+        known_costs = self._auto or calibration
+        options = engine_options(args, loss, known_costs.stage_costs if known_costs is not None else None)
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None

@@ -1,9 +1,10 @@
 """`hf-hotspa formulas`: the textbook's numbers of 3D parallelism for a model and a cluster. Imports no torch."""
 
 import argparse
+from dataclasses import replace
 from typing import Any
 
-from hf_hotspa.search.formula_table import FormulaTable, formulas_text, make_table
+from hf_hotspa.search.formula_table import FormulaTable, formulas_text, make_table, pipedream
 from hf_hotspa.search.planning import DTYPE, Setup
 
 
@@ -28,6 +29,11 @@ def add_parsers(commands: Any) -> None:
         "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
     )
     parser.add_argument("--sequence", type=int, default=2048, metavar="TOKENS", help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--partition",
+        action="store_true",
+        help="also PipeDream's partition, stages replicated unequally, beside the best that layouts can run",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -39,4 +45,6 @@ def run(args: argparse.Namespace) -> tuple[FormulaTable, str]:
     """
     setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
     found = make_table(setup, args.batch, args.micro_batch, args.sequence)
+    if args.partition:
+        found = replace(found, pipedream=pipedream(setup, args.micro_batch, args.sequence))
     return found, "" if args.json else formulas_text(found)

@@ -6,7 +6,7 @@ they are asked for, so that a better fit needs no new measurement. `calibrate/ca
 
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,12 +35,14 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
 
 KIND = "hf_hotspa calibration"
 SCHEMA_VERSION = 1
 CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
+_NANOSECOND = 1e-9
 
 
 def cache_folder() -> Path:
@@ -99,6 +101,32 @@ class Calibration:
         return {s.tp for s in strategies} <= set(self.degrees)
 
     # ------------------------------------------------------------------------------------------------ the cost models
+
+    def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
+        """What the stages of a pipeline are cut by, in nanoseconds: measured, for the largest pack that was.
+
+        A layer takes its share of the mean layer by its relative cost; head, loss and embedding were measured together,
+        and count where the head is. At the least tp that was measured: one cut serves all.
+
+        Args:
+            layer_costs: Relative cost of each layer, by its parameters.
+
+        Raises:
+            HotspaConfigError: too few or impossible samples.
+        """
+        layers, ends = fit_costs(self.samples)
+        tp = min(layers)
+        largest = max(
+            (sample.lengths for sample in self.samples if sample.tp == tp), key=lambda pack: (sum(pack), pack)
+        )
+        mean = max(sum(layer_costs) / len(layer_costs), 1e-9)
+        layer = layers[tp].of(largest) / _NANOSECOND
+        send = round(self.hop_intra.seconds(sum(largest)) / _NANOSECOND)
+        return StageCosts(
+            tuple(round(layer * cost / mean) for cost in layer_costs),
+            round(ends[tp].of(largest) / _NANOSECOND) if tp in ends else 0,
+            sends=(send,) * (len(layer_costs) - 1),
+        )
 
     def time_model(self, sizes: ModelSizes, world_size: int | None = None) -> TimeModel:
         """The time model of the whole model.

@@ -32,7 +32,7 @@ def phase_factors(time: TimeModel, samples: Iterable[PhaseSample], model: ModelF
         strategy = Strategy.parse(sample.strategy)
         if time.knows(strategy):
             layers, head = (model.layer_parameters,) * sample.num_layers, model.vocab_size * model.hidden_size
-            copy = replace(time, layer_costs=layers, head_cost=head)
+            copy = replace(time, layer_costs=layers, head_cost=head, measured=None)
             predicted = copy.phase_seconds(strategy, sample.replicas)
             ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
     means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}

@@ -15,7 +15,7 @@ from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import master_layout, strategy_layout
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
@@ -89,6 +89,7 @@ class ModelSizes:
         vector: The parameters, for exact sizes; None for arithmetic on the shape.
         gradients: The dtypes in which gradients accumulate and travel.
         adapter: What is trained instead of the model, which is frozen; a vector knows by itself.
+        measured: What stages are cut by where seconds were measured, see `ParameterVector`; a vector knows by itself.
     """
 
     shape: ModelShape
@@ -97,17 +98,28 @@ class ModelSizes:
     vector: ParameterVector | None = None
     gradients: GradientDtypes = IN_FP32
     adapter: Adapter | None = None
+    measured: StageCosts | None = None
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """What decides the cut of stages."""
+        return self.measured_costs or StageCosts(self.layer_costs, self.head_cost)
+
+    @property
+    def measured_costs(self) -> StageCosts | None:
+        """The same where it was measured; None where parameters are counted."""
+        return self.measured if self.vector is None else self.vector.measured
 
     @property
     def layer_costs(self) -> tuple[int, ...]:
-        """Relative cost of each layer, as layouts cut stages with it."""
+        """Relative cost of each layer, by its parameters."""
         if self.vector is not None:
             return self.vector.layer_costs
         return (self.shape.layer_parameters,) * self.shape.num_layers
 
     @property
     def head_cost(self) -> int:
-        """Relative cost of the head."""
+        """Relative cost of the head, by its parameters."""
         return self.vector.head_cost if self.vector is not None else self.shape.vocab_size * self.shape.hidden_size
 
     @property
@@ -135,7 +147,7 @@ class ModelSizes:
         Raises:
             StrategyError: more stages than layers.
         """
-        return cut_stages(self.layer_costs, self.head_cost, pp)
+        return self.stage_costs.stages(pp)
 
     def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         """Sizes of each stage under a strategy.

@@ -19,7 +19,7 @@ from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.chunk_cuts import cut_for, squared_lengths
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
@@ -52,6 +52,7 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
+        measured: What stages are cut by, where it was measured, in the place of the relative costs.
     """
 
     source: str
@@ -69,6 +70,7 @@ class TimeModel:
     pipeline_factor: float = 1.0
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     schedule: str = "auto"
+    measured: StageCosts | None = None
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -97,6 +99,7 @@ class TimeModel:
             hop_intra=intra,
             hop_inter=inter,
             devices_per_node=hardware.devices_per_node,
+            measured=sizes.measured_costs,
             forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
         )
 
@@ -137,6 +140,7 @@ class TimeModel:
             hop_intra=hops[0],
             hop_inter=hops[1],
             devices_per_node=devices_per_node,
+            measured=sizes.measured_costs,
             forward_share=forward_share,
         )
 
@@ -175,8 +179,9 @@ class TimeModel:
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
         mean = sum(self.layer_costs) / len(self.layer_costs)
+        stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
-        for stage, layers in enumerate(cut_stages(self.layer_costs, self.head_cost, pp)):
+        for stage, layers in enumerate(stage_costs.stages(pp)):
             cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
             if rc:  # one more forward pass of every rc-th layer
                 cost *= 1 + self.forward_share / rc

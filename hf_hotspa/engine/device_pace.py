@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.packing.packs import sequence_cost
@@ -24,9 +23,8 @@ _COMPUTE, _OTHERS = MEASURES.index("compute_s"), MEASURES.index("others_s")
 
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
     """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights."""
-    stages = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)
-    costs = [float(sum(vector.layer_costs[layer] for layer in stage)) for stage in stages]
-    costs[-1] += vector.head_cost
+    known = vector.stage_costs
+    costs = known.of_stages(known.stages(strategy.pp))
     coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
     sizes = [sum(layout.rank_sizes(rank)) for rank in range(strategy.world_size)]
     held: dict[tuple[int, int], int] = defaultdict(int)

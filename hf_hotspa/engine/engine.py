@@ -18,6 +18,7 @@ import os
 import time
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,7 @@ class HotSPaEngine:
     def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
         def described() -> ModelDescription:
             description = describe_model(model, options.compute_dtype, options.attention_dropout)
+            description = replace(description, vector=description.vector.with_measured(options.stage_costs))
             check_buckets(self.buckets, self.world_size, description.shape)
             for bucket in self.buckets:
                 check_chunks(options.pipeline_schedule, bucket.strategy)

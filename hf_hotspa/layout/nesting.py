@@ -13,7 +13,7 @@ from itertools import permutations, product
 import numpy as np
 import numpy.typing as npt
 
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
 
 Order = tuple[int, ...]
@@ -26,7 +26,7 @@ _FINEST_WEIGHT = 1000
 
 
 def nested_orders(
-    strategies: Sequence[Strategy], layer_costs: Sequence[int], head_cost: int = 0
+    strategies: Sequence[Strategy], layer_costs: Sequence[int], head_cost: int = 0, measured: StageCosts | None = None
 ) -> dict[Strategy, tuple[int, ...]]:
     """The shard order of each strategy of a pool, one per tp degree.
 
@@ -40,6 +40,7 @@ def nested_orders(
         strategies: The pool; all of one world size. Their own shard orders are ignored.
         layer_costs: Relative cost of each layer, also taken as its relative size.
         head_cost: The same for the head: stages are cut with it.
+        measured: What stages are cut by in the place of both, see `ParameterVector`.
 
     Returns:
         For each strategy what `Strategy.ordered` takes: the shard of each tp coordinate; empty for the identity.
@@ -50,7 +51,8 @@ def nested_orders(
     degrees = sorted({s.tp for s in strategies})
     candidates = {tp: [tuple(range(tp)), *_digit_reversals(tp)] for tp in degrees}
     movable = [tp for tp in degrees if len(candidates[tp]) > 1]
-    scores = _pair_scores(strategies, degrees, candidates, layer_costs, head_cost)
+    costs = measured or StageCosts(tuple(layer_costs), head_cost)
+    scores = _pair_scores(strategies, degrees, candidates, layer_costs, costs)
 
     def value(choice: dict[int, int]) -> tuple[int, int, tuple[int, ...]]:
         total = sum(int(table[choice[a], choice[b]]) for (a, b), table in scores.items())
@@ -137,7 +139,7 @@ def _pair_scores(
     degrees: Sequence[int],
     candidates: dict[int, list[Order]],
     layer_costs: Sequence[int],
-    head_cost: int,
+    costs: StageCosts,
 ) -> dict[tuple[int, int], _Table]:
     """For each pair of degrees a < b the score of every pair of their candidates.
 
@@ -145,7 +147,7 @@ def _pair_scores(
     """
     heaviest = max(max(layer_costs, default=0), 1)
     weights = np.array([max(1, cost * _FINEST_WEIGHT // heaviest) for cost in layer_costs], np.int64)
-    stages = {pp: cut_stages(layer_costs, head_cost, pp) for pp in sorted({s.pp for s in strategies})}
+    stages = {pp: costs.stages(pp) for pp in sorted({s.pp for s in strategies})}
     held = {pp: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for pp, cut in stages.items()}
     common = {(p, q): (held[p] * weights) @ held[q].T for p in held for q in held}
     tables = {}

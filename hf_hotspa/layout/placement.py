@@ -18,7 +18,6 @@ from functools import cached_property
 import numpy as np
 
 from hf_hotspa.layout.intervals import Interval, Placement, place
-from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
@@ -112,7 +111,7 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
         return 0
     if unit == HEAD:
         return strategy.pp - 1
-    stages = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)
+    stages = vector.stage_costs.stages(strategy.pp)
     return next(stage for stage, layers in enumerate(stages) if unit in layers)
 
 

@@ -35,14 +35,23 @@ class StageCosts:
             raise HotspaConfigError("a cost of a stage is negative", fix="measure again")
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
-        """The layers of each stage, see `cut_stages`."""
+        """The layers of each stage, see `cut_stages`.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
         return cut_stages(self.layers, self.head, num_stages, self.embedding, self.sends)
 
-    def slowest(self, stages: Sequence[range]) -> int:
-        """What the slowest stage of a cut costs, or the slowest pass between two, there and back."""
+    def of_stages(self, stages: Sequence[range]) -> list[int]:
+        """What each stage of a cut costs, passing on left out."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
         sums[0] += self.embedding
         sums[-1] += self.head
+        return sums
+
+    def slowest(self, stages: Sequence[range]) -> int:
+        """What the slowest stage of a cut costs, or the slowest pass between two, there and back."""
+        sums = self.of_stages(stages)
         return max(*sums, *(2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends), 0)
 
 

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from hf_hotspa.errors import ModelError
+from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.layout.gradients import master_dtype
+from hf_hotspa.layout.stages import StageCosts
 
 EMBEDDING, HEAD = -1, -2
 """Unit numbers of what comes before and after the decoder layers; layer i is unit i."""
@@ -142,12 +143,32 @@ class ParameterVector:
         segments: The segments by offset; they tile the vector.
         layer_costs: Relative compute cost of each decoder layer for one token.
         head_cost: The same for the head (final norm and vocabulary projection).
+        measured: What decides the cut of stages in their place, where seconds of the model were measured. It moves layers
+            between stages and changes nothing else: no offset, no segment, no checkpoint.
     """
 
     specs: tuple[ParameterSpec, ...]
     segments: tuple[Segment, ...]
     layer_costs: tuple[int, ...]
     head_cost: int
+    measured: StageCosts | None = None
+
+    @property
+    def stage_costs(self) -> StageCosts:
+        """What decides the cut of stages."""
+        return self.measured or StageCosts(self.layer_costs, self.head_cost)
+
+    def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
+        """The same parameters, whose stages are cut by what was measured; by count when None.
+
+        Raises:
+            HotspaConfigError: the costs are of another number of layers.
+        """
+        if costs is not None and len(costs.layers) != self.num_layers:
+            raise HotspaConfigError(
+                f"costs of {len(costs.layers)} layers for a model of {self.num_layers}", fix="measure this model"
+            )
+        return replace(self, measured=costs)
 
     @property
     def numel(self) -> int:

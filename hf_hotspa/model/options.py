@@ -7,6 +7,7 @@ import torch
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.pipeline_order import check_schedule
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import check_planner
@@ -65,6 +66,7 @@ class EngineOptions:
         offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
         loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
         attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
+        stage_costs: What stages are cut by, where seconds of the model were measured; None for its parameters.
 
     Raises:
         HotspaConfigError: a value cannot be meant; names the option.
@@ -89,6 +91,7 @@ class EngineOptions:
     offload_master: bool = False
     loss: TokenLoss | SequenceLoss | None = None
     attention_dropout: bool = True
+    stage_costs: StageCosts | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)

@@ -19,7 +19,6 @@ from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
-from hf_hotspa.layout.stages import cut_stages
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
@@ -83,7 +82,7 @@ class Replica:
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
         self._gradients = options.gradients
-        mine = cut_stages(description.vector.layer_costs, description.vector.head_cost, strategy.pp)[coord.pp]
+        mine = description.vector.stage_costs.stages(strategy.pp)[coord.pp]
         kinds = [description.layer_kinds[index] for index in mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
@@ -144,7 +143,7 @@ class Replica:
             (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
         ]
         strategy, vector = self.mesh.strategy, description.vector
-        mine = cut_stages(vector.layer_costs, vector.head_cost, strategy.pp)[self.mesh.coord.pp]
+        mine = vector.stage_costs.stages(strategy.pp)[self.mesh.coord.pp]
         for unit, (layers, index) in enumerate(places):
             if unit not in mine:
                 layers[index] = PassThrough()

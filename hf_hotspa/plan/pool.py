@@ -52,7 +52,7 @@ class PlanPool:
         second_source: bool = False,
     ) -> None:
         check_planner(planner)
-        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost)
+        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost, vector.measured)
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
         self.units = Units(vector)

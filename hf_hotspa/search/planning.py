@@ -138,7 +138,12 @@ class Setup:
     @cached_property
     def sizes(self) -> ModelSizes:
         """Sizes of model states."""
-        return ModelSizes(self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter)
+        sizes = ModelSizes(
+            self.model.shape, self.dtype, self.model.tied, gradients=self.gradients, adapter=self.adapter
+        )
+        if self.calibration is None:
+            return sizes
+        return replace(sizes, measured=self.calibration.stage_costs(sizes.layer_costs))
 
     @cached_property
     def memory(self) -> MemoryModel:

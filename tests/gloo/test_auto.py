@@ -230,6 +230,8 @@ def measured_run(rank, world_size, folder):
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=data_of(1, model.config.vocab_size))
     trainer.train()
     first = trainer.engine
+    assert first.description.vector.measured == trainer._auto.stage_costs
+    assert first.description.vector.measured is not None  # stages are cut by seconds
     trainer.train()  # goes on with what is there
     assert trainer.engine is first
     found = trainer.hotspa_state()["auto"]
