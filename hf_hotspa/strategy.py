@@ -4,7 +4,8 @@ Owns the two grammars that users type:
 
 * a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
-  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+z2`` (gradients leave layer by layer),
+  ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks
+  are kept), ``dp4+ck8192+kh`` (their keys and values wait in host memory), ``dp4+z2`` (gradients leave layer by layer),
   ``dp4+z3`` (weights come layer by layer, too), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
@@ -25,7 +26,7 @@ from hf_hotspa.model_shape import ModelShape
 AXES = ("dp", "cp", "tp", "pp")
 _STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp)[0-9]+)+")
 _DEGREE = re.compile(r"(dp|cp|tp|pp)([0-9]+)")
-_OPTION = re.compile(r"sp|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|z([23])")
+_OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])")
 _CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
 _MAX_DEGREE = 1 << 20
 
@@ -54,6 +55,8 @@ class Strategy:
             for none.
         ck: The most tokens of a chunk: packs are computed a chunk at a time, also inside of a sequence
             (`parallel.token_chunks`), and pass through a pipeline in chunks; 0 for whole packs.
+        kg: How many chunks before the last one of a sequence keep their graphs, so that they run forward once.
+        kh: Whether keys and values of earlier chunks, and the sums of their gradients, are in host memory.
         cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
         z: What is there for one layer at a time, and shared out over all ranks else: 2 for gradients, 3 for gradients
             and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
@@ -62,8 +65,8 @@ class Strategy:
             equal whatever their order.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, or a
-            pipeline is both fully sharded and in chunks.
+        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, kg or kh
+            have no chunks on one stage, or a pipeline is both fully sharded and in chunks.
     """
 
     dp: int = 1
@@ -74,6 +77,8 @@ class Strategy:
     ck: int = 0
     cp: int = 1
     z: int = 0
+    kg: int = 0
+    kh: bool = False
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -98,11 +103,19 @@ class Strategy:
             )
         if self.ck < 0:
             raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
-        if self.ck and self.z and self.pp > 1:
+        if self.ck and self.z and (self.pp > 1 or self.kg):
             raise StrategyError(
-                f"strategy {self} has token chunks in a pipeline that is fully sharded",
+                f"strategy {self} is fully sharded and {'a pipeline of token chunks' if self.pp > 1 else 'keeps graphs of chunks'}",
                 why="the units of all replicas keep step by packs, and replicas have unequal chunks",
-                fix=f"leave +z{self.z} or +ck{self.ck} out, or use dp and tp in the place of pp",
+                fix=f"leave +z{self.z}{f', +ck{self.ck}' if self.pp > 1 else ''}{f' or +kg{self.kg}' if self.kg else ''} out",
+            )
+        if (self.kg or self.kh) and (not self.ck or self.pp > 1):
+            raise StrategyError(
+                f"strategy {self} has +kg or +kh {'in a pipeline' if self.ck else 'without token chunks'}",
+                why="a pipeline keeps the graphs of all chunks, and their keys and values with them"
+                if self.ck
+                else "they say how chunks of packs are kept",
+                fix="leave them out" if self.ck else "write +ck4096, too, or leave them out",
             )
 
     def __str__(self) -> str:
@@ -111,10 +124,15 @@ class Strategy:
 
     @property
     def options(self) -> str:
-        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+z3`, several of them, or nothing."""
+        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+kg2`, `+kh`, `+z3`, several of them, or nothing."""
         recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
-        chunks, sharded = f"+ck{self.ck}" if self.ck else "", f"+z{self.z}" if self.z else ""
-        return f"{'+sp' if self.sp else ''}{recompute}{chunks}{sharded}"
+        sharded = f"+z{self.z}" if self.z else ""
+        return f"{'+sp' if self.sp else ''}{recompute}{self._chunk_options}{sharded}"
+
+    @property
+    def _chunk_options(self) -> str:
+        graphs = f"+kg{self.kg}" if self.kg else ""
+        return f"{f'+ck{self.ck}' if self.ck else ''}{graphs}{'+kh' if self.kh else ''}"
 
     @property
     def world_size(self) -> int:
@@ -180,8 +198,8 @@ class Strategy:
                 raise StrategyError(
                     f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
-                    " +ck4096 (compute packs in chunks of 4096 tokens), +z2 (gradients a layer at a time) and"
-                    " +z3 (weights, too)",
+                    " +ck4096 (compute packs in chunks of 4096 tokens; +kg2 keeps the graphs of two more, +kh keeps keys and values"
+                    " in host memory), +z2 (gradients a layer at a time) and +z3 (weights, too)",
                 )
             numbers[name] = int(next(filter(None, match.groups()), 1))
             if name == "ck" and numbers["ck"] < 1:
@@ -196,7 +214,8 @@ class Strategy:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
         dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
-        return cls(dp, tp, pp, "sp" in numbers, numbers.get("rc", 0), numbers.get("ck", 0), cp, numbers.get("z", 0))
+        rc, ck, z, kg = (numbers.get(name, 0) for name in ("rc", "ck", "z", "kg"))
+        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""

@@ -240,7 +240,7 @@ MUTATIONS = [
     Mutation(
         "sequences of a pack attend to each other",
         "hf_hotspa/parallel/attention.py",
-        "x.split(lengths, dim=2)",
+        "x.split(pack.lengths, dim=2)",
         "x.split((x.shape[2],), dim=2)",
         ALONE,
     ),

@@ -161,6 +161,8 @@ def prepare_auto(
     args: HotSPaTrainingArguments,
     read_tables: Callable[[], list[SequenceTable]],
     mini_batch_size: int,
+    *,
+    may_chunk: bool = True,
 ) -> AutoStrategies:
     """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
 
@@ -169,6 +171,7 @@ def prepare_auto(
         args: The training arguments.
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
         mini_batch_size: Rows of a mini-batch.
+        may_chunk: Whether the loss can be computed in chunks of tokens (`+ck`).
 
     Raises:
         HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
@@ -210,7 +213,7 @@ def prepare_auto(
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
 
         def planned(among: list[Strategy]) -> AutoPlan:
-            return _plan(description, args, among, tables, calibration, limit, source, mini_batch_size, most)
+            return _plan(description, args, among, tables, calibration, limit, source, mini_batch_size, most, may_chunk)
 
         plan = agreement.run(
             "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
@@ -309,6 +312,7 @@ def _plan(
     source: str,
     mini_batch_size: int,
     most_tokens: Mapping[Strategy, int],
+    may_chunk: bool,
 ) -> AutoPlan:
     return make_auto_plan(
         tables[0],
@@ -323,6 +327,8 @@ def _plan(
         max_phases=args.hotspa_max_buckets,
         most_tokens=most_tokens,
         evaluated=tables[1:],
+        may_chunk=may_chunk,
+        has_host_memory=args.device.type != "cpu",
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import torch
 
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
@@ -12,13 +13,18 @@ from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 
 
 def engine_options(
-    args: HotSPaTrainingArguments, loss: TokenLoss | SequenceLoss | None, stage_costs: StageCosts | None = None
+    args: HotSPaTrainingArguments,
+    loss: TokenLoss | SequenceLoss | None,
+    stage_costs: StageCosts | None = None,
+    time: TimeModel | None = None,
 ) -> EngineOptions:
     """The options of the engine of a run.
 
     Args:
         loss: A loss of the user's own, which label smoothing has no part in.
         stage_costs: What stages are cut by where seconds were measured.
+        time: The time model that strategies were chosen by; chunks of tokens are cut by it. None where they were given:
+            what is measured then changes nothing.
     """
     return EngineOptions(
         compute_dtype=torch.bfloat16 if args.bf16 else None,
@@ -39,6 +45,7 @@ def engine_options(
         offload_master=args.hotspa_offload == "master",
         attention_dropout=args.hotspa_attention_dropout is None,
         stage_costs=stage_costs,
+        pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
     )
 
 

@@ -73,7 +73,9 @@ class Predictions:
 
     def __init__(self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments) -> None:
         self._args, self._known, self._engine = args, known, engine
-        self._cost = cost_model(known.calibration, engine.description, args)
+        cost = cost_model(known.calibration, engine.description, args)
+        # as the engine does, which does not know of it
+        self._cost = replace(cost, time=replace(cost.time, cut_by=engine.description.shape.quadratic_cost))
         legal = searched_strategies(engine.description.shape, args)
         self._legal = [s for s in legal if self._cost.time.knows(s)]
         self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
@@ -100,6 +102,7 @@ class Predictions:
                 longest=longest,
                 policy=self._args.hotspa_overlong,
                 max_phases=1,
+                may_chunk=False,
             )
 
         self.singles = lambda: fitting(self._legal, lambda s: planned([s]))

@@ -25,7 +25,7 @@ from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError, NonFiniteError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
-from hf_hotspa.parallel.own_loss import TokenSlice
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.accumulation import AccumulationMixin
@@ -180,12 +180,14 @@ class HotSPaTrainer(
             self._close_engine(restarts=True)
         weights = self._source.weights_folder(self.model)
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
-        if args.hotspa_auto:
-            self._auto = prepare_auto(self.model, args, self._tables_for_auto, self.get_total_train_batch_size(args))
         loss = self._own_loss()
+        if args.hotspa_auto:
+            size, may_chunk = self.get_total_train_batch_size(args), not isinstance(loss, SequenceLoss)
+            self._auto = prepare_auto(self.model, args, self._tables_for_auto, size, may_chunk=may_chunk)
         buckets = self._auto.buckets if self._auto is not None else recomputing_buckets(args)
         known_costs = self._auto or calibration
-        options = engine_options(args, loss, known_costs.stage_costs if known_costs is not None else None)
+        stage_costs = known_costs.stage_costs if known_costs is not None else None
+        options = engine_options(args, loss, stage_costs, self._auto.plan.time if self._auto is not None else None)
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None

@@ -2,7 +2,8 @@
 
 Of a sequence that is cut, each layer keeps keys and values of the tokens in chunks before the last one, in the compute
 dtype, and sums of their gradients in at least fp32; the chunk that is in a graph has the former once more, joined to its
-own. Everything else is one chunk's. Its tokens run forward twice, but for those of the last chunk.
+own. Everything else is one chunk's. Its tokens run forward twice, but for those of the last chunk. What `+kg` adds are the
+graphs of more chunks, which run forward once; what `+kh` takes away is all that the layers keep, but for that of one.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,12 +19,13 @@ def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:
     return min(pack_tokens, strategy.ck) if strategy.ck else pack_tokens
 
 
-def carried_bytes(strategy: Strategy, shape: ModelShape, longest: int, element_bytes: int) -> float:
-    """What chunks leave for each other in one layer, in bytes.
+def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longest: int, element_bytes: int) -> float:
+    """What chunks leave for each other on the device in the layers of a stage, in bytes.
 
     Args:
         strategy: The strategy.
         shape: The model's shape.
+        num_layers: Layers of the stage.
         longest: Tokens of the longest sequence.
         element_bytes: Of the compute dtype.
     """
@@ -31,24 +33,30 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, longest: int, element_b
         return 0.0
     heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
     width = 2 * heads * shape.attention_size / shape.num_attention_heads  # of keys and of values
-    return width * (2 * element_bytes + max(4, element_bytes)) * max(0, longest - strategy.ck)
+    before = max(0, longest - strategy.ck)
+    if strategy.kh:  # those of one layer: fetched, joined, and the gradients of both
+        return 4 * width * element_bytes * before
+    chunks = -(-longest // strategy.ck)
+    # of each graph, what its chunk attends to
+    joined = (chunks + 1) / 2 if strategy.pp > 1 else min(1 + strategy.kg, chunks)
+    return num_layers * width * (element_bytes * (1 + joined) + max(4, element_bytes)) * before
 
 
-def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], most: int, forward_share: float) -> float:
-    """Seconds of packs that are computed in chunks.
+def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:
+    """Seconds of packs that are computed in chunks on one stage.
 
     Args:
         cost: Of a pack under the strategy, forward and backward.
         packs: The lengths in each.
-        most: The most tokens of a chunk.
+        strategy: The strategy.
         forward_share: The forward pass in that.
     """
     seconds = 0.0
     for lengths in packs:
-        chains = cut_into_chains(lengths, most)
-        again = [chain[-1][0] - chain[0][0] for chain in chains]
-        first_rounds = cost.a * sum(n * n for n in again) + cost.b * sum(again)
-        first_rounds += cost.c * sum(len(chain) - 1 for chain in chains)
+        chains = cut_into_chains(lengths, strategy.ck)
+        num_again = [max(len(chain) - 1 - strategy.kg, 0) for chain in chains]
+        again = [chain[num][0] - chain[0][0] for chain, num in zip(chains, num_again, strict=True)]
+        first_rounds = cost.a * sum(n * n for n in again) + cost.b * sum(again) + cost.c * sum(num_again)
         whole = cost.a * sum(n * n for n in lengths) + cost.b * sum(lengths) + cost.c * sum(map(len, chains))
         seconds += whole + forward_share * first_rounds
     return seconds

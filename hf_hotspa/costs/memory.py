@@ -149,13 +149,15 @@ class MemoryModel:
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self._master
-        held_tokens = pack_tokens if strategy.ck and strategy.pp == 1 else bucket.most_tokens
-        longest, chain = bucket.longest or bucket.capacity, 1
+        held_tokens, longest, chain = bucket.most_tokens, bucket.longest or bucket.capacity, 1
         if strategy.ck and strategy.pp > 1:
             chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
             num_packs = None if num_packs is None else num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
         in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain)
-        if in_flight is None:
+        if strategy.ck and strategy.pp == 1:
+            in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
+            held_tokens = min(in_flight * pack_tokens, max(longest, pack_tokens))
+        elif in_flight is None:
             in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
         elif chain == 1:  # what else a chain is cut into depends on what is measured
             held_tokens = min(in_flight * pack_tokens, held_tokens)
@@ -172,7 +174,7 @@ class MemoryModel:
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
-        layers += sizes.num_layers * carried_bytes(strategy, shape, longest, dtype_bytes(options.compute_dtype))
+        layers += carried_bytes(strategy, shape, sizes.num_layers, longest, dtype_bytes(options.compute_dtype))
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2

@@ -53,6 +53,7 @@ class TimeModel:
             `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         measured: What stages are cut by, where it was measured, in the place of the relative costs.
+        cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
     """
 
     source: str
@@ -71,6 +72,7 @@ class TimeModel:
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     schedule: str = "auto"
     measured: StageCosts | None = None
+    cut_by: float | None = None
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -151,9 +153,10 @@ class TimeModel:
     def kind(self, strategy: Strategy) -> Strategy:
         """A strategy that takes as long as the given one, the same for all of which that is known.
 
-        Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only.
+        Sequence parallelism sends the bytes of an all-reduce in two halves, so `+sp` changes what is held only; and so does
+        `+kh`, whose copies are not counted.
         """
-        return replace(strategy, sp=False) if strategy.sp else strategy
+        return replace(strategy, sp=False, kh=False) if strategy.sp or strategy.kh else strategy
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
         """The cost of each stage of a replica.
@@ -233,19 +236,21 @@ class TimeModel:
             return pipeline_seconds(self._pipeline(strategy, packs, most_tokens))
         (cost,) = self.stage_costs(strategy)
         if strategy.ck:
-            return chunked_seconds(cost, packs, strategy.ck, self.forward_share)
+            return chunked_seconds(cost, packs, strategy, self.forward_share)
         squares = sum(length * length for pack in packs for length in pack)
         return cost.a * squares + cost.b * sum(map(sum, packs)) + cost.c * len(packs)
 
-    def pair_cost(self, strategy: Strategy) -> float:
+    def pair_cost(self, tp: int) -> float:
         """Cost of a pair of tokens relative to that of a token, in the layers: what chunks of equal time are cut by."""
-        cost = self.layers[strategy.tp]
+        if self.cut_by is not None:
+            return self.cut_by
+        cost = self.layers[tp]
         return cost.a / cost.b if cost.b > 0 else 0.0
 
     def _pipeline(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> Pipeline:
         chains: list[int] = []
         if strategy.ck:
-            cuts = [cut_for(strategy, pack, self.pair_cost(strategy)) for pack in packs]
+            cuts = [cut_for(strategy, pack, self.pair_cost(strategy.tp)) for pack in packs]
             lengths = [stop - first for cut in cuts for chain in cut for first, stop in chain]
             squares = [q for pack, cut in zip(packs, cuts, strict=True) for c in squared_lengths(pack, cut) for q in c]
             chains = [len(chain) for cut in cuts for chain in cut]

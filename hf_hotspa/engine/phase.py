@@ -76,7 +76,7 @@ class PhaseRunner:
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"
-        pair_cost = description.shape.quadratic_cost
+        pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
         self._runner = PipelineRunner(self.replica, mesh, schedule, pad, pair_cost)
@@ -306,6 +306,11 @@ class PhaseRunner:
             return torch.zeros_like(loss)
         # the last stage's loss has the balance loss of its routers in it
         return loss if self.replica.is_last else self.replica.balance_loss.to(loss)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes so far that `+kh` held in host memory."""
+        return self._runner.host_bytes
 
     @property
     def forecast(self) -> MemoryForecast:

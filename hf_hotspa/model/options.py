@@ -1,6 +1,7 @@
 """The options of an engine: checked when they are made, handed through unchanged, and with their defaults resolved."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -65,6 +66,8 @@ class EngineOptions:
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
         loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
+        pair_costs: By tp, what a pair of tokens costs relative to one token, as measured: pipelines cut chunks of equal time
+            by it. Where a tp is missing, the model's arithmetic says it.
         attention_dropout: Whether attention probabilities are dropped as the model's config says; else none are.
         stage_costs: What stages are cut by, where seconds of the model were measured; None for its parameters.
 
@@ -92,6 +95,7 @@ class EngineOptions:
     loss: TokenLoss | SequenceLoss | None = None
     attention_dropout: bool = True
     stage_costs: StageCosts | None = None
+    pair_costs: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)

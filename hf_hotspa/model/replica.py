@@ -267,7 +267,7 @@ class Replica:
         """
         num_tokens = micro_batch.num_tokens
         micro_batch = self._divisible(micro_batch)
-        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix)
+        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self._router_loss is not None:

@@ -45,13 +45,18 @@ def check_schedule(schedule: str) -> None:
         raise HotspaConfigError(f"there is no pipeline schedule {schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}")
 
 
+def runs_chunks(schedule: str) -> bool:
+    """Whether a schedule runs chunks of packs (`+ck`), too."""
+    return schedule in ("auto", "own")
+
+
 def check_chunks(schedule: str, strategy: Strategy) -> None:
     """Refuses a schedule that runs whole packs, where a pipeline is to run chunks of them.
 
     Raises:
         StrategyError: torch's schedule under `+ck` in a pipeline.
     """
-    if strategy.ck and strategy.pp > 1 and schedule not in ("auto", "own"):
+    if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
             why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",

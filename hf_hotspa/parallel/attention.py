@@ -17,13 +17,14 @@ Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/val
 
 import inspect
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate, zip_longest
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.errors import ModelError
@@ -73,6 +74,8 @@ class PackedSequences:
         lengths: Tokens of each sequence, in the order in which they stand in the row.
         cu_seqlens: int32 [number of sequences + 1], the running sum of the lengths, on the device of the row.
         prefix: What came before, where a sequence began elsewhere; else None.
+        fetches: Whether keys and values of the prefix are in host memory. What is fetched of them for an attention is then
+            fetched again for its backward, and not kept.
         num_calls: How often a layer attended to this pack: the check that a family really comes through here.
         token_keys: What dropout draws from, see `parallel.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
@@ -84,6 +87,7 @@ class PackedSequences:
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
     prefix: Prefix | None = field(default=None, compare=False)
+    fetches: bool = field(default=False, compare=False)
     num_calls: int = field(default=0, compare=False)
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
@@ -204,24 +208,50 @@ def packed_attention(
         )
     hotspa_pack.num_calls += 1
     before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
-    drops = dropout > 0 and module.training
+    drops, scores = dropout > 0 and module.training, None
     if drops or softcap is not None or s_aux is not None:
-        scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
         dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
-        scores = Scores(scaling, sliding_window, softcap, dropped)
-        key, value = hotspa_pack.joined(before, key, value)
-        lengths, key_lengths = hotspa_pack.lengths, hotspa_pack.key_lengths
-        out = explicit_attention(query[0], key[0], value[0], s_aux, lengths, scores, key_lengths)
-        return out.transpose(0, 1)[None], None
+        scores = Scores(scale, sliding_window, softcap, dropped)
+    attend = partial(_attend, hotspa_pack, scores, s_aux, scaling, sliding_window)
+    if hotspa_pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
+        longest = max(hotspa_pack.key_lengths)
+        in_blocks = scores is None and kernel_takes(query, value)
+        if not in_blocks or (sliding_window is not None and sliding_window < longest):
+            out = checkpoint(attend, query, key, value, before, use_reentrant=False, preserve_rng_state=False)
+            assert isinstance(out, Tensor)
+            return out, None
+    return attend(query, key, value, before), None
+
+
+def _attend(
+    pack: PackedSequences,
+    scores: Scores | None,
+    s_aux: Tensor | None,
+    scaling: float | None,
+    sliding_window: int | None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: tuple[Tensor, Tensor] | None,
+) -> Tensor:
+    """[1, T, H, D]; see `packed_attention`. With `scores` these are computed one by one, else a fused kernel does it."""
+    if before is not None and pack.fetches:
+        before = before[0].to(query.device, non_blocking=True), before[1].to(query.device, non_blocking=True)
+    if scores is not None:
+        key, value = pack.joined(before, key, value)
+        out = explicit_attention(query[0], key[0], value[0], s_aux, pack.lengths, scores, pack.key_lengths)
+        return out.transpose(0, 1)[None]
     if _kernel_takes(query, value):
-        key, value = hotspa_pack.joined(before, key, value)
-        return _varlen(query, key, value, hotspa_pack, scaling, sliding_window), None
-    lengths, prefixes = hotspa_pack.lengths, hotspa_pack.prefixes(before)
+        key, value = pack.joined(before, key, value)
+        return _varlen(query, key, value, pack, scaling, sliding_window)
     per_sequence = [
         _one_sequence(q, k, v, prefix, scaling, sliding_window)
-        for q, k, v, prefix in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), prefixes, strict=True)
+        for q, k, v, prefix in zip(
+            *(x.split(pack.lengths, dim=2) for x in (query, key, value)), pack.prefixes(before), strict=True
+        )
     ]
-    return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1), None
+    return torch.cat([out.transpose(1, 2) for out in per_sequence], dim=1)
 
 
 def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) -> AttentionDropout:

@@ -68,12 +68,17 @@ class PipelineRunner:
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
-        self._packs = ChunkedPacks(mesh.strategy, pair_cost)
+        self._packs, self._graphs = ChunkedPacks(mesh.strategy, pair_cost), mesh.strategy.kg
         self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
 
     def num_backwards(self, micro_batches: Sequence[MicroBatch]) -> int:
         """How often `run` goes backward through this stage."""
         return self._packs.num_chunks(micro_batches)
+
+    @property
+    def host_bytes(self) -> int:
+        """The most bytes of keys, values and sums of their gradients so far that `+kh` held in host memory."""
+        return self._packs.host.most if self._packs.host is not None else 0
 
     def run(
         self,
@@ -142,7 +147,7 @@ class PipelineRunner:
     def _run_alone(self, chains: Sequence[list[Chunk]], scale: float) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         for chain in chains:
-            for loss in run_chain(self._stage, chain, scale):
+            for loss in run_chain(self._stage, chain, scale, self._graphs):
                 total += loss
         loss_of_packs([chunk for chain in chains for chunk in reversed(chain)], self._stage.losses)
         return total

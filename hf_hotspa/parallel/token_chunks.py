@@ -7,8 +7,10 @@ chunk at a time (Li et al., 2021, "TeraPipe"). On one stage the chunks of a chai
 2. from the last to the first, each runs forward with a graph, in which those of the chunks before are leaves, and backward
    at once: from its loss, and from its own keys and values with the gradients that later chunks have added up.
 
-So one chunk's activations exist at a time, and no logits of more than one; what grows with a sequence are keys, values and
-the sums of their gradients, in at least fp32. A chain of one chunk runs forward and backward once.
+So one chunk's activations exist at a time (`+kg2`: those of three, and the last three run forward once), and no logits of
+more than one; what grows with a sequence are keys, values and
+the sums of their gradients, in at least fp32. With `+kh` these are in host memory: an attention fetches what it needs, and
+no graph holds what was fetched. A chain of one chunk runs forward and backward once.
 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
 that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
@@ -16,6 +18,7 @@ that order (`packing.pipeline_order`); each stage keeps the keys and values of i
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
 """
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -69,16 +72,40 @@ class _Pair:
 
 
 @dataclass
+class HostBytes:
+    """What keys, values and sums of their gradients take in host memory with `+kh`, in bytes.
+
+    Args:
+        now: At the moment.
+        most: At most so far.
+    """
+
+    now: int = 0
+    most: int = 0
+
+    def count(self, storage: Tensor) -> None:
+        """Counts a tensor as long as it lives."""
+        self.now += storage.nbytes
+        self.most = max(self.most, self.now)
+        weakref.finalize(storage, self._forget, storage.nbytes)
+
+    def _forget(self, num_bytes: int) -> None:
+        self.now -= num_bytes
+
+
+@dataclass
 class _CutSequence:
     """What the chunks of one sequence leave for each other.
 
     Args:
         num_tokens: Those in all chunks but the last.
+        host: Counts what is in host memory; None where it is on the device.
         kept: Keys and values by attention module.
         sums: The gradients that later chunks have added to them, in fp32 or wider.
     """
 
     num_tokens: int
+    host: HostBytes | None = None
     kept: dict[nn.Module, _Pair] = field(default_factory=dict)
     sums: dict[nn.Module, _Pair] = field(default_factory=dict)
 
@@ -87,7 +114,7 @@ class _CutSequence:
         if module not in self.kept:
             self.kept[module] = _Pair(*(self._storage(x, x.dtype) for x in (key, value)))
         for storage, x in zip(self.kept[module].both(), (key, value), strict=True):
-            storage[:, :, first : first + x.shape[2]] = x
+            storage[:, :, first : first + x.shape[2]] = x.detach()
 
     def add(self, module: nn.Module, is_value: bool, leaf: Tensor) -> None:
         """Adds the gradient that a leaf has got, of the tokens from the first on, and takes it from the leaf."""
@@ -95,11 +122,17 @@ class _CutSequence:
         assert gradient is not None
         if module not in self.sums:
             wide = torch.promote_types(gradient.dtype, torch.float32)
-            self.sums[module] = _Pair(*(torch.zeros_like(x, dtype=wide) for x in self.kept[module].both()))
+            self.sums[module] = _Pair(*(self._storage(x, wide).zero_() for x in self.kept[module].both()))
         self.sums[module].both()[is_value][:, :, : gradient.shape[2]] += gradient
 
     def _storage(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return x.new_empty((*x.shape[:2], self.num_tokens, x.shape[3]), dtype=dtype)
+        shape = *x.shape[:2], self.num_tokens, x.shape[3]
+        if self.host is None:
+            return x.new_empty(shape, dtype=dtype)
+        # page-locked memory is copied from and to at full speed
+        storage = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
+        self.host.count(storage)
+        return storage
 
 
 class _Carry:
@@ -156,7 +189,7 @@ class _Carry:
             if module in self._sequence.sums:
                 for own, total in zip(pair, self._sequence.sums[module].both(), strict=True):
                     if own.requires_grad:
-                        roots.append((own, total[:, :, place].to(own.dtype)))
+                        roots.append((own, total[:, :, place].to(own)))
         return roots
 
     def _leave(self, module: nn.Module, key: Tensor, value: Tensor) -> None:
@@ -235,11 +268,15 @@ class ChunkedPacks:
     Args:
         strategy: Says into chunks of how many tokens; whole packs without `+ck`.
         pair_cost: See `chunk_cuts.cut_into_chains`; for pipelines.
+
+    Attributes:
+        host: What is in host memory; None where nothing is.
     """
 
     def __init__(self, strategy: Strategy, pair_cost: float) -> None:
         self._cut = partial(cut_for, strategy, pair_cost=pair_cost)
         self._is_cut = bool(strategy.ck)
+        self.host = HostBytes() if strategy.kh else None
 
     def num_chunks(self, micro_batches: Sequence[MicroBatch]) -> int:
         """How many chunks, and backwards, some packs have."""
@@ -261,7 +298,7 @@ class ChunkedPacks:
         begin, last = chain[0][0], chain[-1][0]
         if len(chain) == 1:
             return [Chunk(micro_batch.part(*chain[0]), pack)]
-        sequence = _CutSequence(last - begin)
+        sequence = _CutSequence(last - begin, self.host)
         return [
             Chunk(micro_batch.part(first, stop), pack, sequence, first - begin, stop - first if first < last else 0)
             for first, stop in chain
@@ -285,18 +322,29 @@ def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:
     losses += packs.values()
 
 
-def run_chain(stage: Stage, chain: list[Chunk], scale: float) -> list[Tensor]:
+def run_chain(stage: Stage, chain: list[Chunk], scale: float, graphs: int = 0) -> list[Tensor]:
     """Forward and backward of a chain on a stage that has all layers.
+
+    Args:
+        stage: The stage.
+        chain: Its chunks.
+        scale: 1 / (label tokens of the mini-batch).
+        graphs: How many chunks before the last one keep their graphs and run forward once.
 
     Returns:
         The scaled losses of its chunks, fp64 scalars.
     """
+    num_again = max(len(chain) - 1 - graphs, 0)
+    again, once = chain[:num_again], chain[num_again:]
     with torch.no_grad():
-        for chunk in chain[:-1]:
+        for chunk in again:
             chunk.forward(stage, None, scale, with_loss=False)
-    losses = []
-    for chunk in reversed(chain):
-        loss = chunk.forward(stage, None, scale, keeps=False)
-        chunk.backward(stage, loss, None)
-        losses.append(loss.detach())
+    outs = [chunk.forward(stage, None, scale) for chunk in once]
+    losses = [out.detach() for out in outs]
+    for chunk in reversed(once):
+        chunk.backward(stage, outs.pop(), None)
+    for chunk in reversed(again):
+        out = chunk.forward(stage, None, scale, keeps=False)
+        losses.append(out.detach())
+        chunk.backward(stage, out, None)
     return losses

@@ -19,6 +19,7 @@ from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.search import search
 from hf_hotspa.search.tables import table as text_table
 from hf_hotspa.strategy import Bucket, Strategy
@@ -109,6 +110,8 @@ class CappedCapacities:
 
     def tokens(self, strategy: Strategy, arena: int) -> int:
         """The longest sequence in a pool with that arena."""
+        if strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
+            return 0  # what ran out of memory would do so again as a chunk
         capacity = self.capacities.tokens(strategy, arena)
         return min(capacity, self.most.get(strategy, capacity))
 
@@ -145,6 +148,8 @@ def make_auto_plan(
     margin: float = MARGIN,
     most_tokens: Mapping[Strategy, int] | None = None,
     evaluated: Sequence[SequenceTable] = (),
+    may_chunk: bool = True,
+    has_host_memory: bool = True,
 ) -> AutoPlan:
     """Plans a run.
 
@@ -163,6 +168,8 @@ def make_auto_plan(
         margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: The most tokens of a pack of strategies that ran out of memory before.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
+        may_chunk: Whether a sequence that would not fit may be trained in chunks of tokens (`+ck`).
+        has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
 
     Raises:
         DataError: there is nothing to train on.
@@ -171,10 +178,15 @@ def make_auto_plan(
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
     capacities = CappedCapacities(MemoryCapacities(cost.memory, limit_bytes), most_tokens or {})
+
+    def tokens(strategy: Strategy) -> int:
+        return capacities.tokens(strategy, capacities.arena(strategy))
+
+    top = _longest([table, *evaluated], shape, longest, policy, max(map(tokens, strategies)))
+    if may_chunk:
+        schedule = cost.memory.options.schedule
+        strategies = with_chunks(strategies, top, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
     switch = cost.switch_seconds(strategies)
-    top = _longest(
-        [table, *evaluated], shape, longest, policy, max(capacities.tokens(s, capacities.arena(s)) for s in strategies)
-    )
     sample, size = _sample(table, top, policy, mini_batch_size)
     try:
         choice = search(

@@ -26,6 +26,7 @@ from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
+from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
@@ -316,11 +317,17 @@ def make_plan(
     cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
+    capacities = MemoryCapacities(cost.memory, setup.limit_bytes)
+
+    def tokens(strategy: Strategy) -> int:
+        return capacities.tokens(strategy, capacities.arena(strategy))
+
+    strategies = with_chunks(strategies, top, tokens, shape, schedule=setup.schedule)
     choice = search(
         drawn,
         strategies,
         time,
-        MemoryCapacities(cost.memory, setup.limit_bytes),
+        capacities,
         cost.switch_seconds(strategies),
         mini_batch_size=mini_batch_size,
         longest=top,

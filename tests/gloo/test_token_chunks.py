@@ -31,20 +31,21 @@ pytestmark = pytest.mark.gloo
 
 LOSS = {"loss_chunk_tokens": 7}
 OVERLAP = {"overlap_load": True, "overlap_return": True}
-HOT = "dp4+ck3:4@24,dp2tp2+sp+ck7:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
+HOT = "dp4+ck3+kg1:4@24,dp2tp2+sp+ck7+kh:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
 
 
 def chunked_buckets(world_size: int, family: str) -> list[str]:
     """Every strategy, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
     shape = describe_model(tiny_model(family)).shape
     found, sizes = [], cycle((3, 7, 13, 39, 40, 6, 11, 64, 5, 19, 1))
+    kept = cycle(("", "+kh", "+kg2", "+kg3+kh"))
     for strategy in strategies_of(world_size):
         for options in (
             "",
             "+rc",
             *(("+sp", "+sp+rc2") if strategy.tp > 1 and not shape.sp_unsupported_reason else ()),
         ):
-            found.append(f"{strategy}{options}+ck{next(sizes)}:40@67")
+            found.append(f"{strategy}{options}+ck{next(sizes)}{next(kept) if strategy.pp == 1 else ''}:40@67")
     return found
 
 
@@ -200,8 +201,8 @@ def test_objectives_do_not_see_the_cuts():
 
 DROPPED: dict[str, tuple[str, str, dict[str, Any]]] = {
     "lora": ("lora", "dp2+ck5:8@24,pp2+ck6:30@40,tp2+sp+ck11:60", {}),
-    "attention": ("attention", "dp2+ck5:8@24,pp2+rc+ck6:30@40,tp2+rc+ck11:60", {}),
-    "soft caps": ("soft caps", "pp2+ck9:60", {}),
+    "attention": ("attention", "dp2+ck5+kh:8@24,pp2+rc+ck6:30@40,tp2+rc+ck11+kg1+kh:60", {}),
+    "soft caps": ("soft caps", "pp2+ck9:30,tp2+ck9+kh:60", {}),
 }
 
 

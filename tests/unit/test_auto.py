@@ -1,5 +1,7 @@
 """The plan behind `auto`: what must fit, what is searched, which buckets mini-batches may choose from."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -13,6 +15,7 @@ from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
+from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
 from hf_hotspa.search.select import Selector
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.trainer import auto
@@ -83,7 +86,7 @@ def test_one_bucket_at_most_when_asked() -> None:
 
 def test_an_impossible_limit_names_the_smallest_that_works() -> None:
     with pytest.raises(DeviceMemoryError) as caught:
-        plan(limit_mb=10)
+        plan(limit_mb=6)
     text = str(caught.value)
     assert "hotspa_memory_limit_mb" in text
     needed = int(text.partition("a limit of ")[2].partition("MiB")[0])
@@ -145,6 +148,42 @@ def test_tiny_data_sets(lengths) -> None:
     found = plan(SequenceTable.from_lengths(lengths), mini_batch_size=64)
     assert found.longest == max(lengths)
     assert str(found)
+
+
+LONG = SequenceTable.from_lengths([*range(20, 220), 2000])  # one sequence is ten times as long as the others
+
+
+@pytest.mark.parametrize("limit_mb", [8, 9, 12])
+def test_a_sequence_that_fits_nowhere_is_trained_in_chunks(limit_mb: int) -> None:
+    with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
+        plan(LONG, limit_mb=limit_mb, may_chunk=False)
+    found = plan(LONG, limit_mb=limit_mb)
+    assert found.longest == 2000
+    last = found.pool[-1]
+    assert last.strategy.ck in CHUNK_SIZES
+    assert all(memory.total <= limit_mb * 2**20 for memory in found.memory)
+    # chunks as long as they may be, without host memory where it is not needed
+    longer = replace(last.strategy, ck=2 * last.strategy.ck, kg=0)
+    assert longer.ck > 2000 or MEMORY.breakdown(longer, 2000, longest=2000).total > limit_mb * 2**20
+    assert not last.strategy.kh or MEMORY.breakdown(replace(last.strategy, kh=False), 2000).total > limit_mb * 2**20
+    if not last.strategy.kh:
+        assert plan(LONG, limit_mb=limit_mb, has_host_memory=False) == found
+    # whatever is in the way of chunks, the error is as before
+    shape = replace(SHAPE, ck_unsupported_reason="layers of it are given whole sequences")
+    with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
+        make_auto_plan(LONG, shape, STRATEGIES, COST, mini_batch_size=64, limit_bytes=limit_mb * 2**20)
+
+
+def test_chunks_stay_out_of_a_search_where_everything_fits() -> None:
+    def tokens(strategy: Strategy) -> int:
+        return MEMORY.largest_pack(strategy, 52 << 20)
+
+    assert with_chunks(STRATEGIES, 2000, tokens, SHAPE) == STRATEGIES
+    longest = 2 * max(map(tokens, STRATEGIES))
+    more = with_chunks(STRATEGIES, longest, tokens, SHAPE)[len(STRATEGIES) :]
+    assert more
+    assert all(tokens(strategy) >= longest for strategy in more)
+    assert {s.pp for s in with_chunks(STRATEGIES, longest, tokens, SHAPE, schedule="1f1b") if s.ck} == {1}
 
 
 def test_packs_that_ran_out_of_memory_become_smaller() -> None:

@@ -193,6 +193,10 @@ def test_chunks_run_twice_but_for_the_last_of_a_sequence() -> None:
     # (0, 100), (100, 200), (200, 280); (280, 340); (0, 80): the first two forward once more
     squares = 250**2 + 30**2 + 60**2 + 80**2 + 0.25 * 200**2
     assert seconds == pytest.approx(4e-9 * squares + of_token * (420 + 0.25 * 200) + of_pack * (5 + 0.25 * 2))
+    # with the graph of one more chunk of the long sequence kept, 100 of its tokens run forward twice
+    seconds = model.phase_seconds(Strategy(1, ck=100, kg=1), [[(250, 30, 60), (80,)]])
+    squares = 250**2 + 30**2 + 60**2 + 80**2 + 0.25 * 100**2
+    assert seconds == pytest.approx(4e-9 * squares + of_token * (420 + 0.25 * 100) + of_pack * (5 + 0.25))
     whole = Strategy(1), Strategy(1, ck=400)  # in one chunk, and without
     assert len({model.phase_seconds(strategy, [[(250, 30, 60), (80,)]]) for strategy in whole}) == 1
 

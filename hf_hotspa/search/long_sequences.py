@@ -1,0 +1,75 @@
+"""Strategies in chunks of tokens (`+ck`) for a sequence that no strategy holds without.
+
+Owns when chunks come into a search, how long they are, how many keep their graphs and whether keys and values wait in host
+memory. Chunks cost a second forward pass, so they are looked at only where a sequence would not fit otherwise; longer ones
+cost less than shorter ones, graphs that are kept spare a forward pass, and host memory is the last resort. Plain data.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.pipeline_order import runs_chunks
+from hf_hotspa.strategy import Strategy
+
+CHUNK_SIZES = (16384, 8192, 4096, 2048, 1024, 512, 256)
+"""Tokens of chunks that are looked at: below, launches and the second pass over keys and values cost more than they save."""
+_GRAPHS = (15, 7, 3, 1)
+
+
+def with_chunks(
+    strategies: Sequence[Strategy],
+    longest: int,
+    tokens: Callable[[Strategy], int],
+    shape: ModelShape,
+    *,
+    schedule: str = "auto",
+    has_host_memory: bool = True,
+) -> list[Strategy]:
+    """The strategies, and where none of them holds a sequence, those in chunks that do; or that come nearest to it.
+
+    Args:
+        strategies: What is looked at anyway.
+        longest: Tokens of the sequence.
+        tokens: The longest sequence that a strategy holds.
+        shape: The model.
+        schedule: The schedule of pipelines.
+        has_host_memory: Whether there is memory beside that of the devices.
+    """
+    if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
+        return list(strategies)
+    plain = [s for s in strategies if not s.ck and s.cp == 1 and (s.pp == 1 or runs_chunks(schedule))]
+    chunked = _that_hold(plain, longest, tokens, in_host=False)
+    if not chunked and has_host_memory:
+        chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
+    if not chunked:  # what is missing is said of those that need the least
+        chunked = [replace(s, ck=CHUNK_SIZES[-1], kh=has_host_memory and s.pp == 1) for s in plain]
+    return [*strategies, *chunked]
+
+
+def longest_in_chunks(strategy: Strategy, tokens: Callable[[Strategy], int]) -> tuple[Strategy, int]:
+    """The chunks under which a strategy holds the longest sequence, keys and values in host memory where that helps."""
+    hosts = (False, True) if strategy.pp == 1 else (False,)
+    tried = [replace(strategy, ck=size, kh=in_host) for in_host in hosts for size in CHUNK_SIZES]
+    best = max(tried, key=tokens)
+    return best, tokens(best)
+
+
+def _that_hold(
+    strategies: Iterable[Strategy], longest: int, tokens: Callable[[Strategy], int], *, in_host: bool
+) -> list[Strategy]:
+    """Of each strategy the longest chunks that hold the sequence, with as many graphs as do."""
+    chunked = []
+    for strategy in strategies:
+        sized = (replace(strategy, ck=size, kh=in_host) for size in CHUNK_SIZES if size < longest)
+        found = next((s for s in sized if tokens(s) >= longest), None)
+        if found is not None:
+            chunked.append(next((s for s in _with_graphs(found, longest) if tokens(s) >= longest), found))
+    return chunked
+
+
+def _with_graphs(strategy: Strategy, longest: int) -> Iterator[Strategy]:
+    chunks = -(-longest // strategy.ck)
+    for graphs in _GRAPHS if strategy.pp == 1 else ():
+        if graphs < chunks:
+            yield replace(strategy, kg=graphs)
