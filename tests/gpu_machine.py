@@ -54,14 +54,18 @@ class Machine:
     preloaded: bool = False
 
     @classmethod
-    def found(cls) -> "Machine":
-        """This machine, as this process sees it."""
+    def found(cls, *, driver: bool = False) -> "Machine":
+        """This machine, as this process sees it.
+
+        Args:
+            driver: Whether the version of the driver is asked for, which takes a process.
+        """
         import torch
 
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         return cls(
             gpus=tuple(torch.cuda.get_device_name(i) for i in range(count)),
-            driver=_driver() if count else "",
+            driver=_driver() if count and driver else "",
             cuda=torch.version.cuda or "",
             nccl=loaded_nccl() if count else None,
             torch=torch.__version__,

@@ -74,11 +74,12 @@ Figures = dict[str, float | int | str]
 
 
 def strategies(ranks: int, family: str) -> list[Strategy]:
-    """Every strategy that exists for a model: all degrees with all options, and chunks where they can be."""
+    """Every strategy that exists for a model: all degrees with all options, chunks and `+z2`, `+z3` one at a time."""
     shape = describe_model(tiny_model(family)).shape
-    found = strategies_with_options(ranks, shape)
-    chunked = [replace(s, ck=24) for s in found if s.pp == 1 and not s.rc and not s.sp]
-    return found + chunked
+    plain = legal_strategies(ranks, shape)
+    options: tuple[dict[str, Any], ...] = ({"ck": 24}, {"z": 2}, {"z": 3})
+    more = [replace(strategy, **option) for strategy in plain for option in options]
+    return strategies_with_options(ranks, shape) + [s for s in more if s.unsupported_reason(shape) is None]
 
 
 def exact(stage: Stage) -> Figures:
@@ -87,7 +88,7 @@ def exact(stage: Stage) -> Figures:
     families = ("qwen3_qk_norm_tied",) if stage.short else ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused")
     for family in families:
         found = [f"{strategy}:40@64" for strategy in strategies(stage.ranks, family)]
-        buckets = found[1::4] if stage.short else found
+        buckets = found[1::5] if stage.short else found
         for dtype in (torch.float64,) if stage.short else (torch.float64, torch.float32):
             check_errors(stage.run(errors_of_rank, family, dtype, buckets, SWITCHES), dtype)
             count += len(buckets)

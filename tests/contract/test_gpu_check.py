@@ -101,6 +101,13 @@ def test_without_a_gpu_the_command_fails_and_runs_nothing() -> None:
     assert NO_GPU in run.stdout
 
 
+def test_a_library_that_is_not_there_is_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOTSPA_NCCL_LIBRARY", "/nowhere/libnccl.so.2")
+    run = run_gpu("--on", "cpu")
+    assert run.returncode == 2
+    assert "HOTSPA_NCCL_LIBRARY names /nowhere/libnccl.so.2" in run.stdout
+
+
 def test_what_is_left_out_fails_and_leaves_the_log_as_it_is() -> None:
     before = (ROOT / "docs" / "gpu-tests.json").read_bytes()
     run = run_gpu("--on", "cpu", "-q", "-k", "agreement")

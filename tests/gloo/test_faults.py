@@ -50,9 +50,11 @@ from transformers import TrainerCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PhaseMemoryError
+from hf_hotspa.parallel.backends import BACKENDS
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo.test_preemption import evaluate_every
+from tests.gpu_machine import Machine, setup_of
 from tests.harness import BACKEND_VARIABLE, run_ranks
 from tests.training_runs import contents_of_shares, make_trainer, one_run, train
 
@@ -62,6 +64,8 @@ WORLD = 2
 HANG_TIMEOUT_S, TIMEOUT_S = 6, 900
 """How long ranks wait for a peer (in a switch, too): where one hangs, and elsewhere, where nobody waits: it is longer than
 a world may live, so a rank that waited would be reported as hanging."""
+NCCL_TIMEOUT_S = 45
+"""The same over NCCL, whose operations do not end when a peer is gone: there every fault is noticed by the timeout."""
 INJECTED = "an injected fault"
 FILE = "hotspa_out_of_memory.json"
 PHASES = ("data", "agreement", "load", "compute", "return", "optimizer", "evaluate", "save", "end")
@@ -104,7 +108,7 @@ def inject(kind, folder, original, owner, *args, **kwargs):
     if kind == "leaves":
         os._exit(0)
     if kind == "hangs":
-        time.sleep(HANG_TIMEOUT_S + 8)
+        time.sleep(timeout_of(kind, wakes_ranks()) + 8)
     if kind == "another plan":
         args = (replace(args[0], content="other"), *args[1:])
     result = original(owner, *args, **kwargs)
@@ -136,6 +140,19 @@ def arm(trainer, kind, phase, folder):
     setattr(cls, name, faulty)
 
 
+def wakes_ranks():
+    """Whether this rank's operations end when a peer is gone."""
+    known = BACKENDS.get(os.environ[BACKEND_VARIABLE])
+    return known is None or known.wakes_ranks
+
+
+def timeout_of(kind, wakes):
+    """How long ranks wait for a peer in a run with a fault of a kind."""
+    if not wakes:
+        return NCCL_TIMEOUT_S
+    return HANG_TIMEOUT_S if kind == "hangs" else TIMEOUT_S
+
+
 def on_gpu():
     """Whether this rank computes on one."""
     return torch.cuda.is_available()
@@ -144,7 +161,7 @@ def on_gpu():
 def faulty_run(rank, world, folder, kind, phase, victim):
     import torch.distributed as dist
 
-    timeout = HANG_TIMEOUT_S if kind == "hangs" else TIMEOUT_S
+    timeout = timeout_of(kind, wakes_ranks())
     dist.init_process_group(
         os.environ[BACKEND_VARIABLE],
         f"file://{folder}/rendezvous",
@@ -161,10 +178,10 @@ def faulty_run(rank, world, folder, kind, phase, victim):
     train(trainer)
 
 
-def expected_of(kind, phase):
+def expected_of(kind, phase, wakes=True):
     """The classes of the errors on the ranks that nothing was done to."""
     if kind in ("killed", "leaves"):
-        return {"PeerError", "TransferError"}
+        return {"PeerError", "TransferError"} | (set() if wakes else {"SilentPeerError"})
     if kind == "hangs":
         return {"SilentPeerError"}
     if kind == "nan":
@@ -198,7 +215,8 @@ def check_fault(kind, phase, victim, reference, device="cpu"):
             device=device,
         )  # fmt: skip
         injected = float((folder / "injected").read_text())
-        expected, latest = expected_of(kind, phase), 0.0
+        wakes = not setup_of(Machine.found(), WORLD).over_nccl if device == "cuda" else True
+        expected, latest = expected_of(kind, phase, wakes), 0.0
         for outcome in outcomes:
             if outcome.rank == victim and kind in ("killed", "leaves"):
                 assert not outcome.reported

@@ -12,12 +12,13 @@ import argparse
 import os
 import sys
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.gpu_check import FOLDER, GpuCheck
-from tests.gpu_machine import CPU, NO_GPU, Machine, announcement, best_setup, preloading
+from tests.gpu_machine import CPU, LIBRARY, NO_GPU, Machine, announcement, best_setup, preloading
 from tests.gpu_page import LOG, rewrite, with_run
 
 ON = "HOTSPA_GPU_ON"
@@ -43,9 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
     options, for_pytest = parser.parse_known_args(arguments)
     if options.on == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    machine = Machine.found()
+    machine = Machine.found(driver=True)
     if options.on == "gpu" and not machine.gpus:
         print(f"nothing was run: {NO_GPU}; the same parts run on CPU processes with --on cpu", flush=True)
+        return 2
+    library = os.environ.get(LIBRARY)
+    if library and not Path(library).is_file():  # the loader would warn, and go on with torch's
+        print(f"nothing was run: {LIBRARY} names {library}, which is no file", flush=True)
         return 2
     changes = preloading(machine, os.environ)
     if changes is not None:  # a library is preloaded when a process starts, and inherited
