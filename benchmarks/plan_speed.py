@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 
 def main() -> int:
     """Prints a line for each command, the slowest last."""
-    from hf_hotspa.search.tables import table
+    from hf_hotspa.reporting.terminal import text_table
     from tests.contract.commands import all_commands
     from tests.contract.outputs import is_plan, make_files, prepared
 
@@ -41,7 +41,7 @@ def main() -> int:
             phases = json.loads(done.stdout)["phases_simulated"]
             words = [f"{command.page}: {command.text.removeprefix('hf-hotspa ')}"]
             rows.append((processor, [*words, f"{wall:.2f}", f"{processor:.2f}", str(phases)]))
-    print(table([["command", "s", "s of the processor", "phases"], *(row for _, row in sorted(rows))]))
+    print(text_table("", [["command", "s", "s of the processor", "phases"], *(row for _, row in sorted(rows))]))
     return 0
 
 

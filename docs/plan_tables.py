@@ -4,7 +4,8 @@ import sys
 from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
-from hf_hotspa.search.planning import Plan, Setup, make_plan
+from hf_hotspa.search.plan import Plan
+from hf_hotspa.search.planning import Setup, make_plan
 
 PAGE = Path(__file__).parent / "strategies.md"
 BEGIN, END = "<!-- begin: python docs/plan_tables.py -->\n", "<!-- end -->\n"
@@ -20,7 +21,7 @@ HEADER = (
 def plan(model: str, cluster: str, longest: int) -> Plan | None:
     """The plan; None when the longest sequence does not fit."""
     try:
-        return make_plan(Setup.read(model, cluster, HARDWARE), LENGTHS, longest)
+        return make_plan(Setup.read(model, cluster, HARDWARE), LENGTHS, longest).plan
     except DeviceMemoryError:
         return None
 

@@ -29,7 +29,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.search.histogram import DISTRIBUTIONS
 from hf_hotspa.search.lengths import LONGEST
-from hf_hotspa.search.planning import Estimate, Plan, Setup, make_estimate, make_plan
+from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import version_of
@@ -179,7 +179,7 @@ def _setup(args: argparse.Namespace) -> Setup:
     )
 
 
-def _plan(args: argparse.Namespace) -> tuple[Plan, str]:
+def _plan(args: argparse.Namespace) -> tuple[PlannedSetup, str]:
     if args.plot:
         check_plot()
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read

@@ -43,8 +43,9 @@ from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout_settings import without_attention_dropout
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import AutoPlan, longest_wanted, make_auto_plan
+from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
@@ -66,6 +67,7 @@ class AutoStrategies:
 
     Args:
         plan: The plan.
+        cost: The cost model that it was made with.
         args: The training arguments.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         singles: Gives the single strategies that fit, the fastest as predicted first.
@@ -74,7 +76,8 @@ class AutoStrategies:
 
     def __init__(
         self,
-        plan: AutoPlan,
+        plan: Plan,
+        cost: CostModel,
         args: HotSPaTrainingArguments,
         quadratic_cost: float,
         singles: Callable[[], list[Bucket]],
@@ -83,7 +86,9 @@ class AutoStrategies:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
-        self.single = SingleStrategy(plan.choice.static, plan.time, plan.switch, quadratic_cost)
+        self._time = cost.time
+        self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.pool, plan.choice.static)])
+        self.single = SingleStrategy(plan.choice.static, self._time, self._switch, quadratic_cost)
         self.singles = singles
         self.stage_costs = stage_costs
 
@@ -102,8 +107,8 @@ class AutoStrategies:
         args = self._args
         chooser = PhaseChooser(
             self.plan.pool,
-            self.plan.time,
-            self.plan.switch,
+            self._time,
+            self._switch,
             table,
             policy=args.hotspa_overlong,
             quadratic_cost=self._quadratic_cost,
@@ -212,17 +217,35 @@ def prepare_auto(
         if most and args.process_index == 0:
             logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
 
-        def planned(among: list[Strategy]) -> AutoPlan:
-            return _plan(description, args, among, tables, calibration, limit, source, mini_batch_size, most, may_chunk)
+        cost = cost_model(calibration, description, args)
+
+        def planned(among: list[Strategy]) -> Plan:
+            return make_auto_plan(
+                tables[0],
+                description.shape,
+                among,
+                cost,
+                mini_batch_size=mini_batch_size,
+                limit_bytes=limit,
+                limit_source=source,
+                longest=args.hotspa_longest,
+                policy=args.hotspa_overlong,
+                max_phases=args.hotspa_max_buckets,
+                most_tokens=most,
+                evaluated=tables[1:],
+                may_chunk=may_chunk,
+                has_host_memory=args.device.type != "cpu",
+            )
 
         plan = agreement.run(
             "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
         )
     if args.process_index == 0:
-        tqdm.write(str(plan))
+        chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
+        tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
     quadratic_cost = description.shape.quadratic_cost
     singles = lambda: fitting(strategies, lambda s: planned([s]))  # noqa: E731
-    return AutoStrategies(plan, args, quadratic_cost, singles, vector.measured)
+    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured)
 
 
 def measured_costs(
@@ -300,36 +323,6 @@ def agreed_calibration(
 def trained_config(config: PreTrainedConfig, args: HotSPaTrainingArguments) -> PreTrainedConfig:
     """The config that replicas are built from, as far as it decides what they cost."""
     return config if args.hotspa_attention_dropout is None else without_attention_dropout(config)
-
-
-def _plan(
-    description: ModelDescription,
-    args: HotSPaTrainingArguments,
-    strategies: list[Strategy],
-    tables: list[SequenceTable],
-    calibration: Calibration,
-    limit: int | None,
-    source: str,
-    mini_batch_size: int,
-    most_tokens: Mapping[Strategy, int],
-    may_chunk: bool,
-) -> AutoPlan:
-    return make_auto_plan(
-        tables[0],
-        description.shape,
-        strategies,
-        cost_model(calibration, description, args),
-        mini_batch_size=mini_batch_size,
-        limit_bytes=limit,
-        limit_source=source,
-        longest=args.hotspa_longest,
-        policy=args.hotspa_overlong,
-        max_phases=args.hotspa_max_buckets,
-        most_tokens=most_tokens,
-        evaluated=tables[1:],
-        may_chunk=may_chunk,
-        has_host_memory=args.device.type != "cpu",
-    )
 
 
 def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:

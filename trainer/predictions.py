@@ -24,8 +24,9 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import AutoPlan, make_auto_plan
+from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.chooser import predict_phases
+from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments
@@ -91,7 +92,7 @@ class Predictions:
         """
         shape, longest = self._engine.description.shape, self._engine.buckets[-1].longest
 
-        def planned(among: list[Strategy]) -> AutoPlan:
+        def planned(among: list[Strategy]) -> Plan:
             return make_auto_plan(
                 table,
                 shape,

@@ -2,7 +2,6 @@
 
 import os
 import platform
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -12,7 +11,6 @@ from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.report import RunFacts
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.automatic import AutoPlan
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies
 from hf_hotspa.trainer.predictions import Predictions
@@ -75,21 +73,7 @@ def run_facts(
             {"strategy": str(b.strategy), "low": b.low, "longest": b.longest, "pack_tokens": b.pack_tokens}
             for b in engine.buckets
         ],
-        plan=_plan(predictions.plan) if isinstance(predictions, AutoStrategies) else None,
+        plan=predictions.plan.summary() if isinstance(predictions, AutoStrategies) else None,
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
         single=str(single.bucket.strategy) if single is not None else None,
     )
-
-
-def _plan(plan: AutoPlan) -> dict[str, Any]:
-    choice = plan.choice
-    return {
-        "seconds": choice.seconds,
-        "switch_s": choice.switch_seconds,
-        "static": str(choice.static.strategy),
-        "static_s": choice.static_seconds,
-        "rows": [
-            {"strategy": str(row.bucket.strategy), "compute_s": row.compute_s, "switch_s": row.switch_s}
-            for row in choice.rows
-        ],
-    }

@@ -13,7 +13,7 @@ from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, Manifest, read_manifest, verify
 from hf_hotspa.costs.hardware import parse_bytes
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
-from hf_hotspa.search.tables import table
+from hf_hotspa.reporting.terminal import text_table
 
 DAMAGED = 1
 """Exit code of `verify` when a checkpoint is not whole."""
@@ -69,7 +69,7 @@ def _inspect(args: argparse.Namespace) -> int:
         numel = sum(parameter.numel for parameter in manifest.parameters)
         cells = [str(manifest.step), str(manifest.world_size), manifest.strategies, _yes(manifest.resumable)]
         rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
-    print(table(rows))
+    print(text_table("", rows))
     if len(manifests) == 1:
         print(f"\n{_contents(manifests[0][1])}")
     return 0
@@ -83,7 +83,7 @@ def _contents(manifest: Manifest) -> str:
     files = [["file", "bytes", "sha256"], *([f.name, f"{f.size:,}", f.sha256[:16]] for f in manifest.files)]
     states = sorted({state for parameter in manifest.parameters for state in parameter.states if state != WEIGHT})
     written = ", ".join(f"{name} {version}" for name, version in sorted(manifest.versions.items()))
-    return f"{table(files)}\n\noptimizer states: {', '.join(states) or 'none'}\nwritten by: {written}"
+    return f"{text_table('', files)}\n\noptimizer states: {', '.join(states) or 'none'}\nwritten by: {written}"
 
 
 def _verify(args: argparse.Namespace) -> int:

@@ -15,8 +15,9 @@ from hf_hotspa.costs.cards import PRESETS, load_hardware, template
 from hf_hotspa.costs.hub import hub_file
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.histogram import Counts
-from hf_hotspa.search.tables import histogram, table
+from hf_hotspa.search.tables import histogram
 
 _GIB, _GB = 1 << 30, 1e9
 _SHARES = (50, 90, 99)
@@ -177,7 +178,7 @@ def _machines() -> str:
         )
     return "\n".join(
         [
-            table(rows),
+            text_table("", rows),
             "",
             "From data sheets: dense bfloat16; links inside a node and NICs in one direction; nodes of 8 devices.",
             "Your own: `hf-hotspa hardware NAME > mine.yaml`, change it, `--hardware mine.yaml`.",

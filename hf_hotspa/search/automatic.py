@@ -10,9 +10,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.model import CostModel
-from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
@@ -20,8 +18,8 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.long_sequences import with_chunks
+from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.search import search
-from hf_hotspa.search.tables import table as text_table
 from hf_hotspa.strategy import Bucket, Strategy
 
 MARGIN = 0.03
@@ -30,66 +28,6 @@ PACK_MARGIN = 0.01
 """How much slower a bucket may be with packs of half the size or less, by the time model: they take less memory."""
 _SEQUENCES = 2048
 _MIB = 1 << 20
-
-
-@dataclass(frozen=True)
-class AutoPlan:
-    """The answer.
-
-    Args:
-        pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest.
-        choice: The search's answer.
-        memory: What each bucket of the pool holds on its fullest rank with full packs.
-        time: The time model.
-        switch: Load and return seconds of each strategy of the pool, and of the best static one.
-        limit_bytes: Memory of a device.
-        limit_source: Where the limit is from, in words.
-        mini_batch_size: Rows of a mini-batch.
-    """
-
-    pool: tuple[Bucket, ...]
-    choice: Choice
-    memory: tuple[MemoryBreakdown, ...]
-    time: TimeModel
-    switch: Mapping[Strategy, float]
-    limit_bytes: float | None
-    limit_source: str
-    mini_batch_size: int
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest sequence that fits."""
-        return self.pool[-1].longest
-
-    def __str__(self) -> str:
-        """A short table for the log."""
-        choice = self.choice
-        memory = {bucket.strategy: need.total for bucket, need in zip(self.pool, self.memory, strict=True)}
-        rows = [["tokens", "strategy", "pack tokens", "sequences", "packs", "compute s", "switch s", "MiB a device"]]
-        for row in choice.rows:
-            bucket = row.bucket
-            numbers = [f"{row.num_sequences:,.1f}", f"{row.num_packs:,.1f}", f"{row.compute_s:,.3f}"]
-            numbers += [f"{row.switch_s:,.3f}", f"{memory[bucket.strategy] / _MIB:,.0f}"]
-            rows.append(
-                [f"{bucket.low + 1} - {bucket.longest}", str(bucket.strategy), str(bucket.pack_tokens), *numbers]
-            )
-        limit = "none" if self.limit_bytes is None else f"{self.limit_bytes / _MIB:,.0f} MiB"
-        static = f"the best single strategy, {choice.static}, {choice.static_seconds:,.3f} s"
-        if choice.switches:
-            gain = choice.static_seconds / choice.seconds
-            verdict = f"{choice.seconds:,.3f} s a mini-batch of {self.mini_batch_size} rows; {static} ({gain:.2f}x)"
-        else:
-            verdict = f"{static} a mini-batch of {self.mini_batch_size} rows; switching is not worth it here"
-        spare = [bucket for bucket in self.pool if bucket.strategy not in {row.bucket.strategy for row in choice.rows}]
-        lines = [
-            f'hotspa_strategies=auto chose "{choice}"',
-            text_table(rows, 2),
-            f"predicted: {verdict}",
-            f"memory limit of a device: {limit} ({self.limit_source})",
-        ]
-        if spare:
-            lines.append(f"kept ready for mini-batches that are better off with it: {', '.join(map(str, spare))}")
-        return "\n".join(lines)
 
 
 @dataclass(frozen=True)
@@ -150,7 +88,7 @@ def make_auto_plan(
     evaluated: Sequence[SequenceTable] = (),
     may_chunk: bool = True,
     has_host_memory: bool = True,
-) -> AutoPlan:
+) -> Plan:
     """Plans a run.
 
     Args:
@@ -208,16 +146,7 @@ def make_auto_plan(
             error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
         ) from None
     pool = pool_of(choice, capacities)
-    return AutoPlan(
-        pool,
-        choice,
-        cost.rank_bytes(pool),
-        cost.time,
-        {bucket.strategy: switch[bucket.strategy] for bucket in (*pool, choice.static)},
-        limit_bytes,
-        limit_source,
-        mini_batch_size,
-    )
+    return Plan(choice, pool, cost.rank_bytes(pool), mini_batch_size, limit_bytes, limit_source)
 
 
 def longest_wanted(

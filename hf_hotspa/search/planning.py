@@ -1,7 +1,7 @@
 """A plan before any device is rented: from a model's config, a kind of machine and lengths to buckets and numbers.
 
-Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan`
-(`Plan`) and `hf-hotspa estimate` (`Estimate`), both as plain data. Times come from data sheets, so they compare
+Owns what a plan is asked about (`Setup`) and the answers of `hf-hotspa plan` (`PlannedSetup`) and `hf-hotspa estimate`
+(`Estimate`), both as plain data. Times come from data sheets, so they compare
 strategies better than they predict seconds, or from a calibration of such a machine. Recomputation runs every layer forward once more: its layers take 4/3 of
 their time.
 """
@@ -21,12 +21,12 @@ from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.search.baselines import Baseline, DataParallel, baselines
+from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
-from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
 from hf_hotspa.search.long_sequences import with_chunks
+from hf_hotspa.search.plan import Plan, memory_dict
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
@@ -208,39 +208,25 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PlannedSetup:
     """The answer of `hf-hotspa plan`.
 
     Args:
         setup: Model and machines.
         lengths: The lengths looked at.
         source: Where they are from.
-        longest: The longest sequence that fits.
-        mini_batch_size: Sequences of a mini-batch.
-        choice: What the search chose.
-        memory: What each bucket's strategy holds inside the pool.
-        baselines: What others would make of it under data parallelism, by stage of ZeRO.
+        plan: The plan.
     """
 
     setup: Setup
     lengths: tuple[int, ...]
     source: str
-    longest: int
-    mini_batch_size: int
-    choice: Choice
-    memory: tuple[MemoryBreakdown, ...]
-    baselines: tuple[Baseline, ...] = ()
-
-    @property
-    def rival(self) -> tuple[str, float]:
-        """What to compare with, and its seconds: the best of a single strategy and the baselines."""
-        others = [(baseline.name, baseline.seconds) for baseline in self.baselines if baseline.seconds is not None]
-        return min([("the best static strategy", self.choice.static_seconds), *others], key=lambda each: each[1])
+    plan: Plan
 
     def notes(self) -> list[str]:
         """What the reader must know before using the plan."""
         positions = self.setup.model.shape.max_position_embeddings
-        if positions is None or self.longest <= positions:
+        if positions is None or self.plan.longest <= positions:
             return []
         return [
             f"The model has {positions} positions: the trainer refuses longer buckets until "
@@ -249,45 +235,14 @@ class Plan:
 
     def to_dict(self) -> dict[str, object]:
         """Plain data."""
-        choice = self.choice
-        buckets = [
-            {
-                "strategy": str(row.bucket.strategy),
-                "low": row.bucket.low,
-                "longest": row.bucket.longest,
-                "pack_tokens": row.bucket.pack_tokens,
-                "sequences": row.num_sequences,
-                "tokens": row.num_tokens,
-                "packs": row.num_packs,
-                "compute_seconds": row.compute_s,
-                "switch_seconds": row.switch_s,
-                "memory": memory_dict(memory),
-            }
-            for row, memory in zip(choice.rows, self.memory, strict=True)
-        ]
         return {
             "kind": PLAN_KIND,
             "schema_version": SCHEMA_VERSION,
             **self.setup.to_dict(),
-            "lengths": {"source": self.source, "count": len(self.lengths), "longest": self.longest},
-            "mini_batch_size": self.mini_batch_size,
-            "hotspa_strategies": str(choice),
-            "switches": choice.switches,
-            "seconds": choice.seconds,
-            "switch_seconds": choice.switch_seconds,
-            "static": {"hotspa_strategies": str(choice.static), "seconds": choice.static_seconds},
-            "baselines": [baseline.to_dict() for baseline in self.baselines],
-            "gain": {"over": self.rival[0], "factor": self.rival[1] / choice.seconds},
-            "buckets": buckets,
-            "phases_simulated": choice.num_simulated,
+            "lengths": {"source": self.source, "count": len(self.lengths), "longest": self.plan.longest},
+            **self.plan.to_dict(),
             "notes": self.notes(),
         }
-
-
-def memory_dict(memory: MemoryBreakdown) -> dict[str, object]:
-    """A breakdown as plain data, in bytes."""
-    place = {"stage": memory.stage, "in_flight": memory.in_flight, "held_tokens": memory.held_tokens}
-    return {"total": memory.total, **memory.parts(), **place}
 
 
 def make_plan(
@@ -297,7 +252,7 @@ def make_plan(
     mini_batch_size: int = 512,
     max_phases: int = 3,
     overlong: str = "error",
-) -> Plan:
+) -> PlannedSetup:
     """Chooses buckets for a setup with hardware.
 
     Args:
@@ -338,7 +293,8 @@ def make_plan(
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
     known = time.knows(Strategy(setup.world_size))
     rivals = baselines(others, *mini_batches(drawn, mini_batch_size, top), top, setup.limit_bytes) if known else ()
-    return Plan(setup, tuple(drawn), str(lengths), top, mini_batch_size, choice, memory, rivals)
+    plan = Plan(choice, choice.buckets, memory, mini_batch_size, setup.limit_bytes, setup.limit_source, rivals)
+    return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 
 
 @dataclass(frozen=True)

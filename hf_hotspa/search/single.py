@@ -12,9 +12,9 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
-from hf_hotspa.search.automatic import AutoPlan
 from hf_hotspa.search.chooser import predict_phases
 from hf_hotspa.search.estimate import Evaluator
+from hf_hotspa.search.plan import Plan
 from hf_hotspa.strategy import Bucket, Strategy
 
 
@@ -59,7 +59,7 @@ def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan)
     return replace(report, single_s=pair[0] * report.predicted_s / pair[1])
 
 
-def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], AutoPlan]) -> list[Bucket]:
+def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], Plan]) -> list[Bucket]:
     """The single strategies that hold every row, each with the packs that suit it best; the fastest as predicted first.
 
     Args:

@@ -5,27 +5,15 @@ import os
 from bisect import bisect_right
 from collections.abc import Sequence
 
-from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.fitting import fit_costs
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.planning import Estimate, Plan, Setup
+from hf_hotspa.reporting.terminal import text_table
+from hf_hotspa.search.plan import limit_text, memory_table
+from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup
 from hf_hotspa.strategy import Bucket
 
-_GIB = 1 << 30
 _BAR = 40
-_SAME = 0.02
-"""Seconds that differ by less are the same."""
-
-
-def table(rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Rows of cells, the first row the heading; `left` columns are flush left, the others flush right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def _heading(setup: Setup) -> str:
@@ -33,25 +21,11 @@ def _heading(setup: Setup) -> str:
     adapter = (
         f"\n{setup.adapter}: {setup.sizes.num_trained / 1e6:,.1f}M parameters are trained" if setup.adapter else ""
     )
-    size = "" if setup.limit_bytes is None else f"at most {setup.limit_bytes / _GIB:,.2f} GiB, "
     return (
         f"{setup.model.name}: {setup.model.shape.family}, {setup.sizes.num_parameters / 1e9:,.2f}B parameters, "
         f"{setup.dtype}{adapter}\n{setup.nodes} x {setup.devices_per_node} devices{machine}\n"
-        f"memory that a plan may fill of a device: {size}{setup.limit_source}"
+        f"{limit_text(setup.limit_bytes, setup.limit_source)}"
     )
-
-
-def _memory_rows(names: Sequence[str], memory: Sequence[MemoryBreakdown]) -> str:
-    rows = [["GiB a device", *names]]
-    parts = [need.parts() for need in memory]
-    for part in parts[0]:
-        if any(need[part] >= _GIB / 200 for need in parts):  # what would be printed as 0.00 is left out
-            rows.append([part.replace("_", " "), *(f"{need[part] / _GIB:,.2f}" for need in parts)])
-    rows.append(["total", *(f"{need.total / _GIB:,.2f}" for need in memory)])
-    rows.append(["fullest stage", *(f"{need.stage}" for need in memory)])
-    rows.append(["packs in flight", *(f"{need.in_flight}" for need in memory)])
-    rows.append(["tokens in flight", *(f"{need.held_tokens:,}" for need in memory)])
-    return table(rows)
 
 
 def _source(setup: Setup) -> str:
@@ -131,9 +105,9 @@ def calibration_text(calibration: Calibration) -> str:
             "",
             "one layer, forward and backward: a * sum(l^2) + b * sum(l) + c seconds for a pack of sequences of l tokens"
             + (", on a core" if slots else ""),
-            table(rows),
+            text_table("", rows),
             "",
-            table(links),
+            text_table("", links),
             "",
             f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
             f"{calibration.pipeline_factor:.2f} times as much",
@@ -156,74 +130,28 @@ def _scaled(*values: float) -> list[str]:
     return [f"{value:,.4g}" for value in values]
 
 
-def plan_text(plan: Plan) -> str:
+def plan_text(planned: PlannedSetup) -> str:
     """A plan for people."""
-    choice, setup = plan.choice, plan.setup
-    rows = [["bucket", "strategy", "pack tokens", "sequences", "tokens", "packs", "compute s", "switch s"]]
-    for row in choice.rows:
-        bucket = row.bucket
-        rows.append(
-            [
-                f"{bucket.low + 1} - {bucket.longest}",
-                str(bucket.strategy),
-                str(bucket.pack_tokens),
-                f"{row.num_sequences:,.1f}",
-                f"{row.num_tokens:,.0f}",
-                f"{row.num_packs:,.1f}",
-                f"{row.compute_s:,.2f}",
-                f"{row.switch_s:,.2f}",
-            ]
-        )
-    numbers = [
-        ["predicted", "seconds a step", "of these switches"],
-        ["this plan", f"{choice.seconds:,.2f}", f"{choice.switch_seconds:,.2f}"],
-        [f"best static, {choice.static}", f"{choice.static_seconds:,.2f}", ""],
-    ]
-    for other in plan.baselines:
-        if other.seconds is None:
-            longest = f"holds sequences of up to {other.pack_tokens} tokens" if other.pack_tokens else "does not fit"
-            numbers.append([f"{other.name}: {longest}", "-", ""])
-        else:
-            numbers.append([f"{other.name}, packs of {other.pack_tokens}", f"{other.seconds:,.2f}", ""])
+    plan, setup = planned.plan, planned.setup
     return "\n".join(
         [
             _heading(setup),
-            f"{plan.mini_batch_size} sequences a step, lengths {plan.source}, longest {plan.longest}",
+            f"{plan.mini_batch_size} sequences a step, lengths {planned.source}, longest {plan.longest}",
             "",
-            table(rows, 2),
+            str(plan),
             "",
-            table(numbers),
-            _verdict(plan),
+            histogram(planned.lengths, plan.choice.buckets),
             "",
-            _memory_rows([str(row.bucket.strategy) for row in choice.rows], plan.memory),
-            "",
-            histogram(plan.lengths, choice.buckets),
-            "",
-            f'hotspa_strategies="{choice}"',
-            *_notes([*plan.notes(), _source(setup)]),
+            f'hotspa_strategies="{plan.choice}"',
+            *_notes([*planned.notes(), _source(setup)]),
         ]
     )
-
-
-def _verdict(plan: Plan) -> str:
-    """What the plan gains, and over what."""
-    choice, (name, seconds) = plan.choice, plan.rival
-    gain = choice.static_seconds / choice.seconds
-    if seconds < choice.seconds * (1 - _SAME):
-        lost = f"{name} is predicted to be {choice.seconds / seconds:.2f}x as fast as this plan"
-        return f"{lost}: one layout is enough here"
-    if not choice.switches:
-        return "switching is not worth it here"
-    if seconds < choice.static_seconds:
-        better = "as fast as" if seconds < choice.seconds * (1 + _SAME) else f"{seconds / choice.seconds:.2f}x"
-        return f"{better} {name}, and {gain:.2f}x the best static strategy"
-    return f"{gain:.2f}x the best static strategy"
 
 
 def estimate_text(estimate: Estimate) -> str:
     """An estimate for people."""
     memory, setup = estimate.memory, estimate.setup
-    lines = [_heading(setup), "", _memory_rows([f"{estimate.strategy}@{memory.pack_tokens}"], [memory]), ""]
+    lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{memory.pack_tokens}"], [memory]), ""]
     if estimate.largest_pack is None:
         lines.append("No limit was given; --memory-limit or --hardware tell how long a pack may be.")
     elif not estimate.largest_pack:
@@ -248,7 +176,7 @@ def check_plot() -> None:
         ) from None
 
 
-def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
+def save_plot(planned: PlannedSetup, path: str | os.PathLike[str]) -> None:
     """Writes the histogram with the edges of buckets as a PNG.
 
     Raises:
@@ -260,15 +188,15 @@ def save_plot(plan: Plan, path: str | os.PathLike[str]) -> None:
 
     figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.add_subplot()
-    low, high = min(plan.lengths), plan.longest + 1
+    low, high = min(planned.lengths), planned.plan.longest + 1
     steps = 60
     bins = sorted({low * (high / low) ** (i / steps) for i in range(steps + 1)})
-    axes.hist(plan.lengths, bins=bins, color="0.6")
+    axes.hist(planned.lengths, bins=bins, color="0.6")
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens of a sequence")
     axes.set_ylabel("sequences")
-    axes.set_title(f"{plan.setup.model.name}, {plan.setup.nodes} x {plan.setup.devices_per_node} devices")
-    for bucket in plan.choice.buckets:
+    axes.set_title(f"{planned.setup.model.name}, {planned.setup.nodes} x {planned.setup.devices_per_node} devices")
+    for bucket in planned.plan.choice.buckets:
         axes.axvline(bucket.longest, color="C3")
         axes.text(
             bucket.longest, 0.98, f"{bucket.strategy}", rotation=90, ha="right", va="top",

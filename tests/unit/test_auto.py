@@ -16,6 +16,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
+from hf_hotspa.search.plan import limit_text
 from hf_hotspa.search.select import Selector
 from hf_hotspa.strategy import Strategy, legal_strategies
 from hf_hotspa.trainer import auto
@@ -51,7 +52,7 @@ def test_without_a_limit_nothing_is_switched() -> None:
     assert len(found.pool) == 1
     assert not found.choice.switches
     assert "switching is not worth it here" in str(found)
-    assert "memory limit of a device: none" in str(found)
+    assert limit_text(found.limit_bytes, found.limit_source).endswith("of a device: as given")
     assert found.longest == int(LONG_TAILED.lengths.max())
 
 
@@ -65,8 +66,9 @@ def test_under_a_limit_long_sequences_bring_a_strategy_of_their_own() -> None:
     assert len({bucket.strategy for bucket in found.pool}) == len(found.pool)
     assert all(memory.total <= limit * 2**20 for memory in found.memory)
     text = str(found)
-    assert str(found.choice) in text
-    assert f"memory limit of a device: {limit} MiB (as given)" in text
+    assert all(str(bucket.strategy) in text for bucket in found.choice.buckets)
+    assert "x the best static strategy" in text
+    assert f"of a device: at most {limit}.0 MiB, as given" in limit_text(found.limit_bytes, found.limit_source)
     assert found == plan(limit_mb=limit)
 
 
@@ -74,7 +76,8 @@ def test_every_mini_batch_may_decide_for_the_best_static_strategy() -> None:
     found = plan(limit_mb=LIMIT)
     static = next(bucket for bucket in found.pool if bucket.strategy == found.choice.static.strategy)
     assert static.capacity >= found.longest
-    selector = Selector(found.pool, found.time, found.switch, quadratic_cost=SHAPE.quadratic_cost)
+    switch = COST.switch_seconds([bucket.strategy for bucket in found.pool])
+    selector = Selector(found.pool, COST.time, switch, quadratic_cost=SHAPE.quadratic_cost)
     assert len(selector.select([50] * 200).buckets) == 1
     assert len(selector.select([50] * 200 + [2900]).buckets) == 2
     assert selector.select([2900] * 8).strategies == (static.strategy,)

@@ -152,7 +152,7 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     assert short["phases_simulated"] < 100
     # `+sp` only where the packs need the room
     setup = Setup.read("llama2-7b", "1x8", "a800-80g")
-    roomy = make_plan(replace(setup, limit_bytes=1 << 42), "commoncrawl", 4096).choice
+    roomy = make_plan(replace(setup, limit_bytes=1 << 42), "commoncrawl", 4096).plan.choice
     assert not any(bucket.strategy.sp for bucket in (*roomy.buckets, roomy.static))
     tight = answer(capsys, replaced(longest="32768", memory_limit="26GiB"))
     assert any(bucket.strategy.rc for bucket in parse_buckets(tight["hotspa_strategies"]))
