@@ -13,8 +13,8 @@ from hf_hotspa.costs import formulas
 from hf_hotspa.costs.zero import STAGES, model_state_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import Partition, StageCosts, partition
+from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.planning import Setup
-from hf_hotspa.search.tables import table
 from hf_hotspa.strategy import Strategy
 
 KIND, SCHEMA_VERSION = "hf_hotspa formulas", 1
@@ -317,7 +317,7 @@ def formulas_text(found: FormulaTable) -> str:
             f"B = {found.batch} sequences of s = {found.tokens} tokens, micro-batches of b = {found.micro}; layers recompute, "
             f"{setup.dtype}",
             "",
-            table(rows),
+            text_table("", rows),
             "",
             "bubble: (p-1)/m of the ideal time. C_inter, C_intra: millions (2^20) of elements of a micro-batch. T: of a batch.",
             "states: 20 bytes a parameter; ZeRO: 16 bytes, divided over d. activations and states in GiB of a device.",
