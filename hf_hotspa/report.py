@@ -271,7 +271,6 @@ class PhaseEvent:
         strategy: The strategy that runs, `dp4tp1pp1`.
         num_packs: Micro-batches, over all replicas.
         num_sequences: Sequences, over all replicas.
-        num_tokens: Their tokens.
         seconds: What this rank measured of it, by the names of `MEASURES`; None at its begin.
     """
 

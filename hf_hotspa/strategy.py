@@ -274,7 +274,6 @@ def most_in_flight(strategy: Strategy, pack_tokens: int, longest: int) -> int:
     may be filled with short ones.
 
     Args:
-        strategy: The strategy.
         pack_tokens: See `Bucket`.
         longest: See `Bucket`.
     """

@@ -66,9 +66,7 @@ class AutoStrategies:
     """The plan of a run, and its choice of phases.
 
     Args:
-        plan: The plan.
         cost: The cost model that it was made with.
-        args: The training arguments.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         singles: Gives the single strategies that fit, the fastest as predicted first.
         stage_costs: What stages are cut by, as the plan has it.
@@ -172,8 +170,6 @@ def prepare_auto(
     """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
 
     Args:
-        model: The model.
-        args: The training arguments.
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
         mini_batch_size: Rows of a mini-batch.
         may_chunk: Whether the loss can be computed in chunks of tokens (`+ck`).

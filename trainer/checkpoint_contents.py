@@ -48,9 +48,7 @@ class CheckpointContents:
     Args:
         folder: Where checkpoints are.
         step: The optimizer step.
-        engine: The engine.
         model: The model of the trainer.
-        args: The training arguments.
         optimizer: The optimizer; None where only the model is saved.
         scheduler: The schedule of learning rates.
         tokenizer: The tokenizer, or None.

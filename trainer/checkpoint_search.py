@@ -36,7 +36,6 @@ def find_checkpoint(
     Args:
         asked: True for the newest of the folder that verifies, or the path of one.
         folder: The output directory.
-        args: The training arguments.
         agreement: How the ranks agree.
 
     Raises:
@@ -119,7 +118,6 @@ def check_data_order(
         resumption: The checkpoint.
         order: What decides them in this run, see `data_order`.
         loader: The train data loader.
-        args: The training arguments.
 
     Raises:
         ResumeError: they are not.

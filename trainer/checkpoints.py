@@ -25,7 +25,6 @@ class Checkpoints:
     """Saves. Collective.
 
     Args:
-        args: The training arguments.
         ranks: How the ranks agree.
         in_use: Gives the checkpoints that must not be removed now, beside the best one.
         committed: Told of the folder of each checkpoint that is complete.

@@ -25,7 +25,6 @@ class DataSets:
     """Data sets as their rows are read.
 
     Args:
-        args: The training arguments.
         tokenizer: Gives the tokenizer, for rows without token ids.
         rules: Gives what rows are read by.
         collate: Gives a collator of the user's own, as it is run; or None.

@@ -80,7 +80,6 @@ class EvaluationLoop:
     """One pass over an evaluation set, forward only.
 
     Args:
-        args: The training arguments.
         compute_metrics: The user's, or None.
         preprocess_logits: `preprocess_logits_for_metrics` of the user's, or None.
         after_step: Called after every mini-batch.

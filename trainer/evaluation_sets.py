@@ -25,7 +25,6 @@ class EvaluationSets:
     """What is evaluated.
 
     Args:
-        args: The training arguments.
         data: The data sets.
     """
 

@@ -8,11 +8,7 @@ from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 
 class HostAgreement:
-    """Makes agreements over one group of processes, which exists from the first one on.
-
-    Args:
-        args: The training arguments.
-    """
+    """Makes agreements over one group of processes, which exists from the first one on."""
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
         self._args = args

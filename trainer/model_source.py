@@ -39,9 +39,6 @@ logger = logging.getLogger(__name__)
 class ModelSource:
     """Where the weights of `trainer.model` are: in it, in a folder, or in the engine alone.
 
-    Args:
-        args: The training arguments.
-
     Attributes:
         is_current: Whether the model has the weights of the engine, or there is none.
         folder: Where the weights of a model without weights are: what it was opened from, or saved to last.

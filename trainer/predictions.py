@@ -65,7 +65,6 @@ class Predictions:
     Args:
         engine: Knows the model and the buckets.
         known: What is known of the machine.
-        args: The training arguments.
 
     Attributes:
         single: The best single strategy that fits; None before `compare_with_single`, and where none does.

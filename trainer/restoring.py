@@ -62,7 +62,6 @@ class Restorer:
     """Puts what was saved into a run. Collective.
 
     Args:
-        engine: The engine.
         model: The model of the trainer.
         source: Where its weights are: they go stale.
         base: The digest of the base model of an adapter.

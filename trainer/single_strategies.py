@@ -36,7 +36,6 @@ class Side:
     """One way to run a mini-batch.
 
     Args:
-        name: Its name.
         buckets: What it runs under.
         choose: Chooses among them for the rows of a mini-batch; None where they stay the same.
     """

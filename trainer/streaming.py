@@ -41,7 +41,6 @@ class StreamRows(Dataset[Any]):
 
     Args:
         dataset: The stream.
-        buckets: The buckets.
         mini_batch_size: Rows of a mini-batch.
         rank: Global rank.
         vocab_size: Token ids must be below it.

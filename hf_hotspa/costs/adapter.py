@@ -19,8 +19,6 @@ class Linear:
     """One linear layer of a decoder layer.
 
     Args:
-        inputs: Its inputs.
-        outputs: Its outputs.
         of_heads: Whether what tp cuts belongs to `query` heads or to `key` heads; None for an MLP.
         rows: Whether tp cuts its outputs (column-parallel); else its inputs.
     """

@@ -14,12 +14,10 @@ class MemoryBreakdown:
         master_gradients: The gradients of that share.
         optimizer: The optimizer state of that share.
         weights: Weights of the strategy.
-        gradients: Their gradients.
         arena: What the pool's largest strategy needs beyond these two.
         activations: Of all micro-batches in flight.
         logits: Of one pack, on the last stage; and what the losses of others that are in flight there keep.
         switch: Buffers of switches.
-        stage: The stage.
         in_flight: Micro-batches in flight on it, at most.
         held_tokens: Tokens in flight on it, at most.
         pack_tokens: Tokens of the largest pack.

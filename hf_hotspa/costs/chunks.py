@@ -23,7 +23,6 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longes
     """What chunks leave for each other on the device in the layers of a stage, in bytes.
 
     Args:
-        strategy: The strategy.
         shape: The model's shape.
         num_layers: Layers of the stage.
         longest: Tokens of the longest sequence.

@@ -22,7 +22,6 @@ class Device:
     """One device.
 
     Args:
-        memory_bytes: Its memory.
         peak_flops: Floating-point operations per second of matrix products, by dtype name.
         memory_bandwidth: Bytes per second of its memory.
     """
@@ -51,8 +50,6 @@ class Hardware:
 
     Args:
         name: For tables and messages.
-        device: One device.
-        devices_per_node: Devices of a node.
         intra_bandwidth: Bytes per second, per direction, of a device's port inside its node.
         inter_bandwidth: Bytes per second, per direction, of one NIC.
         nics_per_node: NICs of a node; None for one a device.

@@ -137,7 +137,6 @@ class MemoryModel:
 
         Args:
             strategy: The strategy that runs.
-            pack_tokens: Tokens of its packs.
             longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
             num_packs: Packs of a replica; None for enough to fill the pipeline.
             arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
@@ -356,7 +355,6 @@ def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
     Args:
         total: Never falls. Made of few straight lines, as bytes over tokens are: the next number to look at is where
             the line through the last two would meet the limit, or their middle where that led nowhere.
-        limit: The limit.
         high: The largest number in question.
     """
     low, of_low, of_high = 0, total(0), total(high)

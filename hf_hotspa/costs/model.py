@@ -117,11 +117,9 @@ def check_calibration(
     """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
 
     Args:
-        calibration: The calibration.
         where: Its file.
         shape: The model.
         dtype: The dtype of computation.
-        nodes: Nodes.
         devices_per_node: Processes of each.
         strategies: What must be known.
 

@@ -126,7 +126,6 @@ class TimeModel:
             source: What was measured, in words.
             heads: Measured costs of the ends, where samples do not hold them.
             hops: Passing a hidden state inside a node, and between nodes.
-            devices_per_node: Devices of a node.
             forward_share: The forward pass's share of a pack's seconds.
 
         Raises:
@@ -212,7 +211,6 @@ class TimeModel:
         """Seconds of a phase without its switch: those of the busiest replica, or of all where they share cores.
 
         Args:
-            strategy: The strategy.
             replicas: The packs of each replica, in order.
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
         """

@@ -279,7 +279,6 @@ class PackedBucketCollator:
         """The mini-batch of a plan that was made before; an error of this family is carried in it.
 
         Args:
-            plan: The plan.
             rows: Dataset row -> example (a mapping as for `__call__`, or a `Row`), for `rows_of(plan)`.
         """
         try:

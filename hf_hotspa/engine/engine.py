@@ -231,7 +231,6 @@ class HotSPaEngine:
         """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
 
         Args:
-            mini_batch: The mini-batch.
             step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
             facts: What must be the same on all ranks beside it, by name, such as the learning rates.
 

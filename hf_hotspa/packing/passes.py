@@ -53,7 +53,6 @@ def beats(
     """All passes of a phase.
 
     Args:
-        strategy: Its strategy.
         replicas: See `pack_lengths`.
         most_tokens: The most tokens in flight on a stage; None for no limit.
         is_trained: Whether there are backward passes.

@@ -170,7 +170,6 @@ class DataParallel:
         """The fastest run under a stage, with or without gradient checkpointing; or how much of it fits.
 
         Args:
-            stage: The stage.
             batches: The lengths of each mini-batch.
             weights: What each counts.
             longest: The longest sequence that must fit.

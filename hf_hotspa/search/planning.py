@@ -42,10 +42,8 @@ class Setup:
     """A model on a number of machines.
 
     Args:
-        model: The model.
         nodes: Machines.
         hardware: What they are, with the given devices a node; None where only memory is asked for.
-        devices_per_node: Devices of a node.
         limit_bytes: What a plan may fill of a device; None for no limit.
         limit_source: Where that is from, in words.
         dtype: The dtype of computation.
@@ -215,7 +213,6 @@ class PlannedSetup:
         setup: Model and machines.
         lengths: The lengths looked at.
         source: Where they are from.
-        plan: The plan.
     """
 
     setup: Setup
@@ -303,7 +300,6 @@ class Estimate:
 
     Args:
         setup: Model and machines.
-        strategy: The strategy.
         memory: What its fullest rank holds.
         largest_pack: The most tokens that a pack may have; None without a limit.
     """

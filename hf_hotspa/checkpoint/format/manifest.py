@@ -111,7 +111,6 @@ class Manifest:
         versions: Of hf_hotspa, torch and transformers.
         files: Every file but the manifest.
         segments: The segments of the vector.
-        parameters: The parameters.
         schema_version: The format, 1 or 2.
     """
 
@@ -357,7 +356,6 @@ def verify_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1
 
     Args:
         folder: The checkpoint.
-        manifest: Its manifest.
         part: Compare only every `parts`-th file, from this one on: the ranks share the work.
 
     Raises:
