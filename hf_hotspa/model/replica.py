@@ -27,7 +27,7 @@ from hf_hotspa.parallel.attention import PackedSequences, Prefix
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import run_alone
-from hf_hotspa.parallel.loss import vocab_parallel_cross_entropy, vocab_parallel_log_probabilities
+from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss, tokens_of
@@ -329,15 +329,11 @@ class Replica:
             return of_tokens
 
         def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
-            return vocab_parallel_cross_entropy(
-                logits,
-                labels[tokens],
-                scale,
-                first_row,
-                group,
-                smoothing=self._smoothing,
-                vocab_size=self._vocab_size,
+            smoothing, size = self._smoothing, self._vocab_size
+            log_probabilities = vocab_parallel_log_probabilities(
+                logits, labels[tokens], first_row, group, smoothing=smoothing, vocab_size=size
             )
+            return log_probabilities.sum(dtype=torch.float64) * -scale
 
         return cross_entropy
 

@@ -114,29 +114,3 @@ def vocab_parallel_log_probabilities(
         logits, labels, first_row, group, smoothing, vocab_size
     )
     return log_probabilities
-
-
-def vocab_parallel_cross_entropy(
-    logits: Tensor,
-    labels: Tensor,
-    scale: float,
-    first_row: int = 0,
-    group: dist.ProcessGroup | None = None,
-    *,
-    smoothing: float = 0.0,
-    vocab_size: int | None = None,
-) -> Tensor:
-    """`scale * sum(CE)` over the positions that have a label: an fp64 scalar, equal on all ranks of the group.
-
-    Args:
-        logits: As the rest, see `vocab_parallel_log_probabilities`.
-        labels: int64 [T].
-        scale: Factor on the sum, 1 / (label tokens of the mini-batch).
-        first_row: The vocabulary row of `logits[:, 0]`.
-        smoothing: Label smoothing.
-        vocab_size: Rows of the whole vocabulary.
-    """
-    log_probs = vocab_parallel_log_probabilities(
-        logits, labels, first_row, group, smoothing=smoothing, vocab_size=vocab_size
-    )
-    return log_probs.sum(dtype=torch.float64) * -scale

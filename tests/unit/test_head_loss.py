@@ -5,10 +5,14 @@ import torch
 
 from hf_hotspa.costs.sizes import LOSS_CHUNK_BYTES, loss_chunk_tokens
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
-from hf_hotspa.parallel.loss import vocab_parallel_cross_entropy
+from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
 from tests.families import tiny_model
 
 TOKENS = 23
+
+
+def cross_entropy(logits, labels):
+    return vocab_parallel_log_probabilities(logits, labels).sum(dtype=torch.float64) * -0.25
 
 
 def one(model, ids, labels, chunk=None):
@@ -17,13 +21,13 @@ def one(model, ids, labels, chunk=None):
     seen = []
     hook = model.get_output_embeddings().register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     if chunk is None:
-        loss = vocab_parallel_cross_entropy(model(input_ids=ids, use_cache=False).logits[0], labels, 0.25)
+        loss = cross_entropy(model(input_ids=ids, use_cache=False).logits[0], labels)
     else:
         tail = Tail(model, model.base_model_prefix)
         hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
 
         def run(part, tokens):
-            return vocab_parallel_cross_entropy(tail(part, {}), labels[tokens], 0.25)
+            return cross_entropy(tail(part, {}), labels[tokens])
 
         loss = chunked_loss(run, hidden, tail.parameters, chunks_of_tokens(TOKENS, chunk))
     (3 * loss).backward()
