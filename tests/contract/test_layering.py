@@ -1,6 +1,7 @@
 """The rules of the source tree: layers, no cycles, one name for every module, files of a readable length."""
 
 import ast
+import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -55,6 +56,16 @@ def test_the_table_is_short() -> None:
 
 def test_the_picture_of_the_house_is_made_from_the_imports() -> None:
     assert house.shown() == house.picture(), "run python -m tests.contract.house"
+
+
+def test_what_pages_say_to_read_first_is_there() -> None:
+    for page in ("README.md", "docs/how-it-works.md"):
+        [line] = re.findall(
+            r"^(?:Reading the code|Read these first):.*(?:\n.+)*", (ROOT / page).read_text(), re.MULTILINE
+        )
+        files = re.findall(r"`(hf_hotspa/[^`]+\.py)`", line)
+        assert len(files) == 5
+        assert all((ROOT / file).is_file() for file in files)
 
 
 def test_no_cycles() -> None:
