@@ -75,7 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     common.add_argument(
         "--memory-limit",
         metavar="SIZE",
-        help="what a plan may fill of a device, such as 70GiB; 90 % of its memory by default",
+        help="what a plan may fill of a device, such as 70GiB; 90 %% of its memory by default",
     )
     common.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
     common.add_argument(

@@ -392,3 +392,18 @@ def test_as_a_module_and_with_wrong_flags() -> None:
     done = subprocess.run([*command, *replaced(nodes="0x8")], cwd=ROOT, capture_output=True, text=True, timeout=280)
     assert done.returncode == 2
     assert "Traceback" not in done.stderr
+
+
+def test_every_command_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """A bare percent sign in a help text ends `--help` with a traceback."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    [names] = re.findall(r"\{([a-z,]+)\}", capsys.readouterr().out.replace("\n", ""))[:1]
+    commands = [
+        name for name in names.split(",") if name != "train"
+    ]  # of which tests/unit/test_train_command.py has its own
+    assert len(commands) > 8
+    for command in commands:
+        with pytest.raises(SystemExit, match="0"):
+            main([command, "--help"])
+        assert f"hf-hotspa {command}" in capsys.readouterr().out
