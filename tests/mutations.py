@@ -218,9 +218,9 @@ MUTATIONS = [
     # -- computation
     Mutation(
         "the loss is not scaled",
-        "hf_hotspa/parallel/loss.py",
-        "log_probs.sum(dtype=torch.float64) * -scale",
-        "-log_probs.sum(dtype=torch.float64)",
+        "hf_hotspa/model/replica.py",
+        "log_probabilities.sum(dtype=torch.float64) * -scale",
+        "-log_probabilities.sum(dtype=torch.float64)",
         ALONE,
     ),
     Mutation(
