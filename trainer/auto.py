@@ -84,9 +84,9 @@ class AutoStrategies:
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
-        self._time = cost.time
+        self.time = cost.time
         self._switch = cost.switch_seconds([bucket.strategy for bucket in (*plan.pool, plan.choice.static)])
-        self.single = SingleStrategy(plan.choice.static, self._time, self._switch, quadratic_cost)
+        self.single = SingleStrategy(plan.choice.static, self.time, self._switch, quadratic_cost)
         self.singles = singles
         self.stage_costs = stage_costs
 
@@ -105,7 +105,7 @@ class AutoStrategies:
         args = self._args
         chooser = PhaseChooser(
             self.plan.pool,
-            self._time,
+            self.time,
             self._switch,
             table,
             policy=args.hotspa_overlong,

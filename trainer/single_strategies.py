@@ -144,7 +144,7 @@ def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
     buckets: dict[Strategy, Bucket] = {b.strategy: Bucket(b.strategy, 1, 1) for side in sides for b in side.buckets}
     weights = None if has_weights(trainer.model) else trainer._source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    time = trainer._auto.plan.time if trainer._auto is not None else None
+    time = trainer._auto.time if trainer._auto is not None else None
     options = engine_options(trainer.args, trainer._own_loss(), measured, time)
     return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
 

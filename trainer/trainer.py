@@ -187,7 +187,7 @@ class HotSPaTrainer(
         buckets = self._auto.buckets if self._auto is not None else recomputing_buckets(args)
         known_costs = self._auto or calibration
         stage_costs = known_costs.stage_costs if known_costs is not None else None
-        options = engine_options(args, loss, stage_costs, self._auto.plan.time if self._auto is not None else None)
+        options = engine_options(args, loss, stage_costs, self._auto.time if self._auto is not None else None)
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
