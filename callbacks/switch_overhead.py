@@ -101,7 +101,7 @@ class _Totals:
     def slowest(self) -> tuple[int, float] | None:
         """The rank that took longest for its work, and its mean pace; None where nobody watched."""
         means = {rank: summed / count for rank, (summed, count) in self.paces.items()}
-        return max(means.items(), key=lambda found: found[1], default=None)
+        return max(means.items(), key=lambda mean: mean[1], default=None)
 
     def add(self, report: StepReport) -> None:
         self.steps += 1

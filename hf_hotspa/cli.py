@@ -51,8 +51,8 @@ class _Version(argparse.Action):
 
 
 def _installed(name: str) -> str:
-    found = version_of(name)
-    return f"no {name}" if found is None else f"{name} {found}"
+    installed = version_of(name)
+    return f"no {name}" if installed is None else f"{name} {installed}"
 
 
 def _parser() -> argparse.ArgumentParser:

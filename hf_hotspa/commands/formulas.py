@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> tuple[FormulaTable, str]:
         HotspaError: the model, the machines or a number cannot be.
     """
     setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
-    found = make_table(setup, args.batch, args.micro_batch, args.sequence)
+    result = make_table(setup, args.batch, args.micro_batch, args.sequence)
     if args.partition:
-        found = replace(found, pipedream=pipedream(setup, args.micro_batch, args.sequence))
-    return found, "" if args.json else formulas_text(found)
+        result = replace(result, pipedream=pipedream(setup, args.micro_batch, args.sequence))
+    return result, "" if args.json else formulas_text(result)

@@ -64,7 +64,7 @@ class DevicePace:
 
     def _work(self, plan: MiniBatchPlan, report: StepReport, measured: Sequence[Any]) -> list[PhaseWork]:
         planned = {str(phase.bucket.strategy): phase for phase in plan.phases}
-        found = []
+        work = []
         for index, ran in enumerate(report.phases):
             strategy, shares = self._strategies[ran.strategy], self._shares[ran.strategy]
             replicas = [
@@ -74,5 +74,5 @@ class DevicePace:
             coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
             seconds = [max(row[index][_COMPUTE] - row[index][_OTHERS], 0.0) for row in measured]
             costs = [replicas[coord.dp] * share for coord, share in zip(coords, shares, strict=True)]
-            found.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
-        return found
+            work.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
+        return work

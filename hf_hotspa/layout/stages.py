@@ -162,15 +162,15 @@ def partition(
     best: dict[tuple[int, int], _Found] = {}
     for j in range(1, count + 1):
         for m in range(1, machines + 1):
-            found: _Found = (stage(0, j, m), 1, ((j, m),))
+            candidate: _Found = (stage(0, j, m), 1, ((j, m),))
             for i in range(1, j):
                 passing = 2 * sends[i - 1] if sends else 0.0
                 for own in range(1, m):
                     before = best[i, m - own]
                     slowest = max(before[0], passing, stage(i, j, own))
-                    if slowest <= found[0]:
-                        found = min(found, (slowest, before[1] + 1, (*before[2], (j, own))))
-            best[j, m] = found
+                    if slowest <= candidate[0]:
+                        candidate = min(candidate, (slowest, before[1] + 1, (*before[2], (j, own))))
+            best[j, m] = candidate
     seconds, _, ends = best[count, machines]
     starts = [0, *(stop for stop, _ in ends[:-1])]
     return Partition(seconds, tuple((range(start, stop), m) for start, (stop, m) in zip(starts, ends, strict=True)))

@@ -44,20 +44,20 @@ class Units:
     @cached_property
     def segments(self) -> dict[int, tuple[int, ...]]:
         """The streamed segments of each unit that has any."""
-        found: dict[int, tuple[int, ...]] = {}
+        by_unit: dict[int, tuple[int, ...]] = {}
         for segment in self.vector.segments:
             if segment.index not in self.resident:
-                found[segment.unit] = (*found.get(segment.unit, ()), segment.index)
-        return found
+                by_unit[segment.unit] = (*by_unit.get(segment.unit, ()), segment.index)
+        return by_unit
 
     @cached_property
     def trained(self) -> dict[int, tuple[int, ...]]:
         """Of these, the trained ones."""
-        found = {
+        trained = {
             unit: tuple(s for s in segments if self.vector.segments[s].trainable)
             for unit, segments in self.segments.items()
         }
-        return {unit: segments for unit, segments in found.items() if segments}
+        return {unit: segments for unit, segments in trained.items() if segments}
 
     def of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
         """The units that a stage runs, in the order of their forward pass."""

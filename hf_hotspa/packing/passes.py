@@ -74,17 +74,17 @@ def _turns(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> li
 
 
 def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
-    found: list[Beat] = []
+    beats: list[Beat] = []
     at = [0] * len(replicas)
     while left := [r for r, turns in enumerate(replicas) if at[r] < len(turns)]:
         forward = [r for r in left if not replicas[r][at[r]]]
         now = tuple(forward or left)
-        found.append((Pass(0, False, now),))
+        beats.append((Pass(0, False, now),))
         if not forward:
-            found.append((Pass(0, True, now),))
+            beats.append((Pass(0, True, now),))
         for r in now:
             at[r] += 1
-    return found
+    return beats
 
 
 def _of_stages(
@@ -96,7 +96,7 @@ def _of_stages(
         passes.operations(stage) if is_trained else [(i, False) for i in range(total)] for stage in range(strategy.pp)
     ]
     done: set[tuple[int, int, bool]] = set()
-    found: list[Beat] = []
+    beats: list[Beat] = []
     while any(left):
         now: list[tuple[int, int, bool]] = []
         for stage, operations in enumerate(left):
@@ -109,10 +109,10 @@ def _of_stages(
         for stage, _, _ in now:
             left[stage] = left[stage][1:]
         done.update(now)
-        found.append(
+        beats.append(
             tuple(
                 Pass(stage, is_backward, tuple(r for r, packs in enumerate(replicas) if pack < len(packs)))
                 for stage, pack, is_backward in now
             )
         )
-    return found
+    return beats

@@ -112,12 +112,12 @@ class PipelineRunner:
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
-            found = self._torch.run(passes.kind, padded[first:end], scale)
-            if found is None:  # ours holds as much with fewer packs than stages
+            of_passes = self._torch.run(passes.kind, padded[first:end], scale)
+            if of_passes is None:  # ours holds as much with fewer packs than stages
                 own = _OneForwardOneBackward(self._stage, self._group, self._index)
                 alone = [chunk for chain in self._packs.chains(padded[first:end]) for chunk in chain]
-                found = own.run(alone, scale, choose_passes("own", passes.tokens[first:end], self._num_stages))
-            loss += found
+                of_passes = own.run(alone, scale, choose_passes("own", passes.tokens[first:end], self._num_stages))
+            loss += of_passes
         return loss
 
     @torch.no_grad()

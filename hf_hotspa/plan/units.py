@@ -132,13 +132,13 @@ class _Stage:
             transfers.append(UnitTransfer(draft.unit, False))
 
     def stage_passes(self) -> tuple[StagePass, ...]:
-        found, begin = [], 0
+        passes, begin = [], 0
         for is_backward, replicas, visited in self.passes:
             drafts = self.drafts[begin : begin + len(visited)]
             begin += len(visited)
             visits = tuple(Visit(d.unit, d.load, tuple(d.opens), d.after) for d in drafts)
-            found.append(StagePass(is_backward, replicas, visits))
-        return tuple(found)
+            passes.append(StagePass(is_backward, replicas, visits))
+        return tuple(passes)
 
 
 def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Program:

@@ -233,9 +233,9 @@ def devices_panel(run: RunLog) -> Panel:
         rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
     body = svg.heat("Seconds of computation by rank, times the median", [float(step) for step, _ in known], rows, 3.0)
     slow = sorted({rank for _, report in known for rank in report.slow})
-    found = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
+    called = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
     most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
-    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times the median. {found}{most}"
+    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times the median. {called}{most}"
     return Panel(name, title, len(known), body, note)
 
 

@@ -335,8 +335,8 @@ def _devices(data: dict[str, Any]) -> dict[str, Any]:
     paces, slow = data.get("paces"), data.get("slow", [])
     if not isinstance(paces, list | None) or not isinstance(slow, list):
         raise TypeError("paces or slow ranks are no list")
-    found = None if paces is None else tuple(None if pace is None else _number(pace) for pace in paces)
-    return {"paces": found, "slow": tuple(map(_count, slow))}
+    paced = None if paces is None else tuple(None if pace is None else _number(pace) for pace in paces)
+    return {"paces": paced, "slow": tuple(map(_count, slow))}
 
 
 def _step_record(data: dict[str, Any]) -> StepRecord:

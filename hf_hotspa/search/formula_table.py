@@ -51,7 +51,7 @@ class Row:
         intensity: Operations a byte of a product of h x h under t, over those without.
         our_seconds: Of a batch, by our time model; None where we cannot train it.
         our_bytes: Of the fullest device, by our memory model.
-        obstacle: Why we cannot.
+        unsupported_reason: Why we cannot.
     """
 
     pp: int
@@ -71,7 +71,7 @@ class Row:
     intensity: float
     our_seconds: float | None = None
     our_bytes: float | None = None
-    obstacle: str | None = None
+    unsupported_reason: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,15 +142,15 @@ class FormulaTable:
 
 def divisions(world_size: int, batch: int, micro: int, layers: int, heads: int) -> list[tuple[int, int, int]]:
     """Every `(p, t, d)` with p t d = world size, p at most the layers, t dividing the heads, b d dividing the batch."""
-    found = []
+    legal = []
     for pp in range(1, min(world_size, layers) + 1):
         for tp in range(1, heads + 1):
             if world_size % (pp * tp) or heads % tp:
                 continue
             dp = world_size // (pp * tp)
             if batch % (micro * dp) == 0:
-                found.append((pp, tp, dp))
-    return found
+                legal.append((pp, tp, dp))
+    return legal
 
 
 def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTable:
@@ -175,13 +175,15 @@ def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTabl
             f"sequences of {tokens} tokens, and {setup.model.name} has {positions} positions",
             fix=f"use --sequence {positions} or less",
         )
-    found = divisions(world, batch, micro, shape.num_layers, shape.num_attention_heads)
-    if not found:
+    degrees = divisions(world, batch, micro, shape.num_layers, shape.num_attention_heads)
+    if not degrees:
         raise HotspaConfigError(
             f"no (p, t, d) divides {world} devices, {shape.num_attention_heads} heads and batches of {batch} sequences",
             fix="use a batch that the micro-batch and the number of devices divide",
         )
-    return FormulaTable(setup, batch, micro, tokens, tuple(_row(setup, batch, micro, tokens, *each) for each in found))
+    return FormulaTable(
+        setup, batch, micro, tokens, tuple(_row(setup, batch, micro, tokens, *each) for each in degrees)
+    )
 
 
 def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp: int) -> Row:
@@ -199,7 +201,7 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
         return intra if span <= setup.devices_per_node else inter
 
     parameters = formulas.parameters_per_device(setup.sizes.num_parameters, tp, pp)
-    seconds, held, obstacle = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
+    seconds, held, unsupported_reason = _ours(setup, Strategy(dp, tp, pp, rc=1), micro, tokens, m)
     return Row(
         pp,
         tp,
@@ -219,7 +221,7 @@ def _row(setup: Setup, batch: int, micro: int, tokens: int, pp: int, tp: int, dp
         formulas.Matmul.of(hidden, tp).intensity / formulas.Matmul.of(hidden).intensity,
         seconds,
         held,
-        obstacle,
+        unsupported_reason,
     )
 
 
@@ -261,9 +263,9 @@ def _ours(
 ) -> tuple[float | None, float | None, str | None]:
     """Seconds of a batch and bytes of the fullest device by our models; or why we cannot train it."""
     try:
-        obstacle = strategy.unsupported_reason(setup.model.shape)
-        if obstacle:
-            return None, None, obstacle
+        unsupported_reason = strategy.unsupported_reason(setup.model.shape)
+        if unsupported_reason:
+            return None, None, unsupported_reason
         pack = (tokens,) * micro
         held = setup.memory.breakdown(strategy, micro * tokens, longest=tokens, num_packs=m).total
 
@@ -285,12 +287,12 @@ _HEAD = (
 )  # fmt: skip
 
 
-def formulas_text(found: FormulaTable) -> str:
+def formulas_text(result: FormulaTable) -> str:
     """For a terminal."""
-    setup = found.setup
+    setup = result.setup
     assert setup.hardware is not None
     rows: list[Sequence[str]] = [_HEAD]
-    for row in found.rows:
+    for row in result.rows:
         ours = [f"| {row.our_seconds:,.3g}" if row.our_seconds is not None else "| -"]
         ours.append(f"{row.our_bytes / _GIB:,.1f}" if row.our_bytes is not None else "-")
         rows.append(
@@ -309,12 +311,12 @@ def formulas_text(found: FormulaTable) -> str:
                 *ours,
             ]
         )
-    refused = sorted({row.obstacle for row in found.rows if row.obstacle})
+    refused = sorted({row.unsupported_reason for row in result.rows if row.unsupported_reason})
     return "\n".join(
         [
             f"{setup.model.name}: {setup.sizes.num_parameters / 1e9:,.2f}B parameters on {setup.nodes} x "
             f"{setup.devices_per_node} devices of {setup.hardware.name}",
-            f"B = {found.batch} sequences of s = {found.tokens} tokens, micro-batches of b = {found.micro}; layers recompute, "
+            f"B = {result.batch} sequences of s = {result.tokens} tokens, micro-batches of b = {result.micro}; layers recompute, "
             f"{setup.dtype}",
             "",
             text_table("", rows),
@@ -324,7 +326,7 @@ def formulas_text(found: FormulaTable) -> str:
             "intensity: operations a byte of a product under t, over those without: 3/(2+t).",
             "ours: the models that `hf-hotspa plan` uses, for the same micro-batches with +rc; the master store is always "
             "divided over all devices.",
-            *([str(found.pipedream)] if found.pipedream is not None else []),
+            *([str(result.pipedream)] if result.pipedream is not None else []),
             *(f"- : {text}" for text in refused),
             *(f"misprint in a source: {text}" for text in MISPRINTS),
         ]

@@ -62,9 +62,9 @@ def _that_hold(
     chunked = []
     for strategy in strategies:
         sized = (replace(strategy, ck=size, kh=in_host) for size in CHUNK_SIZES if size < longest)
-        found = next((s for s in sized if tokens(s) >= longest), None)
-        if found is not None:
-            chunked.append(next((s for s in _with_graphs(found, longest) if tokens(s) >= longest), found))
+        fitting = next((s for s in sized if tokens(s) >= longest), None)
+        if fitting is not None:
+            chunked.append(next((s for s in _with_graphs(fitting, longest) if tokens(s) >= longest), fitting))
     return chunked
 
 

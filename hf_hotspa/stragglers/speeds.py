@@ -67,15 +67,15 @@ class SpeedHistory:
             HotspaConfigError: it is not one.
         """
         try:
-            found = [
+            history = [
                 (int(first), None if speeds is None else tuple(map(float, speeds)))
                 for first, speeds in state["in_force"]
             ]
-            if not found or any(min(speeds, default=0.0) <= 0.0 for _, speeds in found if speeds is not None):
+            if not history or any(min(speeds, default=0.0) <= 0.0 for _, speeds in history if speeds is not None):
                 raise ValueError("no speeds")
         except (KeyError, TypeError, ValueError) as error:
             raise HotspaConfigError(
                 f"the state of the speeds of devices cannot be read: {type(error).__name__}: {error}",
                 fix="leave it out; packs are divided evenly until slow devices are found anew",
             ) from None
-        self._in_force = found
+        self._in_force = history

@@ -160,7 +160,7 @@ def test_the_command_prints_the_rows(capsys: pytest.CaptureFixture[str]) -> None
     data = json.loads(capsys.readouterr().out)
     assert data["kind"] == "hf_hotspa formulas"
     assert len(data["rows"]) == 10
-    assert {"bubble", "zero_bytes", "our_seconds", "our_bytes", "obstacle"} <= set(data["rows"][0])
+    assert {"bubble", "zero_bytes", "our_seconds", "our_bytes", "unsupported_reason"} <= set(data["rows"][0])
 
 
 def test_a_model_that_we_cannot_cut_has_its_textbook_numbers_and_the_reason(
@@ -171,8 +171,8 @@ def test_a_model_that_we_cannot_cut_has_its_textbook_numbers_and_the_reason(
     assert main(["formulas", str(tmp_path), "--nodes", "1x4", "--batch", "8", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     for row in rows:
-        assert (row["our_seconds"] is None) == bool(row["obstacle"])
-    assert any(row["obstacle"] for row in rows if row["tp"] > 1)
+        assert (row["our_seconds"] is None) == bool(row["unsupported_reason"])
+    assert any(row["unsupported_reason"] for row in rows if row["tp"] > 1)
     assert any(row["our_seconds"] for row in rows if row["tp"] == row["pp"] == 1)
 
 
