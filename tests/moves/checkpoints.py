@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,7 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
     return run
 
 
+@cache
 def _stock_resumes_on_cpu() -> None:
     """The stock Trainer asks for the device `cpu:0`, which an older torch does not know where it reads files."""
     torch.serialization.register_package(
