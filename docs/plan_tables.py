@@ -1,6 +1,8 @@
 """Writes the tables of docs/strategies.md: `python docs/plan_tables.py`. Each line is one answer of `hf-hotspa plan`."""
 
+import json
 import sys
+import tempfile
 from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
@@ -16,6 +18,47 @@ HEADER = (
     "| model | cluster | longest sequence | strategies | s a step | best static strategy | s a step | gain | switch s |\n"
     "|---|---|---|---|---|---|---|---|---|\n"
 )
+
+
+SHARDED_BEGIN = "<!-- begin: fully sharded, python docs/plan_tables.py -->\n"
+_QWEN3 = {
+    "model_type": "qwen3", "head_dim": 128, "num_key_value_heads": 8, "vocab_size": 151936, "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+CONFIGS = {
+    "Qwen3-8B": {
+        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
+    },
+    "Qwen3-32B": {
+        "hidden_size": 5120, "intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64,
+    },
+}  # fmt: skip
+SHARDED_CASES = [
+    (model, lora, hardware, lengths, longest)
+    for model, lora in (("Qwen3-8B", None), ("Qwen3-32B", "16"))
+    for hardware in ("4090-24g", "h100-80g")
+    for lengths, longest in (("chat", 8192), ("github", 32768))
+]
+SHARDED_HEADER = (
+    "| model | 8 devices | lengths, longest | strategies | s a step | best static strategy | s a step | FSDP, s a step |\n"
+    "|---|---|---|---|---|---|---|---|\n"
+)
+
+
+def sharded_row(model: str, lora: str | None, hardware: str, lengths: str, longest: int) -> str:
+    """The line of a model under a limit that makes fully sharded strategies worth it, or not."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = Path(folder) / "config.json"
+        config.write_text(json.dumps({**_QWEN3, **CONFIGS[model]}))
+        head = f"| {model}{f', LoRA r={lora}' if lora else ''} | {hardware} | {lengths}, {longest} |"
+        try:
+            found = make_plan(Setup.read(str(config), "1x8", hardware, lora=lora), lengths, longest)
+        except DeviceMemoryError:
+            return f"{head} does not fit |" + " |" * 4 + "\n"
+    choice, fsdp = found.choice, found.baselines[-1]
+    buckets = "<br>".join(f"`{bucket}`" for bucket in choice.buckets)
+    theirs = f"{fsdp.seconds:.2f}" if fsdp.seconds is not None else f"holds up to {fsdp.pack_tokens}"
+    return f"{head} {buckets} | {choice.seconds:.2f} | `{choice.static}` | {choice.static_seconds:.2f} | {theirs} |\n"
 
 
 def plan(model: str, cluster: str, longest: int) -> Plan | None:
@@ -41,9 +84,14 @@ def row(model: str, cluster: str) -> str:
 
 def rewritten_tables() -> str:
     """The page with the tables of now."""
-    before, _, rest = PAGE.read_text().partition(BEGIN)
+    page = _rewritten(PAGE.read_text(), BEGIN, HEADER + "".join(row(m, c) for m in MODELS for c in CLUSTERS))
+    return _rewritten(page, SHARDED_BEGIN, SHARDED_HEADER + "".join(sharded_row(*case) for case in SHARDED_CASES))
+
+
+def _rewritten(page: str, begin: str, table: str) -> str:
+    before, _, rest = page.partition(begin)
     _, _, after = rest.partition(END)
-    return before + BEGIN + HEADER + "".join(row(m, c) for m in MODELS for c in CLUSTERS) + END + after
+    return before + begin + table + END + after
 
 
 if __name__ == "__main__":

@@ -258,12 +258,14 @@ def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
-    """The legal strategies, each with and without `+sp`, where it has tp and the model allows it, and `+rc`."""
+    """The legal strategies, each with and without `+sp`, where it has tp and the model allows it, `+rc`, and on several
+    processes `+z2` and `+z3`."""
     return [
-        replace(strategy, sp=sp, rc=rc)
+        replace(strategy, sp=sp, rc=rc, z=z)
         for strategy in legal_strategies(world_size, model)
         for sp in ((False, True) if strategy.tp > 1 and model.sp_unsupported_reason is None else (False,))
         for rc in (0, 1)
+        for z in ((0, 2, 3) if world_size > 1 else (0,))
     ]
 
 

@@ -264,7 +264,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> lis
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
     """What is measured of them: what options change follows from the others."""
-    return list(dict.fromkeys(replace(s, sp=False, rc=0) for s in strategies))
+    return list(dict.fromkeys(replace(s, sp=False, rc=0, z=0) for s in strategies))
 
 
 @contextmanager

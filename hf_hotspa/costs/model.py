@@ -13,6 +13,7 @@ from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.streams import Streams
 from hf_hotspa.costs.switch_time import EFFICIENCY, estimate
 from hf_hotspa.costs.time import Packs, TimeModel
 from hf_hotspa.errors import HotspaConfigError
@@ -56,11 +57,14 @@ class CostModel:
         Raises:
             HotspaConfigError: too few or impossible measurements.
         """
+        cluster, (efficiency, switch_s) = calibration.cluster(world_size), calibration.switch_fit
+        time = calibration.time_model(sizes, world_size)
         return cls(
-            replace(calibration.time_model(sizes, world_size), schedule=options.schedule),
+            replace(time, schedule=options.schedule, streams=Streams(sizes, cluster, efficiency)),
             calibration.memory_model(sizes, options, world_size),
-            calibration.cluster(world_size),
-            *calibration.switch_fit,
+            cluster,
+            efficiency,
+            switch_s,
         )
 
     @classmethod
@@ -77,10 +81,11 @@ class CostModel:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
         time = TimeModel.analytic(sizes, hardware, sizes.compute_dtype)
+        cluster = hardware.cluster(world_size)
         return cls(
-            replace(time, schedule=options.schedule),
+            replace(time, schedule=options.schedule, streams=Streams(sizes, cluster)),
             MemoryModel(sizes, world_size, options),
-            hardware.cluster(world_size),
+            cluster,
         )
 
     @property

@@ -6,16 +6,19 @@ norms, blocks that the family's plan does not cut, and key/value heads that are 
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.layout.units import Room, Units
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
@@ -49,8 +52,8 @@ class StageSizes:
 
     Args:
         num_layers: Decoder layers of the stage.
-        weight_bytes: Weights of the strategy.
-        gradient_bytes: Their gradients, in the dtype in which they accumulate.
+        weight_bytes: Weights of the strategy that are there at a time.
+        gradient_bytes: Gradients that are, in the dtype in which they accumulate.
     """
 
     num_layers: int
@@ -76,6 +79,20 @@ class MasterSizes:
     weight_bytes: int
     gradient_bytes: int
     trained_elements: int
+
+
+def _held(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
+    """Bytes on each rank of segments [segments, ranks], of which those that share a slot are not there at a time."""
+    units: dict[Room, NDArray[np.int64]] = {}
+    total = np.zeros(num_bytes.shape[1], np.int64)
+    for own, room in zip(num_bytes, rooms, strict=True):
+        if room is None:
+            total += own
+        else:
+            units[room] = units.get(room, 0) + own
+    for slot in {slot for slot, _ in units}:
+        total += np.maximum.reduce([own for (its, _), own in units.items() if its == slot])
+    return total
 
 
 @dataclass(frozen=True)
@@ -155,7 +172,7 @@ class ModelSizes:
         Raises:
             StrategyError: more stages than layers.
         """
-        key = strategy.dp, strategy.tp, strategy.pp
+        key = strategy.z, strategy.tp, strategy.pp
         if key not in self._stages:
             self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
         return self._stages[key]
@@ -169,10 +186,12 @@ class ModelSizes:
         # all replicas hold the same, so one is enough: a layout of tp * pp ranks
         one = Strategy(1, strategy.tp, strategy.pp)
         sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
-        segments = self.vector.segments
-        weights = np.array([dtype_bytes(s.dtype) for s in segments]) @ sizes
-        accumulated = self.gradients.accumulated
-        gradients = np.array([dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]) @ sizes
+        segments, accumulated = self.vector.segments, self.gradients.accumulated
+        rooms = Units(self.vector).rooms(strategy)
+        of_weights = [dtype_bytes(s.dtype) for s in segments]
+        weights = _held(np.array(of_weights)[:, None] * sizes, rooms.weights)
+        of_gradients = [dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]
+        gradients = _held(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
         fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
         stages = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
@@ -190,10 +209,17 @@ class ModelSizes:
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
-            numel = len(layers) * layer + ends * vocabulary + (shape.hidden_size if last else 0)
-            added = len(layers) * adapter
-            trained = added if self.adapter is not None else numel
-            stages.append(StageSizes(len(layers), (numel + added) * weight_bytes, trained * gradient_bytes))
+            norm = shape.hidden_size if last else 0
+            # by whether units come and go: two layers, and embedding and head in turns where they are not one
+            layers_held = {False: len(layers), True: min(len(layers), 2)}
+            numel = {
+                streams: count * layer + (min(ends, 1) if streams and not self.tied else ends) * vocabulary + norm
+                for streams, count in layers_held.items()
+            }
+            added = {streams: count * adapter for streams, count in layers_held.items()}
+            weights = numel[strategy.z == 3] + added[strategy.z == 3]
+            trained = (added if self.adapter is not None else numel)[strategy.z > 0]
+            stages.append(StageSizes(len(layers), weights * weight_bytes, trained * gradient_bytes))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:

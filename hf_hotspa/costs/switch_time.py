@@ -29,7 +29,8 @@ def estimate(
     A rank receives its 1 / (tp pp) of the model but for the share that it owns itself. Between nodes a relayed load
     brings what a node lacks across its NICs once: the tp shards and stages that meet in the node, but for what its
     devices own. Returning gradients is the same flow backwards, the sums of a node's replicas made before the NIC.
-    Within about a factor of two of the plans.
+    Within about a factor of two of the plans. With `+z2` nothing is returned, and with `+z3` nothing loaded either: units are
+    moved while the phase computes (`costs.streams`).
 
     Args:
         strategies: What to estimate.
@@ -45,8 +46,9 @@ def estimate(
         raise HotspaConfigError(f"an efficiency of {efficiency} is impossible", fix="use a share between 0 and 1")
     weight_bytes = dtype_bytes(sizes.compute_dtype)
     gradient_bytes = dtype_bytes(sizes.gradients.moved(sizes.compute_dtype))
-    moved = sizes.num_parameters * weight_bytes + sizes.num_trained * gradient_bytes
-    return {strategy: port_seconds(strategy, moved, cluster) / efficiency + fixed_s for strategy in strategies}
+    loaded, returned = sizes.num_parameters * weight_bytes, sizes.num_trained * gradient_bytes
+    moved = {0: loaded + returned, 2: loaded, 3: 0}
+    return {s: port_seconds(s, moved[s.z], cluster) / efficiency + fixed_s for s in strategies}
 
 
 def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> float:

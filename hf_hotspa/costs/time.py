@@ -18,9 +18,10 @@ from hf_hotspa.costs.fitting import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.streams import Streams, Turn
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.packing.chunk_cuts import cut_for, squared_lengths
+from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
 
@@ -54,6 +55,7 @@ class TimeModel:
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         measured: What stages are cut by, where it was measured, in the place of the relative costs.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
+        streams: What moves the units of fully sharded strategies; None where there are none.
     """
 
     source: str
@@ -73,6 +75,7 @@ class TimeModel:
     schedule: str = "auto"
     measured: StageCosts | None = None
     cut_by: float | None = None
+    streams: Streams | None = None
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -217,9 +220,43 @@ class TimeModel:
         busy = [packs for packs in replicas if packs]
         if not busy:
             return 0.0
+        if strategy.z:
+            return self.fixed_s + self._sharded(strategy, busy, most_tokens)
         if strategy.tp * strategy.pp * len(busy) > self.slots:
             return self.fixed_s + self._shared(strategy, busy, most_tokens)
         return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
+
+    def _sharded(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
+        """Seconds where units come and go: replicas keep step, pack by pack.
+
+        Raises:
+            HotspaConfigError: nothing is known of the links.
+        """
+        if self.streams is None:
+            raise HotspaConfigError(
+                f"the time model ({self.source}) knows no links, and {strategy} moves its units over them",
+                fix=f"leave +z{strategy.z} out, or make a cost model with a cluster",
+            )
+        together = replace(self, fixed_s=0.0)
+        plain = replace(strategy, z=0)
+        turns = []
+        for index in range(max(map(len, replicas))):
+            packs = [[packs[index]] for packs in replicas if index < len(packs)]
+            seconds = together.phase_seconds(plain, packs) if strategy.pp == 1 else 0.0
+            chains = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
+            backwards = max((sum(map(len, found)) for found in chains), default=1)
+            again = max((sum(len(chain) - 1 for chain in found) for found in chains), default=0)
+            forward = self.forward_share * (backwards + again) / backwards
+            backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
+            share = forward / (forward + backward)
+            turns.append(Turn(share * seconds, (1 - share) * seconds, backwards + again, backwards))
+        if strategy.pp == 1:
+            return self.streams.seconds(strategy, turns, self.slots)
+        alone = together.phase_seconds(plain, replicas, most_tokens)
+        moving = sum(self.streams.pack_s(strategy, turn.forwards, turn.backwards) for turn in turns)
+        if math.isfinite(self.slots):
+            return alone + max(moving, self.streams.once_s(strategy))
+        return max(alone + self.streams.once_s(strategy), moving)
 
     def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         if strategy.pp == 1:

@@ -5,6 +5,7 @@ anything: what a search needs thousands of. `Evaluator` packs with the packer of
 pipeline, and caches: what decides. Both look at the same mini-batches and the same time model.
 """
 
+import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -114,6 +115,9 @@ class LengthTable:
             seconds = slowest + (total - slowest) / each + passing + self._alone_seconds(costs, capacity, pp) / dp
         through = sum([cost * times for cost, times in costs.items()], Cost())
         seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
+        if strategy.z and time.streams is not None:
+            moving = each * time.streams.pack_s(strategy)
+            seconds = seconds + moving if math.isfinite(time.slots) else np.maximum(seconds, moving)
         if strategy.world_size > time.slots:
             seconds = np.maximum(seconds, total * spread * strategy.tp / time.slots)
         mean: Array = self._weights @ np.where(self._used, seconds + time.fixed_s, 0.0)

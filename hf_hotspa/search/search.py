@@ -152,17 +152,25 @@ class _Search:
     ) -> None:
         self.batches, weights = mini_batches(sample, mini_batch_size, longest)
         self.time, self.capacities, self.switch = time, capacities, switch
+        self.longest, self.max_phases = longest, max_phases
+        self.most_tokens = max(longest, *map(sum, self.batches))
+        pool = [strategy for strategy in pool if not self._needs_no_shards(strategy, pool)]
         # what `+sp` changes is the memory: it is looked at in place of the same without, and left out where packs fit
         twins = {sp: replace(sp, sp=False) for sp in pool if sp.sp}
         self.plain = {sp: s for sp, s in twins.items() if s in pool and self._has_more_capacity(sp, s)}
         self.pool = [s for s in pool if s not in set(self.plain.values())]
-        self.longest, self.max_phases = longest, max_phases
         self.num_drawn = round(1 / weights[0])
         self.weights = weights
         self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
-        self.most_tokens = max(longest, *map(sum, self.batches))
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
+
+    def _needs_no_shards(self, strategy: Strategy, pool: Sequence[Strategy]) -> bool:
+        """Whether there is the same without `+z2` and `+z3`, which is never slower, and memory does not limit it."""
+        whole = replace(strategy, z=0)
+        if not strategy.z or whole not in pool:
+            return False
+        return self._capacity(whole, self.capacities.arena(whole)) >= self.most_tokens
 
     def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
         """Whether there is nothing that the one without `+sp` does better."""

@@ -149,7 +149,7 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     assert found["seconds"] <= asked["seconds"] * 1.001 < 100  # 210 with neither
     assert max(found["phases_simulated"], asked["phases_simulated"]) < 200
     short = answer(capsys, replaced(longest="4096"))
-    assert short["phases_simulated"] < 100
+    assert short["phases_simulated"] < 150
     # `+sp` only where the packs need the room
     setup = Setup.read("llama2-7b", "1x8", "a800-80g")
     roomy = make_plan(replace(setup, limit_bytes=1 << 42), "commoncrawl", 4096).plan.choice

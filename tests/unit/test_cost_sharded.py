@@ -1,0 +1,94 @@
+"""What `+z2` and `+z3` hold and take by the cost models: slots in the place of layers, and never faster for it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hf_hotspa.costs.memory import MemoryOptions
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.zero import model_state_bytes
+from hf_hotspa.engine.arena import arena_bytes
+from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.placement import strategy_layout
+from hf_hotspa.layout.units import Units
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.search.planning import Setup
+from hf_hotspa.strategy import Strategy, strategies_with_options
+from tests.families import FAMILIES, tiny_model
+
+SETUP = Setup.read("llama2-7b", "1x8", "a800-80g")
+assert SETUP.hardware is not None
+COST = CostModel.of_hardware(SETUP.hardware, SETUP.sizes, MemoryOptions(), 8)
+LAYER = SETUP.sizes.shape.layer_parameters
+VOCABULARY = SETUP.sizes.shape.vocab_size * SETUP.sizes.shape.hidden_size
+
+
+def test_states_are_those_of_the_stages_of_zero_but_for_the_slots():
+    """2 bytes of weights, 4 of gradients and of masters: Rajbhandari et al.'s formulas with our widths, and what exists of a
+    layer at a time on top of a rank's share, which the master store holds."""
+    numel = SETUP.sizes.num_parameters
+    for z, stage in ((2, 2), (3, 3)):
+        held = COST.memory.breakdown(Strategy(8, z=z), 1024)
+        slots = 2 * LAYER + VOCABULARY + SETUP.sizes.shape.hidden_size
+        assert held.gradients == 4 * slots
+        assert held.weights == (2 * numel if z == 2 else 2 * slots)
+        states = held.weights + held.gradients + held.master_weights + held.master_gradients + held.optimizer
+        formula = model_state_bytes(
+            numel, 8, stage, weight_bytes=2 if z == 2 else 0, gradient_bytes=4, optimizer_bytes=12
+        )
+        assert 0 <= states - formula - (4 if z == 2 else 6) * slots <= 64
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sizes_by_the_vector_are_what_arenas_take(family):
+    description = describe_model(tiny_model(family))
+    vector, sizes = description.vector, ModelSizes(description.shape, "float32", vector=description.vector)
+    dtypes = [getattr(torch, segment.dtype) for segment in vector.segments]
+    for text in ("dp4+z3", "dp2tp2+z3", "dp2pp2+z2", "pp4+z3"):
+        strategy = Strategy.parse(text)
+        if strategy.unsupported_reason(description.shape):
+            continue
+        layout, rooms = strategy_layout(vector, strategy), Units(vector).rooms(strategy)
+        held = [
+            arena_bytes([layout.rank_sizes(rank)], dtypes, [rooms.weights])
+            + arena_bytes([layout.rank_sizes(rank)], dtypes, [rooms.gradients])
+            for rank in range(4)
+        ]
+        counted = max(stage.arena_bytes for stage in sizes.stages(strategy))
+        assert counted <= max(held) <= counted + 4 * 64 * 2 * len(vector.segments)  # buffers are aligned
+        whole = max(stage.arena_bytes for stage in sizes.stages(replace(strategy, z=0)))
+        assert counted < whole if strategy.pp == 1 else counted <= whole  # a stage may have one layer
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data())
+def test_sharding_is_never_predicted_to_be_faster(data):
+    shape = SETUP.sizes.shape
+    sharded = [s for s in strategies_with_options(8, shape) if s.z]
+    strategy = data.draw(st.sampled_from(sharded))
+    if strategy.pp == 1 and data.draw(st.booleans()):
+        strategy = replace(strategy, ck=512)
+    whole = replace(strategy, z=0)
+    pack = st.lists(st.integers(1, 4096), min_size=1, max_size=4)
+    replicas = [data.draw(st.lists(pack, min_size=1, max_size=5)) for _ in range(strategy.dp)]
+    switch = COST.switch_seconds([strategy, whole])
+    seconds = {s: COST.phase_seconds(s, replicas, 8192) + switch[s] for s in (strategy, whole)}
+    assert seconds[strategy] >= seconds[whole]
+
+
+def test_transfers_hide_behind_long_packs_and_decide_short_ones():
+    streamed, whole = Strategy(8, z=3), Strategy(8)
+    long, short = [[[8192]] * 4] * 8, [[[16]] * 4] * 8
+    switch = COST.switch_seconds([whole])[whole]
+    assert COST.phase_seconds(streamed, long) <= 1.05 * (COST.phase_seconds(whole, long) + switch)
+    streams = COST.time.streams
+    moved = 4 * (2 * streams.load_s(streamed) + streams.return_s(streamed))
+    assert COST.phase_seconds(streamed, short) == pytest.approx(moved, rel=0.1)
+    shared = replace(COST.time, slots=2.0)
+    assert shared.phase_seconds(streamed, long) > shared.phase_seconds(whole, long) + 0.8 * moved
+    with pytest.raises(HotspaConfigError, match="knows no links"):
+        replace(COST.time, streams=None).phase_seconds(streamed, long)
