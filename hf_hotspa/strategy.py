@@ -161,6 +161,10 @@ class Strategy:
         """The same strategy, in which every n-th layer recomputes, unless it says so itself; 0 for none."""
         return replace(self, rc=self.rc or every)
 
+    def sharded(self, stage: int) -> "Strategy":
+        """The same strategy with `+z2` or `+z3`, unless it says so itself; 0 for neither."""
+        return replace(self, z=self.z or stage)
+
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """All groups of ranks that differ on one axis alone, each in the order of that axis; groups by their first rank."""
         first = (rank for rank in range(self.world_size) if getattr(self.coord(rank), axis) == 0)

@@ -20,6 +20,7 @@ from hf_hotspa.stragglers.modes import MODES, check_mode
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.trainer.accumulation import read_accelerator_config
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
+from hf_hotspa.trainer.fsdp_arguments import take_fsdp
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.misspelt import warn_of_misspelt
 from hf_hotspa.trainer.older_transformers import recompute_argument
@@ -261,6 +262,8 @@ class HotSPaTrainingArguments(TrainingArguments):
         default=3, metadata={"help": "Steps in perfetto_trace.json beside the record, from the second on; 0 for none."}
     )
 
+    fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
+
     def __post_init__(self) -> None:
         show_errors_once()
         warn_of_misspelt([f.name for f in fields(self)])
@@ -269,6 +272,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         given: Any = vars(self)["deepspeed"]
         self._deepspeed: DeepSpeedMapping | None = self._map_deepspeed(given)
         self.deepspeed: Any = None  # the parent would start DeepSpeed
+        take_fsdp(self)
         super().__post_init__()
         self.deepspeed = given
         self.complete()

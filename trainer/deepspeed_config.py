@@ -1,8 +1,8 @@
 """DeepSpeed's JSON configs: every field becomes an argument, has nothing to say here, or is refused by its name.
 
 What DeepSpeed calls ZeRO stage 1 is always on: fp32 weights, optimizer state and the sums of the gradients over phases
-and ranks are spread over all ranks. Weights and gradients in training are held as the strategies cut them. Nothing here imports
-DeepSpeed, torch or transformers.
+and ranks are spread over all ranks. Stages 2 and 3 are `+z2` and `+z3` of the strategies. Nothing here imports DeepSpeed,
+torch or transformers.
 """
 
 import difflib
@@ -20,8 +20,8 @@ from hf_hotspa.trainer.deepspeed_schedule import LINEAR, LOG, TYPES, DeepSpeedSc
 _STAGES = {
     0: "masters and optimizer state are spread over all ranks all the same",
     1: "masters and optimizer state are spread over all ranks",
-    2: "as stage 1: in its phase a rank keeps the gradients of all weights that its strategy gives it",
-    3: "as stage 1; weights and gradients in training are not spread further than the tp and pp of a strategy",
+    2: "strategies that say nothing of it are run with +z2: gradients leave layer by layer; auto weighs that anyway",
+    3: "strategies that say nothing of it are run with +z3: weights come layer by layer, too; auto weighs that anyway",
 }
 _SETTLED = frozenset(section + name for section, names in UNUSED.items() for name in names)
 _MAX_SHOWN = 60
@@ -36,12 +36,14 @@ class DeepSpeedMapping:
         rows: `(field and value, what became of it)`.
         unused: Fields that say how DeepSpeed does what the engine does in its own way.
         scheduler: Type and params of its scheduler, some perhaps `auto`; None where the arguments' one counts.
+        stage: 2 or 3 where it asks for that stage of ZeRO, else 0.
     """
 
     arguments: dict[str, Any]
     rows: tuple[tuple[str, str], ...]
     unused: tuple[str, ...] = ()
     scheduler: dict[str, Any] | None = None
+    stage: int = 0
 
     def schedule(self, learning_rate: float, num_steps: int, warmup_steps: int) -> DeepSpeedSchedule:
         """The learning rates.
@@ -134,6 +136,7 @@ class _Mapper:
         self._unused: list[str] = []
         self._problems: list[str] = []
         self._scheduler: dict[str, Any] | None = None
+        self._zero_stage = 0
 
     def result(self) -> DeepSpeedMapping:
         for section, content in self._config.items():
@@ -150,7 +153,7 @@ class _Mapper:
                 + "; ".join(self._problems),
                 fix="change these fields, or leave them out",
             )
-        return DeepSpeedMapping(self._set, tuple(self._rows), tuple(self._unused), self._scheduler)
+        return DeepSpeedMapping(self._set, tuple(self._rows), tuple(self._unused), self._scheduler, self._zero_stage)
 
     def _field(self, field: str, value: Any) -> None:
         if field.partition(".")[0] == "scheduler" or field in ("optimizer.type", "optimizer.params.betas"):
@@ -192,6 +195,7 @@ class _Mapper:
         if not _is_one_of(value, (0, 1, 2, 3)):
             self._refuse("zero_optimization.stage", value, "ZeRO has the stages 0, 1, 2 and 3")
             return
+        self._zero_stage = value if value >= 2 else 0
         self._rows.append((f"zero_optimization.stage={value}", _STAGES[value]))
 
     def _offload(self, field: str, value: Any) -> None:

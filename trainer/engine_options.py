@@ -1,4 +1,4 @@
-"""What the training arguments say to the engine: its options, and strategies that recompute."""
+"""What the training arguments say to the engine: its options, and what they ask of all strategies."""
 
 from dataclasses import replace
 
@@ -49,7 +49,11 @@ def engine_options(
     )
 
 
-def recomputing_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
-    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`)."""
-    every = args.hotspa_recompute_every
-    return tuple(replace(bucket, strategy=bucket.strategy.recomputing(every)) for bucket in args.hotspa_buckets)
+def given_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
+    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
+    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves."""
+    every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
+    stage = max(args.fsdp_stage, deepspeed.stage if deepspeed is not None else 0)
+    return tuple(
+        replace(bucket, strategy=bucket.strategy.recomputing(every).sharded(stage)) for bucket in args.hotspa_buckets
+    )

@@ -38,8 +38,8 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     if choice == LONGEST:
         return (Bucket(last.strategy, last.longest, last.pack_tokens),)
     strategy = Strategy.parse(choice)
-    # with activation_checkpointing all strategies of the engine recompute, which an evaluation has nothing to do with
-    own = next((bucket for bucket in buckets if bucket.strategy == strategy.recomputing(bucket.strategy.rc)), None)
+    # what the arguments ask of all strategies of the engine may be left out
+    own = next((b for b in buckets if b.strategy == strategy.recomputing(b.strategy.rc).sharded(b.strategy.z)), None)
     if own is None:
         pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
         raise HotspaConfigError(

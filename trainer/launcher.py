@@ -20,7 +20,7 @@ OWN_LAYOUTS = "hf_hotspa lays out the model itself (hotspa_strategies)"
 
 _LAYOUTS = {
     "ACCELERATE_USE_DEEPSPEED": ("DeepSpeed", ", and give the JSON file as deepspeed= to the arguments"),
-    "ACCELERATE_USE_FSDP": ("FSDP", ": masters, gradient sums and optimizer state are spread over all ranks always"),
+    "ACCELERATE_USE_FSDP": ("FSDP", ", and give fsdp=True to the arguments, or strategies such as dp8+z3"),
     "ACCELERATE_USE_MEGATRON_LM": ("Megatron-LM", ", and give the degrees as hotspa_strategies"),
     "ACCELERATE_USE_PARALLELISM_CONFIG": (
         "a parallelism_config",

@@ -20,7 +20,7 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "fp16": ((False,), "loss scaling is not supported; use bf16 or fp32"),
     "fp16_full_eval": ((False,), _EVALUATION),
     "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
-    "fsdp": ((None, False, "", []), OWN_LAYOUTS),
+    "fsdp": ((None, False, "", []), "give it to HotSPaTrainingArguments, where full_shard is +z3 of the strategies"),
     "parallelism_config": ((None,), OWN_LAYOUTS),
     "ddp_find_unused_parameters": ((None,), "there is no DistributedDataParallel; drop the option"),
     "ddp_bucket_cap_mb": ((None,), "there is no DistributedDataParallel; drop the option"),

@@ -21,7 +21,7 @@ from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, Planner, RankRows
-from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
+from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream
 
@@ -122,7 +122,7 @@ def _switching(trainer: "HotSPaTrainer") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
     auto = trainer._auto
     if not trainer.args.hotspa_auto:
-        return Side(SWITCHING, recomputing_buckets(trainer.args))
+        return Side(SWITCHING, given_buckets(trainer.args))
     if auto is None or auto.chooser is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser

@@ -38,7 +38,7 @@ from hf_hotspa.trainer.control_flags import ControlFlagsMixin
 from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.data_sets import DataSets
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
-from hf_hotspa.trainer.engine_options import engine_options, recomputing_buckets
+from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
@@ -184,7 +184,7 @@ class HotSPaTrainer(
         if args.hotspa_auto:
             size, may_chunk = self.get_total_train_batch_size(args), not isinstance(loss, SequenceLoss)
             self._auto = prepare_auto(self.model, args, self._tables_for_auto, size, may_chunk=may_chunk)
-        buckets = self._auto.buckets if self._auto is not None else recomputing_buckets(args)
+        buckets = self._auto.buckets if self._auto is not None else given_buckets(args)
         known_costs = self._auto or calibration
         stage_costs = known_costs.stage_costs if known_costs is not None else None
         options = engine_options(args, loss, stage_costs, self._auto.time if self._auto is not None else None)

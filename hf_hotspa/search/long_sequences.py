@@ -38,7 +38,9 @@ def with_chunks(
     """
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
         return list(strategies)
-    plain = [s for s in strategies if not s.ck and s.cp == 1 and (s.pp == 1 or runs_chunks(schedule))]
+    # a pipeline of chunks is not fully sharded
+    may_pipeline = runs_chunks(schedule)
+    plain = [s for s in strategies if not s.ck and s.cp == 1 and (s.pp == 1 or (may_pipeline and not s.z))]
     chunked = _that_hold(plain, longest, tokens, in_host=False)
     if not chunked and has_host_memory:
         chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
@@ -70,6 +72,6 @@ def _that_hold(
 
 def _with_graphs(strategy: Strategy, longest: int) -> Iterator[Strategy]:
     chunks = -(-longest // strategy.ck)
-    for graphs in _GRAPHS if strategy.pp == 1 else ():
+    for graphs in _GRAPHS if strategy.pp == 1 and not strategy.z else ():
         if graphs < chunks:
             yield replace(strategy, kg=graphs)

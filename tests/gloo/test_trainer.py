@@ -137,6 +137,8 @@ SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"
 """Strategies that save memory."""
 CHUNKS = "dp4+ck7:16@32,dp2tp2+sp+ck9:32,tp4+ck16:60@64"
 """Chunks of tokens, in which sequences are cut."""
+SHARDED = "dp4+z3:16@32,dp2tp2+z2:32,tp2pp2+rc+z3:60@64"
+"""Strategies that hold gradients, or weights, of one layer at a time."""
 
 
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(100, marks=pytest.mark.slow)])
@@ -149,6 +151,7 @@ CHUNKS = "dp4+ck7:16@32,dp2tp2+sp+ck9:32,tp4+ck16:60@64"
         pytest.param("qwen3_qk_norm_tied", torch.float64, THREE, id="qwen3_qk_norm_tied-fp64", marks=pytest.mark.slow),
         pytest.param("qwen3_qk_norm_tied", torch.float64, SAVING, id="saving-memory"),
         pytest.param("llama_gqa_bias", torch.float64, CHUNKS, id="token-chunks"),
+        pytest.param("llama_gqa_bias", torch.float64, SHARDED, id="fully-sharded"),
     ],
 )
 def test_many_steps_equal_the_stock_trainer(family, dtype, strategies, steps, tmp_path):

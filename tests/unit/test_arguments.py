@@ -52,7 +52,7 @@ _TRAINER_OPTIONS = {
 REFUSED = [
     {"fp16": True},
     {"torch_compile": True},
-    {"fsdp": "full_shard"},
+    {"fsdp": "hybrid_shard"},
     {"ddp_find_unused_parameters": False},
     {"ddp_bucket_cap_mb": 25},
     {"use_liger_kernel": True},
