@@ -25,21 +25,21 @@ def data_of(world_size, vocab_size):
     return random_rows(90, vocab_size, longest=LONGEST[world_size], seed=3)
 
 
-def stock_run(rank, world_size, dtype, output_dir, of_world):
+def stock_run(rank, world_size, dtype, output_dir, of_world, rows=None, **changes):
     from transformers import TrainingArguments
 
-    model = tiny_model(FAMILY, dtype)
+    model = tiny_model(FAMILY, dtype, **changes)
     args = TrainingArguments(
         output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
     )
-    rows = data_of(of_world, model.config.vocab_size)
+    rows = data_of(of_world, model.config.vocab_size) if rows is None else rows
     trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
     with exact_in_double(dtype):
         trainer.train()
     return trainer.losses
 
 
-def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
+def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **changes):
     """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
     from hf_hotspa.costs.coefficients import Cost, Hop
     from hf_hotspa.report import PhaseReport
@@ -57,7 +57,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None):
             return loss
 
     losses, phases = [], []
-    model = tiny_model(FAMILY, dtype)
+    model = tiny_model(FAMILY, dtype, **changes)
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5), 4: Cost(1e-9, 1.6e-6, 3e-5)}
     # pipelines hold the longest sequences, too: slow links between stages leave tp
     calibration = made_calibration(model, world_size, costs, hop=Hop(1e-2, 1e-5))
@@ -121,6 +121,32 @@ def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
     assert all("hotspa/prediction_error" in log for log in logs if "loss" in log)
     for other in per_rank[1:]:
         assert other[:4] == (losses, phases, state, refits)
+
+
+def long_run(rank, world_size, dtype, folder, limit_mb, rows):
+    extra = {"hotspa_memory_limit_mb": limit_mb, "hotspa_staging_mb": 1}
+    return auto_run(rank, world_size, dtype, folder, extra, rows=rows, max_position_embeddings=4096)
+
+
+def long_stock_run(rank, world_size, dtype, folder, rows):
+    return stock_run(rank, world_size, dtype, folder, world_size, rows, max_position_embeddings=4096)
+
+
+@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6), (4, 2)])
+def test_one_sequence_that_fits_nowhere_trains_in_chunks(world_size, limit_mb, tmp_path):
+    """Ten times longer than the others, without a flag."""
+    dtype = torch.float64
+    rows = random_rows(60, 163, longest=150, seed=5)
+    ids = torch.randint(0, 163, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows.insert(4, {"input_ids": ids, "labels": ids})
+    [expected] = run_ranks(1, long_stock_run, dtype, str(tmp_path / "stock"), rows)
+    per_rank = run_ranks(world_size, long_run, dtype, str(tmp_path), limit_mb, rows)
+    losses, phases, *_ = per_rank[0]
+    assert len(losses) == len(expected) == STEPS
+    for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):
+        assert math.isclose(a, b, rel_tol=1e-11), f"step {step}: loss {a} instead of {b}"
+    assert any("+ck" in strategy for p in phases for strategy in p)
+    assert not all("+ck" in strategy for p in phases for strategy in p)  # short sequences have no need of it
 
 
 def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):

@@ -51,15 +51,41 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("long_sequences", tmp_path / "out" / "long.json")
-    assert set(found["sides"]) == {"stock, checkpointing", "dp1tp1pp1+rc", "dp1tp1pp1+ck128"}
+    chunks = "dp1tp1pp1+ck128"
+    assert list(found["sides"]) == [
+        "stock, checkpointing",
+        "dp1tp1pp1",
+        "dp1tp1pp1+rc",
+        chunks,
+        f"{chunks}+kh",
+        f"{chunks}+kg8",
+    ]
     for side in found["sides"].values():
         assert set(side) == {"512", "1024"}
         assert all(each["peak_bytes"] > 0 for each in side.values())
     # bytes a further token: activations of a chunk do not grow with the sequence, its keys and values do
-    stock, recomputed, chunked = found["growth"].values()
+    stock, _, recomputed, chunked, hosted, _ = found["growth"].values()
     assert chunked < recomputed / 4
+    assert hosted < recomputed / 4
+    assert found["sides"][f"{chunks}+kh"]["1024"]["host_bytes"] == found["carried"] * (1024 - 128)
+    assert found["within"]["tokens"][f"{chunks}+kh"] == 1024
     assert recomputed < stock
     assert "bytes a further token" in capsys.readouterr().out
+
+
+def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("token_pipeline", tmp_path / "token_pipeline.json")
+    assert sum(found["chunks"]) == 512
+    assert max(found["chunks"]) <= 128
+    for side, passes in (("whole", 1), ("chunks", len(found["chunks"]))):
+        measured = found["pp2"][side]
+        for times in (*measured["forward"], *measured["backward"]):
+            assert len(times) == passes
+            assert min(times) > 0
+        # no stage is done before it has run all of its passes
+        busiest = max(map(sum, zip(map(sum, measured["forward"]), map(sum, measured["backward"]), strict=True)))
+        assert found["simulated"]["pp2"][side] >= busiest * (1 - 1e-9)
+    assert "pp4 simulated" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("nics", [(), ("--nics-per-node", "1")])
