@@ -132,7 +132,8 @@ def long_stock_run(rank, world_size, dtype, folder, rows):
     return stock_run(rank, world_size, dtype, folder, world_size, rows, max_position_embeddings=4096)
 
 
-@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6), (4, 2)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6)])
 def test_one_sequence_that_fits_nowhere_trains_in_chunks(world_size, limit_mb, tmp_path):
     """Ten times longer than the others, without a flag."""
     dtype = torch.float64
