@@ -25,9 +25,11 @@ MEASURES = (
     "unit_return_busy_s",
     "unit_load_bytes",
     "unit_return_bytes",
+    "products_s",
 )
 """What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
-is the part of `compute_s` that went by in collectives and messages of the strategy."""
+is the part of `compute_s` that went by in collectives and messages of the strategy, `products_s` that of matrix products that
+can migrate (0 where none can)."""
 
 
 @dataclass(frozen=True)

@@ -11,21 +11,33 @@ from hf_hotspa.model.replica import Replica
 
 
 @contextmanager
-def said_to_take(rank: int, times: Callable[[int, int], float], token_s: float = 1e-2) -> Iterator[None]:
+def said_to_take(
+    rank: int, times: Callable[[int, int], float], token_s: float = 1e-2, product_share: float = 0.0
+) -> Iterator[None]:
     """Every phase measures a computation in proportion to its tokens, some ranks several times as long.
 
     Args:
         rank: Of this process.
         times: Mini-batch (counted from 0) and rank to how many times the seconds of a usual rank this one takes.
         token_s: The seconds of a usual rank, a token.
+        product_share: The part of products, which alone takes longer; what a rank gives away it does not compute.
     """
     run = PhaseRunner.run
 
     def measured(runner: PhaseRunner, phase: Any, *args: Any, step: int, **kwargs: Any) -> Any:
         loss, found = run(runner, phase, *args, step=step, **kwargs)
         tokens = sum(m.num_tokens for m in phase.micro_batches)
-        seconds = token_s * tokens * times(step, rank) / runner.mesh.strategy.tp
-        return loss, found._replace(compute_s=seconds, others_s=0.0)
+        usual = token_s * tokens / runner.mesh.strategy.tp
+        if not product_share:
+            return loss, found._replace(compute_s=usual * times(step, rank), others_s=0.0)
+        work = runner.replica.flexible
+        extra = 0.0
+        if work is not None:
+            mine = work.shares[work.position] or work.resized
+            extra = -mine if mine else sum(work.shares) / work.shares.count(0.0)
+        products_s = usual * product_share * (1.0 + extra) * times(step, rank)
+        seconds = usual * (1.0 - product_share) + products_s
+        return loss, found._replace(compute_s=seconds, others_s=0.0, products_s=products_s)
 
     with patch.object(PhaseRunner, "run", measured):
         yield

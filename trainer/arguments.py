@@ -242,8 +242,9 @@ class HotSPaTrainingArguments(TrainingArguments):
     hotspa_stragglers: str = field(
         default="watch",
         metadata={
-            "help": "What is done about slow devices: off, watch (they are named in the log and the report), or balance (packs "
-            "are divided over replicas by measured speed). migrate, resize and semi are not there yet.",
+            "help": "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
+            "divided over replicas by measured speed), migrate (slow ranks of tp give columns to others), or resize (they leave "
+            "columns out: not exact). semi is not there yet.",
             "choices": list(MODES),
         },
     )

@@ -8,6 +8,7 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.arguments import ON_OFF, HotSPaTrainingArguments
 
@@ -43,6 +44,7 @@ def engine_options(
         seed=args.seed,
         gradients=args.hotspa_gradients,
         offload_master=args.hotspa_offload == "master",
+        flexible=args.hotspa_stragglers in GIVING,
         attention_dropout=args.hotspa_attention_dropout is None,
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},

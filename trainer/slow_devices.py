@@ -3,7 +3,9 @@
 Watching costs nothing of its own: every rank learns the seconds of all ranks from what the engine gathers at the end of a
 mini-batch anyway, and all come to the same conclusion. What is found is in the step reports (`paces`, `slow`), and in the log of the
 main process when a device becomes slow or recovers. `balance` also divides the packs of later mini-batches over replicas by
-their speed, which changes the order of sums alone; what it depends on is in checkpoints.
+their speed, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
+Both change the order of sums alone. `resize` lets slow ranks leave columns out, which is not exact, and says so. What any of
+them depends on is in checkpoints.
 """
 
 import logging
@@ -14,6 +16,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
+from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
@@ -36,23 +39,31 @@ class DeviceWatch:
         speeds: By which packs are divided; None where the mode divides evenly.
 
     Raises:
-        HotspaConfigError: no strategy has replicas to divide packs over.
+        HotspaConfigError: no strategy has replicas to divide packs over, or shards whose columns could go elsewhere.
+        UnsupportedError: `migrate` or `resize` with a strategy of `+z` or cp.
     """
 
     def __init__(self, engine: HotSPaEngine, mode: str, delay: int) -> None:
-        self.mode, self.decides = mode, mode != "watch"
-        self._pace = engine.device_pace()
-        self.speeds: SpeedHistory | None = None
+        self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
-            if all(strategy.dp == 1 for strategy in engine.phases):
-                names = ", ".join(map(str, engine.phases))
-                raise HotspaConfigError(
-                    f"hotspa_stragglers=balance, and no strategy has replicas ({names})",
-                    why="packs are divided over the replicas of dp",
-                    fix="use a strategy with dp2 or more, or hotspa_stragglers=watch",
+            _needs(engine, "dp", mode, "no strategy has replicas", "packs are divided over the replicas of dp")
+        if mode in GIVING:
+            why = "columns are those of products that a tensor-parallel group shares"
+            _needs(engine, "tp", mode, "no strategy is tensor parallel", why)
+            if untried := [str(s) for s in engine.phases if s.z or s.cp > 1]:
+                raise UnsupportedError(
+                    f"hotspa_stragglers={mode} with {', '.join(untried)}",
+                    why="columns stay with their rank yet where weights come layer by layer or tokens are shared (+z, cp)",
+                    fix="leave these strategies out, or use hotspa_stragglers=watch",
                 )
-            self.speeds = SpeedHistory(delay)
+        self._pace = engine.device_pace(mode if mode in GIVING else None)
+        self.speeds = SpeedHistory(delay) if mode == "balance" else None
         self._speaks, self._said = engine.rank == 0, 0
+        if mode == "resize" and self._speaks:
+            logger.warning(
+                "hotspa_stragglers=resize: this run is not exact. While a device is slow, columns of its products are left out, "
+                "and their gradients are 0 (migrate and balance are exact)"
+            )
 
     def start(self, stream: bool) -> SpeedHistory | None:
         """The speeds for a walk through a data set from its beginning; what is known last stays.
@@ -76,24 +87,38 @@ class DeviceWatch:
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """Takes the report of a mini-batch; returns it with what it says of the devices."""
         report, event = self._pace.trained(plan, report)
-        first = None
-        if self.speeds is not None:
-            first = self.speeds.trained(report.step - 1, self._pace.devices.speeds())
-        if (event is not None or first is not None) and self._speaks and self._said < _MOST_SAID:
+        answer = self._answer(report.step)
+        if (event is not None or answer) and self._speaks and self._said < _MOST_SAID:
             self._said += 1
             said = str(event) if event is not None else "the pace of a slow device changed"
-            if first is not None:
-                evenly = self._pace.devices.speeds() is None
-                said += f"; from mini-batch {first + 1} on packs are divided {'evenly' if evenly else 'by speed'}"
             last = "; further changes are in the report alone" if self._said == _MOST_SAID else ""
-            logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", report.step, said, self.mode, last)
+            text = f"{said}; {answer}" if answer else said
+            logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)%s", report.step, text, self.mode, last)
         return report
+
+    def _answer(self, step: int) -> str:
+        """What is done from some later mini-batch on; empty where nothing changes."""
+        devices = self._pace.devices
+        if self.speeds is not None:
+            first = self.speeds.trained(step - 1, devices.speeds())
+            evenly = "evenly" if devices.speeds() is None else "by speed"
+            return f"from mini-batch {first + 1} on packs are divided {evenly}" if first is not None else ""
+        giving = self._pace.giving
+        if giving is None or not giving.decide(devices.known, devices.slow):
+            return ""
+        self._engine.give(giving.shares, giving.to_nobody)
+        most = {rank: max(shares) for rank, shares in enumerate(zip(*giving.shares.values(), strict=True))}
+        verb = "leaves {} of its columns out" if giving.to_nobody else "gives {} of its columns away"
+        said = [f"rank {rank} {verb.format(f'{share:.0%}')}" for rank, share in most.items() if share > 0.0]
+        return ", ".join(said) or "all columns are computed where they lie"
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, JSON-ready."""
         state: dict[str, Any] = {"devices": self._pace.devices.state_dict()}
         if self.speeds is not None:
             state["speeds"] = self.speeds.state_dict()
+        if self._pace.giving is not None:
+            state["giving"] = self._pace.giving.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -105,6 +130,9 @@ class DeviceWatch:
         same = self._pace.devices.load_state_dict(state.get("devices", {}))
         if same and self.speeds is not None and "speeds" in state:
             self.speeds.load_state_dict(state["speeds"])
+        if same and self._pace.giving is not None and "giving" in state:
+            self._pace.giving.load_state_dict(state["giving"])
+            self._engine.give(self._pace.giving.shares, self._pace.giving.to_nobody)
 
 
 def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> DeviceWatch | None:
@@ -117,3 +145,13 @@ def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> Device
         return None
     ahead = planned_ahead(args.dataloader_num_workers, args.dataloader_prefetch_factor)
     return DeviceWatch(engine, args.hotspa_stragglers, ahead)
+
+
+def _needs(engine: HotSPaEngine, axis: str, mode: str, found: str, why: str) -> None:
+    if all(getattr(strategy, axis) == 1 for strategy in engine.phases):
+        names = ", ".join(map(str, engine.phases))
+        raise HotspaConfigError(
+            f"hotspa_stragglers={mode}, and {found} ({names})",
+            why=why,
+            fix=f"use a strategy with {axis}2 or more, or hotspa_stragglers=watch",
+        )

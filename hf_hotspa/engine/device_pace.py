@@ -16,9 +16,10 @@ from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.packing.packs import sequence_cost
 from hf_hotspa.report import MEASURES, StepReport
 from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, SlowEvent
+from hf_hotspa.stragglers.giving import Giving
 from hf_hotspa.strategy import Strategy
 
-_COMPUTE, _OTHERS = MEASURES.index("compute_s"), MEASURES.index("others_s")
+_COMPUTE, _OTHERS, _PRODUCTS = (MEASURES.index(name) for name in ("compute_s", "others_s", "products_s"))
 
 
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
@@ -40,15 +41,20 @@ class DevicePace:
         vector: The parameters of the model.
         layouts: Where the weights of each strategy lie.
         quadratic_cost: See `ModelShape.quadratic_cost`.
+        gives: Whether slow ranks give columns away: `migrate` to others, `resize` to nobody; None for neither.
 
     Attributes:
         devices: What is known of them.
+        giving: What they give away; None where they do not.
     """
 
-    def __init__(self, vector: ParameterVector, layouts: dict[Strategy, Layout], quadratic_cost: float) -> None:
+    def __init__(
+        self, vector: ParameterVector, layouts: dict[Strategy, Layout], quadratic_cost: float, gives: str | None = None
+    ) -> None:
         self._quadratic_cost = quadratic_cost
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
         self._strategies = {str(s): s for s in layouts}
+        self.giving = Giving([s for s in layouts if s.tp > 1], gives == "resize") if gives else None
         self.devices = SlowDevices(next(iter(layouts)).world_size)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
@@ -74,5 +80,8 @@ class DevicePace:
             coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
             seconds = [max(row[index][_COMPUTE] - row[index][_OTHERS], 0.0) for row in measured]
             costs = [replicas[coord.dp] * share for coord, share in zip(coords, shares, strict=True)]
+            if self.giving is not None:
+                times = self.giving.measured(ran.strategy, seconds, [row[index][_PRODUCTS] for row in measured])
+                costs = [cost * more for cost, more in zip(costs, times, strict=True)]
             work.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
         return work

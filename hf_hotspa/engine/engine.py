@@ -172,10 +172,30 @@ class HotSPaEngine:
             )
         return self._groups.device_mesh(strategy)
 
-    def device_pace(self) -> DevicePace:
-        """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective."""
+    def device_pace(self, gives: str | None = None) -> DevicePace:
+        """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective.
+
+        Args:
+            gives: How what slow ranks should give away is decided, too (`DevicePace`); None where it is not.
+        """
         layouts = {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
-        return DevicePace(self.description.vector, layouts, self.description.shape.quadratic_cost)
+        return DevicePace(self.description.vector, layouts, self.description.shape.quadratic_cost, gives)
+
+    def give(self, shares: Mapping[str, Sequence[float]], to_nobody: bool = False) -> None:
+        """From the next mini-batch on ranks give these shares of the columns of their products to the others of their
+        tensor-parallel groups. Not collective; the same on all ranks. Needs the option `flexible`.
+
+        Args:
+            shares: By strategy, for each rank.
+            to_nobody: They are left out instead, which is not exact (`parallel/resized_linear.py`).
+        """
+        for strategy, runner in self.phases.items():
+            if (work := runner.replica.flexible) is not None and str(strategy) in shares:
+                by_rank = shares[str(strategy)]
+                if to_nobody:
+                    work.resized = by_rank[self.rank]
+                else:
+                    work.give(tuple(by_rank[rank] for rank in work.ranks))
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""

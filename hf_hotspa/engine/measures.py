@@ -32,6 +32,7 @@ class PhaseMeasure(NamedTuple):
         unit_return_busy_s: Returns of units under way.
         unit_load_bytes: Bytes sent by loads of units.
         unit_return_bytes: Bytes sent by returns of units.
+        products_s: The part in matrix products, where these can migrate; else 0.
     """
 
     load_s: float
@@ -50,6 +51,7 @@ class PhaseMeasure(NamedTuple):
     unit_return_busy_s: float = 0.0
     unit_load_bytes: float = 0.0
     unit_return_bytes: float = 0.0
+    products_s: float = 0.0
 
 
 class Observer:

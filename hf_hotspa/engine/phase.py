@@ -36,7 +36,7 @@ from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
 from hf_hotspa.packing.pipeline_order import Passes
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
-from hf_hotspa.parallel.waiting import CLOCK
+from hf_hotspa.parallel.waiting import CLOCK, PRODUCTS
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.units import make_program
 from hf_hotspa.strategy import Strategy
@@ -139,10 +139,12 @@ class PhaseRunner:
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
         CLOCK.restart(self.replica.device)
+        PRODUCTS.restart(self.replica.device)
         loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, not hands_over, plan))
         compute_s = lap()
         units = self._stream.measure() if self._stream is not None else UnitMeasure()
         others_s = CLOCK.seconds() + units.load_s + units.return_s
+        products_s = PRODUCTS.seconds()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -160,6 +162,7 @@ class PhaseRunner:
             clock[0] - since,
             others_s,
             *units,
+            products_s,
         )
 
     def _synchronize(self) -> None:

@@ -65,6 +65,7 @@ class EngineOptions:
         loss_chunk_tokens: Tokens of a pack whose logits exist at a time; None for what 256 MiB of them are.
         gradients: The dtypes in which gradients accumulate and travel.
         offload_master: Whether weights, gradients and optimizer state of the master store are in host memory.
+        flexible: Whether the linears that tp cuts can give columns away (`parallel/flexible_linear.py`).
         loss: A loss of your own instead of the cross entropy; the mini-batches must have its columns.
         pair_costs: By tp, what a pair of tokens costs relative to one token, as measured: pipelines cut chunks of equal time
             by it. Where a tp is missing, the model's arithmetic says it.
@@ -92,6 +93,7 @@ class EngineOptions:
     loss_chunk_tokens: int | None = None
     gradients: GradientDtypes = IN_FP32
     offload_master: bool = False
+    flexible: bool = False
     loss: TokenLoss | SequenceLoss | None = None
     attention_dropout: bool = True
     stage_costs: StageCosts | None = None

@@ -25,6 +25,7 @@ from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
 from hf_hotspa.parallel.attention import PackedSequences, Prefix
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
+from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import run_alone
 from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
@@ -57,6 +58,7 @@ class Replica:
         vocabulary_widths: Rows of the vocabulary in each tensor-parallel shard.
         layers: The decoder layers, pass-throughs of other stages among them.
         parameters: The parameters on this rank, and where they lie.
+        flexible: What the ranks of its tensor-parallel group give away; None where they cannot.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
         begin_pass: Called by whoever runs the replica before each forward, and before each backward.
     """
@@ -102,6 +104,8 @@ class Replica:
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
+        self._is_flexible = options.flexible
+        self.flexible: FlexibleWork | None = None
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
@@ -212,6 +216,8 @@ class Replica:
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
+        if self._is_flexible:
+            self.flexible = make_flexible(present, description.styles, widths, tensor)
         if strategy.sp:
             apply_sequence_parallel(present, description.styles, widths, tensor)
             return lambda: None
@@ -306,6 +312,8 @@ class Replica:
         for random in (self.noise, self.dropout):
             if random is not None:
                 random.step = step
+        if self.flexible is not None:
+            self.flexible.begin_step(step)
 
     def _loss_of_logits(self, micro_batch: MicroBatch, scale: float) -> Callable[[Tensor, slice], Tensor]:
         """What makes of the logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""

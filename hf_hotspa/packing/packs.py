@@ -78,7 +78,7 @@ def pack_sequences(
         )
     costs = [sequence_cost(length, quadratic_cost) for length in lengths]
     if speeds is not None:
-        shares = _by_speed(order, costs, speeds)
+        shares = divide_by_speed(order, costs, speeds)
         pack = partial(pack_sequences, capacity=capacity, pp=pp, quadratic_cost=quadratic_cost, longest=longest)
         packed = [pack([lengths[i] for i in share])[0] for share in shares]
         return tuple(
@@ -96,7 +96,7 @@ def pack_sequences(
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
 
 
-def _by_speed(order: Sequence[int], costs: Sequence[float], speeds: Sequence[float]) -> Packs:
+def divide_by_speed(order: Sequence[int], costs: Sequence[float], speeds: Sequence[float]) -> Packs:
     """Each sequence to the replica that would be done with it first; those of a replica in their order.
 
     None is left without work where there is enough: nobody would see it recover.

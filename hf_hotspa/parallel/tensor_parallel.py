@@ -148,7 +148,8 @@ def _colwise_gather(
 
 
 def _product(x: Tensor, *, linear: nn.Linear) -> Tensor:
-    return functional.linear(x, linear.weight)
+    flexible: Callable[[Tensor], Tensor] | None = getattr(linear, "hotspa_product", None)  # of flexible_linear
+    return functional.linear(x, linear.weight) if flexible is None else flexible(x)
 
 
 def product_without_bias(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:

@@ -84,3 +84,6 @@ class WaitClock:
 
 CLOCK = WaitClock()
 """Of this process."""
+
+PRODUCTS = WaitClock()
+"""The same for matrix products, where these can migrate (`flexible_linear`); else it counts none."""

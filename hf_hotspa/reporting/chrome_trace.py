@@ -64,7 +64,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         for p in report.phases:
             spans = [p.load_s, p.compute_s, p.wait_s, p.return_s]
             phases.append(
-                [*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start, *[0.0] * 7]
+                [*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start, *[0.0] * 8]
             )
             start += sum(spans)
     end = traced.start_s + report.total_s

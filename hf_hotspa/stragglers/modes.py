@@ -5,7 +5,10 @@ from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 MODES = ("off", "watch", "balance", "migrate", "resize", "semi")
 """The values of `hotspa_stragglers`."""
 
-_BUILT = ("off", "watch", "balance")
+GIVING = ("migrate", "resize")
+"""Those in which ranks do not compute all of their products."""
+
+_BUILT = ("off", "watch", "balance", "migrate", "resize")
 
 
 def check_mode(mode: str, world_size: int, deterministic: bool) -> None:

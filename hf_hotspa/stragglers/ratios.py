@@ -6,7 +6,7 @@ Where the paper contradicts itself its text is followed: its line 8 of algorithm
 straggler is meant, and its lines 10-11 print `L * beta` for `L * gamma * beta`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 Curve = Callable[[float], float]
@@ -14,6 +14,8 @@ Curve = Callable[[float], float]
 
 MOST = 0.95
 """The most of a device's columns that are taken from it: a product needs some."""
+
+_ROUNDS, _SETTLED = 200, 1e-9
 
 
 def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
@@ -42,6 +44,46 @@ def excess_ratios(seconds: Sequence[float], product_s: Sequence[float], least: b
     """
     reference = min(seconds) if least else sum(seconds) / len(seconds)
     return tuple(excess_ratio(t, m, reference) for t, m in zip(seconds, product_s, strict=True))
+
+
+def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers: Collection[int]) -> tuple[float, ...]:
+    """Equation 1, repeated until it settles: the shares that slow tasks give to the others so that all are done at once.
+
+    The paper measures, gives and measures again; with the mean as reference a first answer leaves a task of four times
+    the seconds at 1.75 times, and later ones bring it down. Here the seconds that an answer would lead to are reckoned.
+
+    Args:
+        seconds: Of each task, as if nothing were given.
+        product_s: Of its matrix products, the same way.
+        givers: The slow tasks; the others divide what they give evenly.
+    """
+    gammas = [0.0] * len(seconds)
+    helpers = [task for task in range(len(seconds)) if task not in givers]
+    if not helpers:
+        return tuple(gammas)
+    for _ in range(_ROUNDS):
+        taken = sum(gammas) / len(helpers)
+        now = [
+            t + m * (-g if i in givers else taken)
+            for i, (t, m, g) in enumerate(zip(seconds, product_s, gammas, strict=True))
+        ]
+        mean, before = sum(now) / len(now), list(gammas)
+        for task in givers:
+            if product_s[task] > 0.0:
+                gammas[task] = min(max(gammas[task] + (now[task] - mean) / product_s[task], 0.0), MOST)
+        if max(abs(a - b) for a, b in zip(gammas, before, strict=True)) < _SETTLED:
+            break
+    return tuple(gammas)
+
+
+def undone(product_share: float, extra: float) -> float:
+    """The share that products would have of a task's seconds, if it neither gave nor took any.
+
+    Args:
+        product_share: As it was measured, M / T.
+        extra: What the task computed beyond its own columns, as a share of them; below 0 for one that gives.
+    """
+    return product_share / (1.0 + extra - extra * product_share)
 
 
 @dataclass(frozen=True)

@@ -154,15 +154,19 @@ def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
         assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))
 
 
-def refused_balance(rank, world_size, folder):
+def refused(rank, world_size, folder):
     from hf_hotspa.errors import HotspaError
 
     found = []
     streamed = Dataset.from_list(random_rows(8, 160, longest=60)).to_iterable_dataset()
     for number, options in enumerate(
-        ({"hotspa_strategies": "tp2:60"}, {"hotspa_strategies": "dp2:60", "rows": streamed})
+        (
+            {"hotspa_strategies": "tp2:60", "hotspa_stragglers": "balance"},
+            {"hotspa_strategies": "dp2:60", "hotspa_stragglers": "balance", "rows": streamed},
+            {"hotspa_strategies": "dp2:60", "hotspa_stragglers": "migrate"},
+        )
     ):
-        trainer = make_trainer(f"{folder}/{number}", world_size, hotspa_stragglers="balance", **options)
+        trainer = make_trainer(f"{folder}/{number}", world_size, **options)
         with pytest.raises(HotspaError) as error:
             trainer.train()
         found.append(str(error.value))
@@ -170,7 +174,95 @@ def refused_balance(rank, world_size, folder):
     return found
 
 
-def test_balance_that_has_nothing_to_divide_is_refused(tmp_path):
-    for found in run_ranks(2, refused_balance, str(tmp_path)):
+def test_answers_that_have_nothing_to_divide_are_refused(tmp_path):
+    for found in run_ranks(2, refused, str(tmp_path)):
         assert "no strategy has replicas (dp1tp2pp1)" in found[0]
         assert "cannot divide the packs of a stream" in found[1]
+        assert "no strategy is tensor parallel (dp2tp1pp1)" in found[2]
+
+
+# -- migrate ------------------------------------------------------------------------------------------------------------
+
+
+def migrating_runs(rank, world_size, runs):
+    found = []
+    for folder, resume, options in runs:
+        with said_to_take(rank, is_slow, product_share=0.8):
+            trainer = make_trainer(folder, world_size, **options)
+            given = Given(trainer)
+            trainer.add_callback(given)
+            found.append((train(trainer, resume), given.found))
+    return found
+
+
+class Given(TrainerCallback):
+    """Keeps what the ranks of tp4 gave away in each mini-batch."""
+
+    def __init__(self, trainer):
+        self.trainer, self.found = trainer, []
+
+    def on_phase_begin(self, args, state, control, phase, **kwargs):
+        works = [runner.replica.flexible for runner in self.trainer.engine.phases.values()]
+        self.found.append([work.shares for work in works if work is not None])
+
+
+@pytest.mark.parametrize("lora", [None, {"target_modules": "all-linear"}], ids=["weights", "lora"])
+def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora):
+    common = {"max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "migrate", "lora": lora}
+    points = (5, 8)
+    runs = [(str(tmp_path / "a"), None, common)]
+    runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
+    runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
+    (losses, given), *resumed, (plain, none) = run_ranks(4, migrating_runs, runs)[0]
+    assert none == [[]] * STEPS
+    assert [step for step, [shares] in enumerate(given, 1) if any(shares)] == [6, 7, 8, 9]
+    assert given[5][0][1] > 0.6
+    assert all(abs(losses[step] - plain[step]) <= 1e-5 * plain[step] for step in losses)
+    assert all(losses[step] == plain[step] for step in range(1, 6))  # as long as nothing is given, bit for bit
+    for point, (found, _) in zip(points, resumed, strict=True):
+        assert found == {step: loss for step, loss in losses.items() if step > point}
+        assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))
+
+
+# -- resize -------------------------------------------------------------------------------------------------------------
+
+
+def resized_runs(rank, world_size, runs):
+    found = []
+    for folder, resume, options in runs:
+        with said_to_take(rank, is_slow, product_share=0.8):
+            trainer = make_trainer(folder, world_size, **options)
+            lineages = Lineages(trainer)
+            trainer.add_callback(lineages)
+            found.append((train(trainer, resume), lineages.found))
+    return found
+
+
+class Lineages(TrainerCallback):
+    """Keeps which columns were left out of the products of this rank, and by how many products."""
+
+    def __init__(self, trainer):
+        self.trainer, self.found = trainer, []
+
+    def on_phase_end(self, args, state, control, phase, **kwargs):
+        for runner in self.trainer.engine.phases.values():
+            if runner.replica.flexible is not None:
+                self.found.append({name: c.pruned for name, c in runner.replica.flexible.lineage.items()})
+
+
+def test_resize_leaves_columns_out_says_so_and_goes_on_bit_for_bit(tmp_path):
+    common = {"max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize"}
+    runs = [(str(tmp_path / "a"), None, common)]
+    runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in (5, 8)]
+    runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
+    by_rank = run_ranks(4, resized_runs, runs)
+    (losses, lineages), *resumed, (plain, _) = by_rank[1]
+    left_out = [step for step, columns in enumerate(lineages, 1) if columns]
+    assert left_out == [6, 7, 8, 9]
+    assert len({str(lineages[step - 1]) for step in left_out}) == len(left_out)  # drawn anew each time
+    assert all(len(lineages[step - 1]) == 28 for step in left_out)  # seven linears in each of four layers
+    assert not any(any(columns) for columns in by_rank[0][0][1])
+    assert [step for step in losses if losses[step] != plain[step]] == [6, 7, 8, 9, 10, 11]
+    for point, (found, _) in zip((5, 8), resumed, strict=True):
+        assert found == {step: loss for step, loss in losses.items() if step > point}
+        assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))

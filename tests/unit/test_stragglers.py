@@ -18,6 +18,7 @@ from hf_hotspa.stragglers.columns import (
     random_columns,
 )
 from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, expected_seconds
+from hf_hotspa.stragglers.giving import Giving, tensor_groups
 from hf_hotspa.stragglers.migration import migrate, renumbered
 from hf_hotspa.stragglers.ratios import (
     PretestCurves,
@@ -27,6 +28,8 @@ from hf_hotspa.stragglers.ratios import (
     excess_ratios,
     migrated_share,
     num_migrating,
+    settled_ratios,
+    undone,
 )
 from hf_hotspa.stragglers.speeds import SpeedHistory, replica_speeds
 from hf_hotspa.strategy import Strategy
@@ -316,3 +319,86 @@ def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
     for damage in ({}, {"in_force": []}, {"in_force": [[0, [1.0, 0.0]]]}, {"in_force": [["x", None]]}):
         with pytest.raises(HotspaConfigError, match="speeds of devices cannot be read"):
             resumed.load_state_dict(damage)
+
+
+# -- giving columns away --------------------------------------------------------------------------------------------------
+
+
+def test_equation_1_settles_where_all_are_done_at_once():
+    # one answer alone leaves the slow task at 1.75 times the others
+    gammas = settled_ratios([1.0, 4.0, 1.0, 1.0], [1.0, 4.0, 1.0, 1.0], [1])
+    assert gammas == pytest.approx((0.0, 9 / 13, 0.0, 0.0))
+    assert 4.0 * (1 - gammas[1]) == pytest.approx(1.0 + gammas[1] / 3)
+    # where products are half of the seconds, all of them would have to go
+    assert settled_ratios([1.0, 4.0, 1.0, 1.0], [0.5, 2.0, 0.5, 0.5], [1])[1] == 0.95
+    two = settled_ratios([3.0, 1.0, 2.0, 1.0], [3.0, 1.0, 2.0, 1.0], [0, 2])
+    assert 3.0 * (1 - two[0]) == pytest.approx(2.0 * (1 - two[2])) == pytest.approx(1.0 + (two[0] + two[2]) / 2)
+    assert settled_ratios([2.0, 2.0], [2.0, 2.0], [0, 1]) == (0.0, 0.0)
+
+
+def test_product_share_is_reckoned_back():
+    # of 10 s 8 s were products; half of them were given away
+    assert undone(4.0 / 6.0, -0.5) == pytest.approx(0.8)
+    assert undone(10.0 / 12.0, 0.25) == pytest.approx(0.8)
+    assert undone(0.8, 0.0) == 0.8
+
+
+def test_tensor_groups():
+    assert tensor_groups(Strategy(2, 2, 1)) == ((0, 1), (2, 3))
+    assert tensor_groups(Strategy(1, 4, 1)) == ((0, 1, 2, 3),)
+    assert sorted(rank for group in tensor_groups(Strategy(2, 2, 2)) for rank in group) == list(range(8))
+
+
+def given_run(mini_batches, giving, devices, slow):
+    """Lets rank 1 be four times as slow in its products (0.8 of the seconds of the others) where `slow` says so."""
+    decided = []
+    for step in mini_batches:
+        extra = giving.extra("dp1tp4pp1")
+        product_s = [0.8 * (1.0 + a) * (4.0 if rank == 1 and slow(step) else 1.0) for rank, a in enumerate(extra)]
+        seconds = [0.2 + m for m in product_s]
+        times = giving.measured("dp1tp4pp1", seconds, product_s)
+        devices.observe(step, [PhaseWork("dp1tp4pp1", tuple(seconds), times, (0,) * 4)])
+        decided.append(giving.decide(devices.known, devices.slow))
+    return decided, seconds
+
+
+def test_a_slow_rank_gives_until_it_recovers():
+    giving, devices = Giving([Strategy(1, 4, 1)]), SlowDevices(4)
+    decided, seconds = given_run(range(10), giving, devices, lambda step: step >= 3)
+    assert [step for step, changed in enumerate(decided) if changed] == [4]
+    assert devices.slow == {1}
+    assert devices.known[1] == pytest.approx(3.4)
+    assert giving.shares["dp1tp4pp1"][1] > 0.6
+    assert seconds == pytest.approx([seconds[0]] * 4)  # all are done at once
+    resumed, other = Giving([Strategy(1, 4, 1)]), SlowDevices(4)
+    resumed.load_state_dict(json.loads(json.dumps(giving.state_dict())))
+    other.load_state_dict(json.loads(json.dumps(devices.state_dict())))
+    for state in ((giving, devices), (resumed, other)):
+        decided, _ = given_run(range(10, 16), *state, lambda step: step < 12)
+        assert [step for step, changed in enumerate(decided, 10) if changed] == [13]
+        assert state[0].shares == {"dp1tp4pp1": (0.0,) * 4}
+    assert resumed.state_dict() == giving.state_dict()
+    with pytest.raises(HotspaConfigError, match="migrated columns cannot be read"):
+        resumed.load_state_dict({"shares": {"dp1tp4pp1": [0.0]}, "products": {"dp1tp4pp1": [0.0]}, "decided": None})
+
+
+def test_a_group_of_slow_ranks_alone_gives_nothing():
+    giving = Giving([Strategy(2, 2, 1)])
+    giving.measured("dp2tp2pp1", [1.0] * 4, [0.8] * 4)
+    assert giving.decide([4.0, 4.0, 1.0, 2.0], frozenset({0, 1, 3}))
+    shares = giving.shares["dp2tp2pp1"]
+    assert shares[:3] == (0.0, 0.0, 0.0)
+    assert shares[3] > 0.2
+    assert giving.extra("dp2tp2pp1")[2] == shares[3]
+    assert giving.extra("dp4tp1pp1") == ()
+
+
+def test_what_goes_to_nobody_makes_a_slow_rank_as_fast_as_the_fastest():
+    giving = Giving([Strategy(1, 4, 1)], to_nobody=True)
+    giving.measured("dp1tp4pp1", [1.0, 4.0, 1.0, 1.0], [0.8, 3.8, 0.8, 0.8])
+    assert giving.decide([1.0, 4.0, 1.0, 1.0], frozenset({1}))
+    shares = giving.shares["dp1tp4pp1"]
+    assert shares == pytest.approx((0.0, 3.0 / 3.8, 0.0, 0.0))
+    assert giving.extra("dp1tp4pp1") == (0.0, -shares[1], 0.0, 0.0)
+    times = giving.measured("dp1tp4pp1", [1.0] * 4, [0.8, 0.8, 0.8, 0.8])
+    assert times == pytest.approx((1.0, 0.25, 1.0, 1.0))

@@ -1,0 +1,63 @@
+"""ZERO-resizing of a product, in fp64: the kept columns are those of a product whose other columns are zero."""
+
+import pytest
+import torch
+
+from hf_hotspa.parallel.resized_linear import ResizedProduct, imputed
+from hf_hotspa.stragglers.columns import LayerColumns, random_columns
+
+TOKENS, COLUMNS, OUTPUTS = 7, 12, 5
+
+
+@pytest.fixture
+def tensors():
+    generator = torch.Generator().manual_seed(1)
+    x, w, grad = (
+        torch.randn(shape, generator=generator, dtype=torch.float64)
+        for shape in ((TOKENS, COLUMNS), (OUTPUTS, COLUMNS), (TOKENS, OUTPUTS))
+    )
+    return x, w, grad
+
+
+def run(x, w, grad, kept, imputation="zero"):
+    x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
+    y = ResizedProduct.apply(x, w, torch.tensor(kept), imputation)
+    y.backward(grad)
+    return y.detach(), x.grad, w.grad
+
+
+@pytest.mark.parametrize("count", [1, 4, 11])
+def test_lineage_and_zeros(tensors, count):
+    x, w, grad = tensors
+    columns = LayerColumns(COLUMNS, random_columns(COLUMNS, count, "a"))
+    kept, pruned = list(columns.kept), list(columns.pruned)
+    y, dx, dw = run(x, w, grad, kept)
+    assert torch.allclose(y, x @ w.T - x[:, pruned] @ w[:, pruned].T, rtol=0, atol=1e-13)
+    without_x, without_w = x.clone(), w.clone()
+    without_x[:, pruned], without_w[:, pruned] = 0.0, 0.0
+    a, b = without_x.requires_grad_(), without_w.requires_grad_()
+    (a @ b.T).backward(grad)
+    assert torch.allclose(dx[:, kept], a.grad[:, kept], rtol=0, atol=1e-13)
+    assert torch.allclose(dw[:, kept], b.grad[:, kept], rtol=0, atol=1e-13)
+    assert not dx[:, pruned].any()
+    assert not dw[:, pruned].any()
+    assert dx.shape == x.shape
+    assert dw.shape == w.shape
+
+
+def test_average_imputes_the_mean_of_the_kept_columns(tensors):
+    x, w, grad = tensors
+    kept, pruned = [1, 4, 5], [0, 2, 3, 6, 7, 8, 9, 10, 11]
+    _, dx, dw = run(x, w, grad, kept, "average")
+    _, zero_dx, zero_dw = run(x, w, grad, kept)
+    for found, zero in ((dx, zero_dx), (dw, zero_dw)):
+        assert torch.equal(found[:, kept], zero[:, kept])
+        mean = zero[:, kept].mean(1, keepdim=True).expand(-1, len(pruned))
+        assert torch.allclose(found[:, pruned], mean, rtol=0, atol=1e-14)
+
+
+def test_the_papers_example():
+    # hs = 4, gamma = 0.5: the second and fourth of four columns are left out, and come back as imputed ones
+    found = torch.tensor([[1.0, 3.0]])
+    assert imputed(found, torch.tensor([0, 2]), 4, "zero").tolist() == [[1.0, 0.0, 3.0, 0.0]]
+    assert imputed(found, torch.tensor([0, 2]), 4, "average").tolist() == [[1.0, 2.0, 3.0, 2.0]]
