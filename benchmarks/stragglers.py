@@ -37,7 +37,7 @@ from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"
-RANKS, WARM = 4, 5
+RANKS, WARM = 4, 4
 MIGRATION = {
     "migrate": Exchange.BROADCAST,
     "migrate, own reduces": Exchange.UNMERGED,
@@ -54,8 +54,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64, help="rows of 16 tokens in a mini-batch")
-    parser.add_argument("--rounds", type=int, default=5, help="mini-batches of each side that count")
-    parser.add_argument("--usual", type=float, default=0.25, help="seconds of products of a usual rank in a mini-batch")
+    parser.add_argument("--rounds", type=int, default=3, help="mini-batches of each side that count")
+    parser.add_argument("--usual", type=float, default=0.3, help="seconds of products of a usual rank in a mini-batch")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
@@ -74,7 +74,7 @@ def slow_rank(chi: float) -> tuple[int, float]:
     return int(rank), float(times)
 
 
-def make_model(hidden: int, layers: int) -> LlamaForCausalLM:
+def make_model(hidden: int, layers: int, vocab_size: int = 64, longest: int = 64) -> LlamaForCausalLM:
     """A decoder of the proportions of a ViT: an MLP of about four times the width, as many heads as it takes."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -83,8 +83,8 @@ def make_model(hidden: int, layers: int) -> LlamaForCausalLM:
         num_hidden_layers=layers,
         num_attention_heads=4,
         num_key_value_heads=4,
-        vocab_size=64,
-        max_position_embeddings=64,
+        vocab_size=vocab_size,
+        max_position_embeddings=longest,
     )
     model = LlamaForCausalLM(config).train()
     model.config.use_cache = False

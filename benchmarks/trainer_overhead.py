@@ -1,4 +1,5 @@
-"""How much of a step `HotSPaTrainer` spends outside of the engine: data loading, callbacks, logging at every step.
+"""How much of a step `HotSPaTrainer` spends outside of the engine: data loading, callbacks, logging at every step; and what
+watching for slow devices (`hotspa_stragglers=watch`, the default) adds to a step, against `off`.
 
 A part of `step.py`, which prints it after the table.
 """
@@ -17,7 +18,9 @@ from hf_hotspa.strategy import Strategy
 OVERHEAD_TARGET = 0.05
 
 
-def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, lengths: list[int], folder: str) -> Any:
+def measure_trainer(
+    rank: int, world_size: int, options: argparse.Namespace, lengths: list[int], folder: str, watch: str
+) -> Any:
     """`(wall seconds, engine seconds, steps)` of HotSPaTrainer's loop without its first step, on rank 0."""
     from transformers import TrainerCallback
 
@@ -77,6 +80,7 @@ def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, len
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
+        hotspa_stragglers=watch,
     )
     trainer = HotSPaTrainer(model=make_model(options.model), args=args, train_dataset=rows, callbacks=[clock])
     trainer.train()
@@ -85,12 +89,19 @@ def measure_trainer(rank: int, world_size: int, options: argparse.Namespace, len
 
 def trainer_overhead(options: argparse.Namespace, lengths: list[int]) -> dict[str, Any]:
     """Runs HotSPaTrainer and prints the time that it spends outside of engine and optimizer."""
-    with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
-        wall, inside, steps = run_world(options.ranks, measure_trainer, options, lengths, folder)
+    runs: dict[str, list[tuple[float, float, int]]] = {"watch": [], "off": []}
+    for mode in ("watch", "off", "off", "watch"):
+        with tempfile.TemporaryDirectory(prefix="hotspa-bench-") as folder:
+            runs[mode].append(run_world(options.ranks, measure_trainer, options, lengths, folder, mode))
+    wall, inside, steps = runs["watch"][0]
     share = (wall - inside) / wall
+    watched, off = (sum(of[0] for of in runs[mode]) for mode in ("watch", "off"))
+    noise = max(of[0] for of in runs["off"]) / min(of[0] for of in runs["off"])
     print(
         f"\nHotSPaTrainer, {steps} steps after the first: {wall / steps:.3f} s/step, of which"
         f" {(wall - inside) / steps * 1e3:.1f} ms outside of engine and optimizer = {share:.1%}"
         f" (target: at most {OVERHEAD_TARGET:.0%})"
     )
-    return {"steps": steps, "seconds_per_step": wall / steps, "share_outside": share, "target": OVERHEAD_TARGET}
+    print(f"hotspa_stragglers=watch by off: {watched / off:.3f} (two runs of off differ by {noise:.3f})")
+    measured = {"steps": steps, "seconds_per_step": wall / steps, "share_outside": share, "target": OVERHEAD_TARGET}
+    return {**measured, "watch_by_off": watched / off, "off_by_off": noise}

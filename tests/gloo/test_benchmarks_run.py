@@ -49,6 +49,25 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert 0 < row["ratios"]["raw / ours"] <= row["ratios"]["raw plus copies / ours"]
 
 
+def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("stragglers", tmp_path / "out" / "stragglers.json")
+    text = capsys.readouterr().out
+    [run] = found["runs"]
+    answers = ("off", "migrate", "migrate, own reduces", "migrate, scatter and gather", "resize (not exact)")
+    sides = {f"tp4: {answer}" for answer in answers} | {"dp4: off", "dp4: balance"}
+    assert set(run["seconds"]) == sides | {"tp4: none slow", "dp4: none slow"}
+    assert all(side in text for side in sides)
+    exact = [loss for side, loss in run["loss"].items() if "not exact" not in side]
+    assert max(exact) - min(exact) <= 1e-4 * min(exact)
+
+
+def test_resize_loss(tmp_path: Path) -> None:
+    found = run_quick("resize_loss", tmp_path / "out" / "resize.json")
+    exact, *resized = found["sides"].values()
+    assert len(exact["losses"]) == 2
+    assert all(side["losses"][0] != exact["losses"][0] for side in resized)
+
+
 def test_long_sequences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("long_sequences", tmp_path / "out" / "long.json")
     chunks = "dp1tp1pp1+ck128"
