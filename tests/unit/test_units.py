@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.units import Units, slot_of
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
 from hf_hotspa.packing.passes import beats
@@ -109,6 +110,17 @@ def test_counts_of_transfers(packs):
     assert all(transfer.is_load for transfer in evaluated.transfers)
     assert len(evaluated.transfers) == 8 * packs
     assert streamed.digest() != evaluated.digest()
+
+
+def test_what_is_not_fully_sharded_says_so():
+    for text, why in (
+        ("dp2cp2+z3", "context parallel and fully sharded"), ("pp2+ck8+z3", "a pipeline of token chunks"),
+        ("dp2+ck8+kg2+z2", "keeps graphs"),
+    ):  # fmt: skip
+        with pytest.raises(StrategyError, match=why):
+            Strategy.parse(text)
+    with pytest.raises(StrategyError, match="there is no .z1"):
+        Strategy(z=1)
 
 
 def test_tied_embeddings_stay_and_frozen_beginnings_have_no_backward():
