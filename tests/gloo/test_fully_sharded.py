@@ -4,16 +4,14 @@ import pytest
 import torch
 
 from hf_hotspa.costs.zero import traffic
-from hf_hotspa.errors import ModelError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.strategy import Strategy
 from tests.families import FAMILIES, tiny_model
-from tests.family_sweep import gradient_errors
 from tests.gloo import test_lora as lora
 from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
-from tests.tiny_families import planned_families, tiny_model_of
+from tests.tiny_families import tiny_model_of
 from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
@@ -157,35 +155,3 @@ def test_elements_moved_are_those_of_the_laws():
         assert returns == pytest.approx(4 * law.reduces, rel=0.02)
         if stage == 2:
             assert loads == pytest.approx(4 * law.gathers, rel=0.02)
-
-
-def errors_of_family(family):
-    """The worst error of a family; None where an order of units that it does not have is refused."""
-    model = tiny_model_of(family)
-    rows = random_rows(6, 163, longest=30, seed=2)
-    loss, gradients = reference_step(model, rows)
-    engine = make_engine(model, "dp1+z3:8@16,dp1+rc+z3:30@40")
-    try:
-        with exact_in_double(torch.float64):
-            report = engine.forward_backward(make_mini_batch(engine, rows))
-    except ModelError as error:
-        if "leave +z3 out" not in str(error):
-            raise
-        return None
-    errors = gradient_errors(engine.full_gradients(), gradients)
-    engine.close()
-    return max(abs(report.loss - loss) / loss, *errors.values())
-
-
-def families_by_units(rank, world_size, families):
-    return {family: errors_of_family(family) for family in families}
-
-
-@pytest.mark.slow
-def test_every_planned_family_is_exact_or_refused_by_name():
-    families = [family for family in planned_families() if family != "phimoe"]  # its router draws random numbers
-    (found,) = run_ranks(1, families_by_units, families, timeout=600)
-    exact = [family for family, error in found.items() if error is not None]
-    assert {family: found[family] for family in exact if found[family] > 1e-11} == {}
-    print("refused", sorted(set(found) - set(exact)))
-    assert len(exact) >= 80
