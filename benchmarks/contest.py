@@ -2,13 +2,13 @@
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.strategy import Bucket, Strategy, check_buckets, parse_buckets, strategies_of
+from hf_hotspa.strategy import AXES, Bucket, Strategy, check_buckets, parse_buckets, strategies_of
 
 MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value heads
     "0.9M": (128, 384, 4, 512),
@@ -19,7 +19,7 @@ MODELS = {  # hidden, intermediate, layers, vocabulary; 8 heads, 4 key/value hea
 
 def short_name(strategy: Strategy) -> str:
     """`dp2tp2` for `dp2tp2pp1`."""
-    parts = [f"{axis}{getattr(strategy, axis)}" for axis in ("dp", "tp", "pp") if getattr(strategy, axis) > 1]
+    parts = [f"{axis}{getattr(strategy, axis)}" for axis in AXES if getattr(strategy, axis) > 1]
     return ("".join(parts) or "dp1") + strategy.options
 
 
@@ -35,9 +35,16 @@ class Side:
         return len(self.buckets) == 1
 
 
+def with_context(strategy: Strategy) -> Iterator[Strategy]:
+    """The strategies that divide tokens over some or all of the ranks that a strategy has replicas on."""
+    for cp in range(2, strategy.dp + 1):
+        if strategy.dp % cp == 0:
+            yield replace(strategy, dp=strategy.dp // cp, cp=cp)
+
+
 def pack_limit(strategy: Strategy, budget: int, rule: str) -> int:
     """The largest pack of a strategy: the tokens that the ranks which share its activations may hold together."""
-    return budget * strategy.tp * (strategy.pp if rule == "tp-pp" else 1)
+    return budget * strategy.tp * strategy.cp * (strategy.pp if rule == "tp-pp" else 1)
 
 
 def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[list[Side], list[str]]:
@@ -45,7 +52,10 @@ def make_sides(options: argparse.Namespace, lengths: Sequence[int]) -> tuple[lis
     longest = max(lengths)
     shape = describe(options).shape
     sides, left_out = [], []
-    for strategy in strategies_of(options.ranks):
+    contestants = list(strategies_of(options.ranks))
+    if options.cp:
+        contestants += [context for strategy in contestants for context in with_context(strategy)]
+    for strategy in contestants:
         limit = pack_limit(strategy, options.budget, options.budget_rule)
         if why := strategy.unsupported_reason(shape):
             left_out.append(f"{short_name(strategy)} is not legal: {why}")

@@ -32,6 +32,7 @@ from distributions import NAMES, compare_distributions
 from trainer_overhead import trainer_overhead
 from worlds import run_world
 
+from hf_hotspa.costs.context import WAYS
 from hf_hotspa.strategy import Strategy
 
 DTYPES = ("fp32", "bf16")
@@ -76,7 +77,9 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, sides: list
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[options.dtype]
     # one engine knows the strategies of all sides: they share weights, optimizer and memory
     used = {bucket.strategy: bucket for side in sides for bucket in side.buckets}
-    engine = HotSPaEngine(make_model(options.model), list(used.values()), EngineOptions(compute_dtype=dtype))
+    engine = HotSPaEngine(
+        make_model(options.model), list(used.values()), EngineOptions(compute_dtype=dtype, context_parallel=options.way)
+    )
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-3, foreach=True)
     shape, table = engine.description.shape, SequenceTable.from_lengths(lengths)
 
@@ -275,6 +278,8 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--hot", action="append", help="a bucket list, dp4:1024,tp4:4096; may be repeated (default: dpN + each static)"
     )
+    parser.add_argument("--cp", action="store_true", help="also every strategy with context parallelism")
+    parser.add_argument("--way", choices=WAYS, default="auto", help="how ranks of cp attend")
     parser.add_argument("--only", action="append", metavar="SIDE", help="run only this side (its name in the table)")
     parser.add_argument("--lengths", help="JSON file: the list of the sequence lengths of a mini-batch")
     parser.add_argument(

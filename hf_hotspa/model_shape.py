@@ -24,6 +24,7 @@ class ModelShape:
         sp_unsupported_reason: Why tensor parallelism cannot be sequence parallel, too, or None.
         ck_unsupported_reason: Why a sequence cannot be trained in chunks of tokens, or None.
         cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
+        ring_unsupported_reason: Why its attention cannot run on a ring of these ranks, or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
@@ -45,6 +46,7 @@ class ModelShape:
     sp_unsupported_reason: str | None = None
     ck_unsupported_reason: str | None = None
     cp_unsupported_reason: str | None = None
+    ring_unsupported_reason: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
 

@@ -11,6 +11,7 @@ GROUPS = {
     "tp": ("tp4", "dp2tp2"),
     "pp": ("pp4", "dp2pp2"),
     "tp and pp": ("tp2pp2",),
+    "cp": ("dp2cp2", "cp4"),
     "switched": ("mix",),
 }
 """The columns of the table, and the strategies of the sweep behind each."""
@@ -20,7 +21,7 @@ _HEAD = """# Families
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
 of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
 that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
-of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; all of them switched inside one mini-batch). What is not exact is refused, with
+of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; those without cp switched inside one mini-batch). What is not exact is refused, with
 an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
 
 Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
@@ -31,8 +32,8 @@ memory. Layers that run one sequence of a pack at a time gain less from packing.
 The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
 `python -m tests.family_sweep qwen3` runs one family.
 
-| family | | dp | tp | pp | tp and pp | switched | notes |
-|---|---|---|---|---|---|---|---|
+| family | | dp | tp | pp | tp and pp | cp | switched | notes |
+|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -51,8 +52,8 @@ def cell(row: Mapping[str, Any], group: str) -> str:
     found = {outcome(row["strategies"][s]) for s in GROUPS[group] if s in row["strategies"]}
     if "failed" in row or not row["strategies"]:
         return "wrong"
-    if not found:  # a mix needs two strategies that run
-        return "refused"
+    if not found:  # a mix needs two strategies that run; others have not been run
+        return "refused" if group == "switched" else "-"
     return next(name for name in ("wrong", "refused", "exact") if name in found)
 
 
@@ -71,12 +72,12 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| | families | exact under dp | tp | pp | switched |", "|---|---|---|---|---|---|"]
+    lines = ["| | families | exact under dp | tp | pp | cp | switched |", "|---|---|---|---|---|---|---|"]
     kinds = {"dense": False, "mixture of experts": True}
     for kind, mixture in kinds.items():
         rows = [row for row in families.values() if row.get("mixture", False) == mixture]
         cells = []
-        for group, plan in (("dp", None), ("tp", "tp_plan"), ("pp", "pp_plan"), ("switched", None)):
+        for group, plan in (("dp", None), ("tp", "tp_plan"), ("pp", "pp_plan"), ("cp", None), ("switched", None)):
             planned = [row for row in rows if plan is None or row[plan]]
             cells.append(f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}")
         lines.append(f"| {kind} | {len(rows)} | " + " | ".join(cells) + " |")

@@ -29,7 +29,7 @@ from tests.tiny_families import is_mixture, planned_families, tiny_config_of, ti
 from tests.worlds import make_engine, make_mini_batch
 
 RESULTS = Path(__file__).parent / "data" / "family_sweep.json"
-NUM_ROWS = {"dp4": 16, "dp2tp2": 8, "tp4": 4, "dp2pp2": 8, "tp2pp2": 4, "pp4": 6}
+NUM_ROWS = {"dp4": 16, "dp2tp2": 8, "tp4": 4, "dp2pp2": 8, "tp2pp2": 4, "pp4": 6, "dp2cp2": 8, "cp4": 4}
 """Rows of each strategy's mini-batch: two a pack, two packs a replica, three for the longest pipeline."""
 MIX = "mix"
 _SHORTEST = 7
@@ -112,8 +112,9 @@ def _run(rank: int, model: Any, legal: Sequence[str]) -> dict[str, dict[str, Any
     references = {s: (_num_labels(rows[s]), *reference_step(model, rows[s])) for s in legal} if rank == 0 else {}
     model.zero_grad(set_to_none=True)
     batches = {s: (rows[s], [s]) for s in legal}
-    if len(legal) > 1:
-        batches[MIX] = ([row for s in legal for row in rows[s]], list(legal))
+    mixed = [s for s in legal if "cp" not in s]
+    if len(mixed) > 1:
+        batches[MIX] = ([row for s in mixed for row in rows[s]], mixed)
     found = {}
     for name, (own, parts) in batches.items():
         mini_batch = make_mini_batch(engine, own)
@@ -139,6 +140,17 @@ def _run(rank: int, model: Any, legal: Sequence[str]) -> dict[str, dict[str, Any
             found[name] = {}
     engine.close()
     return found
+
+
+def add_strategies(family: str, row: dict[str, Any], strategies: Sequence[str], timeout: float) -> None:
+    """Runs some strategies alone, and writes them into the row of a family."""
+    if "refused" in row:
+        return
+    try:
+        found = run_ranks(4, sweep_on_rank, family, strategies, timeout=timeout)[0]
+    except WorldError as error:
+        found = {strategy: {"failed": str(error)[-1500:]} for strategy in strategies}
+    row["strategies"] |= {strategy: found[strategy] for strategy in strategies}
 
 
 def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> dict[str, Any]:
@@ -185,6 +197,9 @@ def main() -> None:
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a family's world")
     parser.add_argument("--apart", action="store_true", help="after a crash, each strategy in a world of its own")
     parser.add_argument("--again", action="store_true", help="only families whose row is missing or not right")
+    parser.add_argument(
+        "--strategies", nargs="+", choices=list(NUM_ROWS), help="run these alone, and keep what is there"
+    )
     parser.add_argument("--page-only", action="store_true", help="make the page of the results that are there")
     options = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
@@ -195,7 +210,11 @@ def main() -> None:
         families = [family for family in families if not _settled(results.get(family))]
     for family in families:
         begin = time.monotonic()
-        row = results[family] = sweep_family(family, options.timeout, options.apart)
+        if options.strategies:
+            row = results[family]
+            add_strategies(family, row, options.strategies, options.timeout)
+        else:
+            row = results[family] = sweep_family(family, options.timeout, options.apart)
         text = {name: outcome(found) for name, found in row["strategies"].items()}
         print(f"{family:22} {time.monotonic() - begin:5.1f} s  {text}", flush=True)
         for name, found in row["strategies"].items():

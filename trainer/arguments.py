@@ -9,6 +9,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_hotspa.costs.context import WAYS
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
@@ -117,6 +118,9 @@ class HotSPaTrainingArguments(TrainingArguments):
             "choices": list(SCHEDULES),
         },
     )
+    hotspa_context_parallel: str = field(
+        default="auto", metadata={"help": "How ranks of cp attend; auto is what moves least.", "choices": list(WAYS)}
+    )
     hotspa_staging_mb: int = field(
         default=16, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
     )
@@ -130,10 +134,7 @@ class HotSPaTrainingArguments(TrainingArguments):
     )
     hotspa_overlap_return: str = field(
         default="auto",
-        metadata={
-            "help": "Whether gradients leave while earlier layers still run backward: on, off, or auto (as above).",
-            "choices": list(ON_OFF),
-        },
+        metadata={"help": "Whether gradients leave during the backward pass: as above.", "choices": list(ON_OFF)},
     )
     hotspa_planner: str = field(
         default="relay",

@@ -330,6 +330,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
         switch_bytes=2 * (args.hotspa_staging_mb << 20),
         weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
         schedule=args.hotspa_pipeline_schedule,
+        context_parallel=args.hotspa_context_parallel,
         offload_master=args.hotspa_offload == "master" and args.device.type == "cuda",
     )
 

@@ -60,6 +60,7 @@ def run_facts(
             "overlong": args.hotspa_overlong,
             "planner": args.hotspa_planner,
             "pipeline_schedule": args.hotspa_pipeline_schedule,
+            "context_parallel": args.hotspa_context_parallel,
             "stragglers": args.hotspa_stragglers,
             "overlap_load": engine.overlap.load,
             "overlap_return": engine.overlap.return_gradients,

@@ -233,7 +233,7 @@ class _Session:
         few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
         shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
-        plain = {Strategy(s.dp, s.tp, s.pp) for s in strategies}
+        plain = {Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies}
         # the whole model may have more stages than a copy has layers
         whole = sorted(s for s in plain if s.world_size == self.world_size and s.unsupported_reason(copied) is None)
         # tp 1 is always measured: the longest pack is found with it

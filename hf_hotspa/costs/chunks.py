@@ -15,8 +15,8 @@ from hf_hotspa.strategy import Strategy
 
 
 def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:
-    """The most tokens of a pack whose activations exist at once."""
-    return min(pack_tokens, strategy.ck) if strategy.ck else pack_tokens
+    """The most tokens of a pack whose activations exist at once on a rank: those of a chunk, and its share of cp's."""
+    return -(-(min(pack_tokens, strategy.ck) if strategy.ck else pack_tokens) // strategy.cp)
 
 
 def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longest: int, element_bytes: int) -> float:
@@ -34,11 +34,11 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longes
     width = 2 * heads * shape.attention_size / shape.num_attention_heads  # of keys and of values
     before = max(0, longest - strategy.ck)
     if strategy.kh:  # those of one layer: fetched, joined, and the gradients of both
-        return 4 * width * element_bytes * before
+        return 4 * width * element_bytes * before / strategy.cp
     chunks = -(-longest // strategy.ck)
     # of each graph, what its chunk attends to
     joined = (chunks + 1) / 2 if strategy.pp > 1 else min(1 + strategy.kg, chunks)
-    return num_layers * width * (element_bytes * (1 + joined) + max(4, element_bytes)) * before
+    return num_layers * width * (element_bytes * (1 + joined) + max(4, element_bytes)) * before / strategy.cp
 
 
 def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strategy, forward_share: float) -> float:

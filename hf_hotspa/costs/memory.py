@@ -18,6 +18,7 @@ from functools import cached_property
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
+from hf_hotspa.costs.context import gathered_bytes
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
@@ -73,6 +74,7 @@ class MemoryOptions:
         weight_copies: How many strategies' weights are kept at a time: 2 with a second source.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer's state are in the memory of the host.
+        context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
     """
 
     optimizer_bytes: float = 8
@@ -84,6 +86,7 @@ class MemoryOptions:
     weight_copies: int = 1
     schedule: str = "auto"
     offload_master: bool = False
+    context_parallel: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -148,16 +151,16 @@ class MemoryModel:
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
         master = self._master
-        held_tokens, longest, chain = bucket.most_tokens, bucket.longest or bucket.capacity, 1
+        held_tokens, longest, chain = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity, 1
         if strategy.ck and strategy.pp > 1:
             chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
             num_packs = None if num_packs is None else num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
         in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain)
         if strategy.ck and strategy.pp == 1:
             in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
-            held_tokens = min(in_flight * pack_tokens, max(longest, pack_tokens))
+            held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
         elif in_flight is None:
-            in_flight = held_tokens // max(1, min(pack_tokens, bucket.pack_tokens))
+            in_flight = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
         elif chain == 1:  # what else a chain is cut into depends on what is measured
             held_tokens = min(in_flight * pack_tokens, held_tokens)
 
@@ -173,7 +176,9 @@ class MemoryModel:
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
-        layers += carried_bytes(strategy, shape, sizes.num_layers, longest, dtype_bytes(options.compute_dtype))
+        width = dtype_bytes(options.compute_dtype)
+        layers += carried_bytes(strategy, shape, sizes.num_layers, longest, width)
+        layers += gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width)
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2

@@ -60,7 +60,12 @@ class CostModel:
         cluster, (efficiency, switch_s) = calibration.cluster(world_size), calibration.switch_fit
         time = calibration.time_model(sizes, world_size)
         return cls(
-            replace(time, schedule=options.schedule, streams=Streams(sizes, cluster, efficiency)),
+            replace(
+                time,
+                schedule=options.schedule,
+                context_parallel=options.context_parallel,
+                streams=Streams(sizes, cluster, efficiency),
+            ),
             calibration.memory_model(sizes, options, world_size),
             cluster,
             efficiency,
@@ -83,7 +88,12 @@ class CostModel:
         time = TimeModel.analytic(sizes, hardware, sizes.compute_dtype)
         cluster = hardware.cluster(world_size)
         return cls(
-            replace(time, schedule=options.schedule, streams=Streams(sizes, cluster)),
+            replace(
+                time,
+                schedule=options.schedule,
+                context_parallel=options.context_parallel,
+                streams=Streams(sizes, cluster),
+            ),
             MemoryModel(sizes, world_size, options),
             cluster,
         )

@@ -64,7 +64,7 @@ def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> floa
     if cluster.num_nodes > 1:
         per_node = cluster.devices_per_node
         shards = min(1.0, per_node / strategy.tp) / strategy.pp
-        stages = max(1.0, per_node / (strategy.dp * strategy.tp))
+        stages = max(1.0, per_node / (strategy.dp * strategy.cp * strategy.tp))
         missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
         seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
     return seconds

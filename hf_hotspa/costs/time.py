@@ -14,6 +14,7 @@ from functools import cached_property
 from hf_hotspa.costs import analytic
 from hf_hotspa.costs.chunks import chunked_seconds
 from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.context import exchange_seconds
 from hf_hotspa.costs.fitting import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
@@ -21,6 +22,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.streams import Streams, Turn
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
@@ -29,6 +31,11 @@ Packs = Sequence[Sequence[int]]
 """The packs of a replica, each the lengths of its sequences."""
 
 _NO_HOP = Hop()
+
+
+def _shared(cost: Cost, cp: int) -> Cost:
+    """What works token by token, on a rank of cp."""
+    return Cost(cost.a / cp, cost.b / cp, cost.c)
 
 
 @dataclass(frozen=True)
@@ -56,6 +63,8 @@ class TimeModel:
         measured: What stages are cut by, where it was measured, in the place of the relative costs.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
+        shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
+        context_parallel: How they attend, one of `costs.context.WAYS`.
     """
 
     source: str
@@ -76,6 +85,8 @@ class TimeModel:
     measured: StageCosts | None = None
     cut_by: float | None = None
     streams: Streams | None = None
+    shape: ModelShape | None = None
+    context_parallel: str = "auto"
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -106,6 +117,7 @@ class TimeModel:
             devices_per_node=hardware.devices_per_node,
             measured=sizes.measured_costs,
             forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
+            shape=shape,
         )
 
     @classmethod
@@ -146,6 +158,7 @@ class TimeModel:
             devices_per_node=devices_per_node,
             measured=sizes.measured_costs,
             forward_share=forward_share,
+            shape=sizes.shape,
         )
 
     def knows(self, strategy: Strategy) -> bool:
@@ -167,16 +180,26 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc
+        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp
         if key not in self._stage_costs:
-            self._stage_costs[key] = self._sum_stages(*key)
+            self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
 
     @cached_property
-    def _stage_costs(self) -> dict[tuple[int, int, int], tuple[Cost, ...]]:
+    def _stage_costs(self) -> dict[tuple[int, int, int, int], tuple[Cost, ...]]:
         return {}
 
-    def _sum_stages(self, tp: int, pp: int, rc: int) -> tuple[Cost, ...]:
+    def _shared_layer(self, strategy: Strategy) -> Cost:
+        """One layer on a rank of cp: its share of the tokens, and of the pairs that attend, and the exchanges."""
+        cost, cp = self.layers[strategy.tp], strategy.cp
+        if cp == 1 or self.shape is None:
+            return _shared(cost, cp)
+        hop = self.hop_intra if cp * strategy.tp <= self.devices_per_node else self.hop_inter
+        exchanges = exchange_seconds(strategy, self.shape, self.context_parallel, hop.token_s, hop.latency_s)
+        return Cost(cost.a / cp, cost.b / cp + exchanges[0], cost.c + exchanges[1])
+
+    def _sum_stages(self, strategy: Strategy) -> tuple[Cost, ...]:
+        tp, pp, rc, cp = strategy.tp, strategy.pp, strategy.rc, strategy.cp
         if tp not in self.layers:
             known = [f"tp{known}" for known in sorted(self.layers)]
             raise HotspaConfigError(
@@ -187,13 +210,15 @@ class TimeModel:
         stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
         for stage, layers in enumerate(stage_costs.stages(pp)):
-            cost = self.layers[tp] * (sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers))
+            cost = self._shared_layer(strategy) * (
+                sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers)
+            )
             if rc:  # one more forward pass of every rc-th layer
                 cost *= 1 + self.forward_share / rc
             if stage == 0:
-                cost += self.embeddings.get(tp, Cost())
+                cost += _shared(self.embeddings.get(tp, Cost()), cp)
             if stage == pp - 1:
-                cost += self.heads.get(tp, Cost())
+                cost += _shared(self.heads.get(tp, Cost()), cp)
             costs.append(cost * factor)
         return tuple(costs)
 
@@ -206,8 +231,8 @@ class TimeModel:
         return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
-        """What passing a hidden state to the next stage costs: neighbours are dp * tp ranks apart."""
-        apart = strategy.dp * strategy.tp
+        """What passing a hidden state to the next stage costs: neighbours are dp * cp * tp ranks apart."""
+        apart = strategy.dp * strategy.cp * strategy.tp
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
@@ -222,7 +247,7 @@ class TimeModel:
             return 0.0
         if strategy.z:
             return self.fixed_s + self._sharded(strategy, busy, most_tokens)
-        if strategy.tp * strategy.pp * len(busy) > self.slots:
+        if strategy.tp * strategy.cp * strategy.pp * len(busy) > self.slots:
             return self.fixed_s + self._shared(strategy, busy, most_tokens)
         return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
 
@@ -261,9 +286,9 @@ class TimeModel:
     def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         if strategy.pp == 1:
             alone = [self._alone(strategy, packs, None) for packs in replicas]
-            return shared_seconds(alone, strategy.tp, self.slots)
+            return shared_seconds(alone, strategy.tp * strategy.cp, self.slots)
         piped = [self._pipeline(strategy, packs, most_tokens) for packs in replicas]
-        return shared_pipelines(piped, strategy.tp, self.slots)
+        return shared_pipelines(piped, strategy.tp * strategy.cp, self.slots)
 
     def _alone(self, strategy: Strategy, packs: Packs, most_tokens: int | None) -> float:
         """Seconds of a replica whose ranks have a core each."""
@@ -304,7 +329,7 @@ class TimeModel:
         return Pipeline(
             [forward[cost] for cost in costs],
             [backward[cost] for cost in costs],
-            [hop.seconds(s) for s in tokens],
+            [hop.seconds(s / strategy.cp) for s in tokens],
             passes.reach,
             passes.depth,
             passes.chains,

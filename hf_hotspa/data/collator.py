@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError
 from hf_hotspa.packing.bucketing import check_policy, plan_mini_batch
+from hf_hotspa.packing.context_cuts import Piece
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
@@ -111,24 +112,46 @@ class MicroBatch:
         if (first, stop) == (0, self.num_tokens):
             return self
         begins = [0, *accumulate(self.lengths)]
-        inside = [i for i, begin in enumerate(begins[:-1]) if begin < stop and begins[i + 1] > first]
-        lengths = tuple(min(begins[i + 1], stop) - max(begins[i], first) for i in inside)
-        labels = self.labels[:, first:stop]
-        sums = torch.tensor([0, *accumulate(lengths)], dtype=self.cu_seqlens.dtype)
-        of_sequences = slice(inside[0], inside[-1] + 1)
+        return self.pieces(
+            [
+                (i, max(first - begin, 0), min(begins[i + 1], stop) - begin)
+                for i, begin in enumerate(begins[:-1])
+                if begin < stop and begins[i + 1] > first
+            ]
+        )
+
+    def pieces(self, pieces: Sequence[Piece]) -> "MicroBatch":
+        """Parts of sequences, one after the other, as a pack of its own; there may be several of one, or none at all.
+
+        Positions and targets are those of the whole sequences.
+        """
+        begins, of_sequences = [0, *accumulate(self.lengths)], [i for i, _, _ in pieces]
+        places = [slice(begins[i] + first, begins[i] + stop) for i, first, stop in pieces]
+        lengths = tuple(stop - first for _, first, stop in pieces)
+        device = self.cu_seqlens.device
+        sums = torch.tensor([0, *accumulate(lengths)], dtype=self.cu_seqlens.dtype).to(device, non_blocking=True)
+        index = torch.tensor(of_sequences, dtype=torch.int64).to(device, non_blocking=True)
+        cuts = self.cuts or [(0, length) for length in self.lengths]
+
+        def taken(row: torch.Tensor) -> torch.Tensor:
+            return torch.cat([row[:, place] for place in places], 1) if places else row[:, :0]
+
+        labels = taken(self.labels)
+        columns = {
+            # those of a part are shifted already
+            name: taken(column if self.cuts else column.roll(-1, 1)) if column.dim() == 2 else column[index]
+            for name, column in self.columns.items()
+        }
         return MicroBatch(
-            self.input_ids[:, first:stop],
-            self.position_ids[:, first:stop],
+            taken(self.input_ids),
+            taken(self.position_ids),
             labels,
-            sums.to(self.cu_seqlens.device, non_blocking=True),
+            sums,
             lengths,
             int((labels != IGNORED_LABEL).sum()),
-            self.keys[of_sequences],
-            {
-                name: column.roll(-1, 1)[:, first:stop] if column.dim() == 2 else column[of_sequences]
-                for name, column in self.columns.items()
-            },
-            cuts=tuple((max(first - begins[i], 0), self.lengths[i]) for i in inside),
+            tuple(self.keys[i] for i in of_sequences) if self.keys else (),
+            columns,
+            cuts=tuple((cuts[i][0] + first, cuts[i][1]) for i, first, _ in pieces),
         )
 
     def _map(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "MicroBatch":

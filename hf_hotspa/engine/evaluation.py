@@ -6,7 +6,7 @@ is in eval mode. The loss comes back as a sum over labels and their number, so t
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 
 import torch
@@ -16,8 +16,11 @@ from torch import Tensor
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaError, ModelError
-from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.model.replica import Replica
+from hf_hotspa.packing.context_cuts import Shares, share_by_tokens
+from hf_hotspa.packing.mini_batch import Pack, PhasePlan
 from hf_hotspa.parallel.agreement import Agreement, hotspa_cause
+from hf_hotspa.parallel.context import in_order
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.same_rows import check_mini_batch
 from hf_hotspa.strategy import Coord, Strategy
@@ -124,7 +127,7 @@ class Evaluation:
         return float(runner.compute_forward(micro_batches, 1.0, plan))
 
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
-        """Every sequence's logits on every rank: each shard of each replica is broadcast by the rank that has it."""
+        """Every sequence's logits on every rank: each shard of some tokens is broadcast by the rank that has it."""
         assert self._loaded is not None
         replica = self._loaded.replica
         strategy = replica.mesh.strategy  # in the engine's shard order, which a strategy of the caller's need not have
@@ -145,20 +148,45 @@ class Evaluation:
         # agreed on: a broadcast of another size would end the process
         mine = self._agreement.run("evaluation", logits_here)
         for dp, packs in enumerate(phase.replicas):
-            num_tokens = sum(pack.num_tokens for pack in packs)
-            shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
-            for tp in range(strategy.tp if num_tokens else 0):
-                owner, shard = strategy.rank(Coord(dp, tp, strategy.pp - 1)), strategy.shard_index(tp)
-                if owner == self._groups.rank:
-                    assert mine is not None
-                    shards[shard] = mine
-                if self._groups.switch is not None and widths[shard]:
-                    dist.broadcast(shards[shard], src=owner, group=self._groups.switch)
-            whole = torch.cat(shards, -1)
-            begin = 0
-            for sequence in (s for pack in packs for s in pack.sequences):
-                yield (sequence.row, sequence.start), whole[begin : begin + sequence.num_tokens]
-                begin += sequence.num_tokens
+            parts = [self._parts(replica, pack) for pack in packs]
+            shares = [share for of_pack in parts for share in of_pack]
+            rows = []  # by cp coordinate, then by part
+            for cp in range(strategy.cp if packs else 0):
+                tokens = [sum(stop - first for _, first, stop in share.pieces[cp]) for share in shares]
+                found = self._of_replica(strategy, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), widths, dtype, mine)
+                rows.append(found.split(tokens))
+            ordered = iter([in_order([row[i] for row in rows], share) for i, share in enumerate(shares)])
+            for pack, of_pack in zip(packs, parts, strict=True):
+                whole, begin = torch.cat([next(ordered) for _ in of_pack]), 0
+                for sequence in pack.sequences:
+                    yield (sequence.row, sequence.start), whole[begin : begin + sequence.num_tokens]
+                    begin += sequence.num_tokens
+
+    @staticmethod
+    def _parts(replica: Replica, pack: Pack) -> list[Shares]:
+        """What each rank of cp has of a pack, in the parts in which it runs."""
+        context = replica.context
+        return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
+
+    def _of_replica(
+        self,
+        strategy: Strategy,
+        place: Coord,
+        num_tokens: int,
+        widths: tuple[int, ...],
+        dtype: torch.dtype,
+        mine: Tensor | None,
+    ) -> Tensor:
+        """[num_tokens, vocabulary size] of the ranks at a place, of any tp coordinate."""
+        shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
+        for tp in range(strategy.tp if num_tokens else 0):
+            owner, shard = strategy.rank(replace(place, tp=tp)), strategy.shard_index(tp)
+            if owner == self._groups.rank:
+                assert mine is not None
+                shards[shard] = mine
+            if self._groups.switch is not None and widths[shard]:
+                dist.broadcast(shards[shard], src=owner, group=self._groups.switch)
+        return torch.cat(shards, -1)
 
     def _wrong_width(self, width: int, expected: int) -> HotspaError:
         return ModelError(

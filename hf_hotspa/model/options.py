@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import torch
 
+from hf_hotspa.costs.context import check_way
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.stages import StageCosts
@@ -48,6 +49,8 @@ class EngineOptions:
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
+            (`costs.context`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
         timeout_s: How long an operation may wait for a peer.
         devices_per_node: Ranks on one node; `LOCAL_WORLD_SIZE` when None.
@@ -98,9 +101,11 @@ class EngineOptions:
     attention_dropout: bool = True
     stage_costs: StageCosts | None = None
     pair_costs: Mapping[int, float] = field(default_factory=dict)
+    context_parallel: str = "auto"
 
     def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)
+        check_way(self.context_parallel)
         check_planner(self.planner)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
             if not 0 < seconds <= LONGEST_TIMEOUT_S:

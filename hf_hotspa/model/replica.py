@@ -24,6 +24,8 @@ from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
 from hf_hotspa.parallel.attention import PackedSequences, Prefix
+from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
+from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
 from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
@@ -59,6 +61,7 @@ class Replica:
         layers: The decoder layers, pass-throughs of other stages among them.
         parameters: The parameters on this rank, and where they lie.
         flexible: What the ranks of its tensor-parallel group give away; None where they cannot.
+        context: How the ranks of cp divide packs; None where cp is 1.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
         begin_pass: Called by whoever runs the replica before each forward, and before each backward.
     """
@@ -72,8 +75,6 @@ class Replica:
         options: EngineOptions | None = None,
     ) -> None:
         options = options or EngineOptions()
-        if mesh.strategy.cp > 1:
-            raise UnsupportedError(f"{mesh.strategy}", why="cp is not built yet", fix="use dp, tp or pp in its place")
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
@@ -84,6 +85,7 @@ class Replica:
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
         self._gradients = options.gradients
+        self.context = ContextParallel.of(mesh, description.shape, options.context_parallel, options.pair_costs, device)
         mine = description.vector.stage_costs.stages(strategy.pp)[coord.pp]
         kinds = [description.layer_kinds[index] for index in mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
@@ -111,11 +113,11 @@ class Replica:
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
         rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
         self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
-        if strategy.ck and whole:
+        if (strategy.ck or strategy.cp > 1) and whole:
             raise UnsupportedError(
                 f"the loss {options.loss} under {strategy}",
-                why="it is called with the logits of whole sequences, and +ck computes these in parts",
-                fix="leave +ck out, or give a TokenLoss",
+                why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
+                fix="leave cp and +ck out, or give a TokenLoss",
             )
         if strategy.rc:
             again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
@@ -262,7 +264,7 @@ class Replica:
         """Runs this rank's stage on one micro-batch.
 
         Args:
-            micro_batch: One pack, T tokens.
+            micro_batch: One pack, T tokens. With cp, this rank computes its row of them, and T below is the row's.
             hidden: [1, T, hidden size] from the stage before; None on the first stage.
             scale: 1 / (label tokens of the mini-batch).
             prefix: What comes before the first sequence, where that is a part of one.
@@ -271,9 +273,14 @@ class Replica:
         Returns:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
-        num_tokens = micro_batch.num_tokens
-        micro_batch = self._divisible(micro_batch)
-        pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
+        whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
+        if self.context is not None:
+            division = self.context.divide(whole.lengths)
+            micro_batch, pack = divided_pack(self.context, division, whole, prefix, self.dropout)
+            num_tokens = division.num_tokens
+        else:
+            micro_batch = self._divisible(micro_batch)
+            pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self._router_loss is not None:
@@ -292,13 +299,13 @@ class Replica:
             inputs["inputs_embeds"] = hidden
         if self.is_last and with_loss:
             out = self._loss(inputs, micro_batch, scale, num_tokens)
-            beside = self._balance(micro_batch, scale)
+            beside = self._balance(whole, division, scale)
             if beside is not None:
                 out = out + beside
             self.losses.append(out.detach())
         else:
             out = self._base(**inputs).last_hidden_state
-            beside = self._balance(micro_batch, scale)
+            beside = self._balance(whole, division, scale)
             if beside is not None:
                 out = AttachLoss.apply(out, beside)
         self._after_forward()
@@ -306,6 +313,10 @@ class Replica:
             self.check_weights()
         pack.check_calls(self._num_attentions, type(self.model).__name__)
         return out
+
+    def tokens_kept(self, num_tokens: int) -> int:
+        """See `token_chunks.Stage`."""
+        return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
 
     def begin_step(self, step: int) -> None:
         """What is random draws from the number of the mini-batch that begins."""
@@ -388,10 +399,13 @@ class Replica:
             return micro_batch
         return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
 
-    def _balance(self, micro_batch: MicroBatch, scale: float) -> Tensor | None:
+    def _balance(self, whole: MicroBatch, division: Division | None, scale: float) -> Tensor | None:
         if self._router_loss is None:
             return None
-        return self._router_loss.of(micro_batch.lengths, micro_batch.labels[0], scale)
+        if division is None:
+            return self._router_loss.of(whole.lengths, whole.labels[0], scale)
+        tokens = partial(all_tokens, division=division)  # each rank computes the loss of the pack, which counts once
+        return self._router_loss.of(whole.lengths, whole.labels[0], scale, tokens, is_counted=self.mesh.coord.cp == 0)
 
     @property
     def balance_loss(self) -> Tensor:
@@ -400,5 +414,7 @@ class Replica:
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of what travels between stages."""
-        sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
-        return (1, -(-micro_batch.num_tokens // sharers), self.hidden_size)
+        sharers, num_tokens = self.mesh.strategy.tp if self.mesh.strategy.sp else 1, micro_batch.num_tokens
+        if self.context is not None:
+            num_tokens = self.context.row_tokens(micro_batch.lengths)
+        return (1, -(-num_tokens // sharers), self.hidden_size)

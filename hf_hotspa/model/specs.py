@@ -7,7 +7,7 @@ What cannot be exact is refused here, by name, before anything is built.
 
 import copy
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,8 +21,8 @@ from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import sequence_parallel
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
-from hf_hotspa.parallel.attention import calls_attention
-from hf_hotspa.parallel.dropout_settings import refuse_dropout, without_attention_dropout
+from hf_hotspa.parallel.attention import calls_attention, names_in_forward
+from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.router_loss import router_layers
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
@@ -227,6 +227,7 @@ def describe_model(
     plan = TensorPlan(bare, prefixes, embedding, head)
     kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
     refuse_dropout(bare, modules, kinds, attention_dropout)
+    drops = attention_dropout and bool(attention_dropouts(bare.config))
     heads, kv_heads = head_counts(bare.config)
 
     names: dict[int, list[str]] = {}
@@ -264,6 +265,7 @@ def describe_model(
         ),
         ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
         cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
+        ring_unsupported_reason=_ring_unsupported_reason(text.model_type, modules, drops),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
@@ -346,6 +348,26 @@ def _cut_unsupported_reason(
             f"the balance loss of the routers of {family} is of whole sequences, so these cannot be {how}; "
             "set config.output_router_logits = False for it"
         )
+    return None
+
+
+def _ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:
+    """Why attention of the layers cannot be computed block by block on a ring, or None."""
+    for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
+        names = names_in_forward(module)
+        window, cap = (getattr(module, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
+        widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
+        for found, what in (
+            (window is not None, f"a sliding window of {window} tokens"),
+            (cap is not None and "softcap" in names, f"a cap of {cap} on its scores"),
+            ("s_aux" in names, "sinks"),
+            (drops, "dropout of its probabilities"),
+            (None not in widths and widths[0] != widths[1], "values of another width than its keys"),
+        ):
+            if found:
+                return (
+                    f"the attention of {family} has {what}, and blocks on a ring are full attention with plain scores"
+                )
     return None
 
 

@@ -50,10 +50,13 @@ class Prefix(Protocol):
     """The tokens before those of a row: where their keys and values come from, and where the gradients of these go.
 
     Attributes:
-        lengths: Tokens before each sequence of the row, 0 where it begins there; those left out at the end have 0.
+        lengths: Tokens before each sequence of the row, 0 where it begins there; those left out at the end have 0. Where
+            the ranks of cp have some of them each, those of this rank.
+        chunks: Of the first sequence, the tokens of each chunk before the row, on all ranks of cp together.
     """
 
     lengths: tuple[int, ...]
+    chunks: tuple[int, ...]
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the prefixes, [1, K, P, D] each, one after the other; called once in each call of an attention.
@@ -63,6 +66,53 @@ class Prefix(Protocol):
             key: [1, K, T, D], of the row's own tokens.
             value: [1, K, T, D].
         """
+        ...
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """What a family's attention module asks for beside queries, keys and values; see `packed_attention`.
+
+    Args:
+        scaling: Factor on the scores; None for the usual one.
+        sliding_window: Tokens that a position sees; None for all before it.
+        softcap: Of the scores; None for none.
+        sinks: [H] further scores; None for none.
+        dropout: The probability of attention probabilities to be dropped; 0 where the module is not trained.
+    """
+
+    scaling: float | None
+    sliding_window: int | None
+    softcap: float | None
+    sinks: Tensor | None
+    dropout: float
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether fused kernels compute the scores."""
+        return self.softcap is None and self.sinks is None and not self.dropout
+
+    def scores(self, module: nn.Module, query: Tensor, pack: "PackedSequences") -> Scores:
+        """What becomes of the scores, for `explicit_attention`."""
+        scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
+        dropped = _dropout_of(module, self.dropout, pack, query.shape[1]) if self.dropout else None
+        return Scores(scaling, self.sliding_window, self.softcap, dropped)
+
+
+class DividedPack(Protocol):
+    """How a rank attends to a pack of which it has some tokens only (`parallel.context_attention`).
+
+    Attributes:
+        key_lengths: The keys that each sequence of its row sees, its own tokens among them; None where they are not its.
+    """
+
+    @property
+    def key_lengths(self) -> tuple[int, ...] | None: ...
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: "PackedSequences"
+    ) -> Tensor:
+        """[1, t, H, D] for [1, H, t, D] queries of the row; collective among the ranks that share the pack."""
         ...
 
 
@@ -76,6 +126,7 @@ class PackedSequences:
         prefix: What came before, where a sequence began elsewhere; else None.
         fetches: Whether keys and values of the prefix are in host memory. What is fetched of them for an attention is then
             fetched again for its backward, and not kept.
+        divided: How to attend where the row is a part of a pack; None where it is the pack.
         num_calls: How often a layer attended to this pack: the check that a family really comes through here.
         token_keys: What dropout draws from, see `parallel.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
@@ -88,6 +139,7 @@ class PackedSequences:
     cu_seqlens: Tensor
     prefix: Prefix | None = field(default=None, compare=False)
     fetches: bool = field(default=False, compare=False)
+    divided: DividedPack | None = field(default=None, compare=False)
     num_calls: int = field(default=0, compare=False)
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
@@ -98,6 +150,8 @@ class PackedSequences:
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
         """Keys of each sequence: its prefix and its own tokens."""
+        if self.divided is not None and self.divided.key_lengths is not None:
+            return self.divided.key_lengths
         before = self.prefix.lengths if self.prefix is not None else ()
         return tuple(own + more for own, more in zip_longest(self.lengths, before, fillvalue=0))
 
@@ -207,12 +261,11 @@ def packed_attention(
             f"{type(module).__name__} needs {refused or 'bidirectional attention'}, which is not supported"
         )
     hotspa_pack.num_calls += 1
+    call = AttentionCall(scaling, sliding_window, softcap, s_aux, dropout if module.training else 0.0)
+    if hotspa_pack.divided is not None:
+        return hotspa_pack.divided.attend(module, query, key, value, call, hotspa_pack), None
     before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
-    drops, scores = dropout > 0 and module.training, None
-    if drops or softcap is not None or s_aux is not None:
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        dropped = _dropout_of(module, dropout, hotspa_pack, query.shape[1]) if drops else None
-        scores = Scores(scale, sliding_window, softcap, dropped)
+    scores = None if call.is_plain else call.scores(module, query, hotspa_pack)
     attend = partial(_attend, hotspa_pack, scores, s_aux, scaling, sliding_window)
     if hotspa_pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
         longest = max(hotspa_pack.key_lengths)
@@ -242,9 +295,9 @@ def _attend(
         key, value = pack.joined(before, key, value)
         out = explicit_attention(query[0], key[0], value[0], s_aux, pack.lengths, scores, pack.key_lengths)
         return out.transpose(0, 1)[None]
-    if _kernel_takes(query, value):
+    if varlen_takes(query, value):
         key, value = pack.joined(before, key, value)
-        return _varlen(query, key, value, pack, scaling, sliding_window)
+        return varlen(query, key, value, pack, scaling, sliding_window)
     per_sequence = [
         _one_sequence(q, k, v, prefix, scaling, sliding_window)
         for q, k, v, prefix in zip(
@@ -264,7 +317,7 @@ def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) 
     return pack.attention_dropout.of_call(module, p, heads)
 
 
-def _kernel_takes(query: Tensor, value: Tensor) -> bool:
+def varlen_takes(query: Tensor, value: Tensor) -> bool:
     """Whether the variable-length kernel, FlashAttention-2, computes these heads (its README, "Installation and features")."""
     width = query.shape[-1]
     return (
@@ -277,9 +330,10 @@ def _kernel_takes(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def _varlen(
+def varlen(
     query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, scaling: float | None, sliding_window: int | None
 ) -> Tensor:
+    """[1, T, H, D] by the variable-length kernel; keys and values [1, K, S, D] with their prefixes."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
     out = varlen_attn(

@@ -159,6 +159,23 @@ class _PairMasks:
         return self._keys[1]
 
 
+class HeadsOfRank:
+    """Dropout of attention probabilities where a rank has some heads of all tokens.
+
+    Args:
+        masks: Those of the replica.
+        pack: The whole pack, with token keys of its own.
+        place: Which heads, see `DropoutMasks.begin_whole`.
+    """
+
+    def __init__(self, masks: "DropoutMasks", pack: PackedSequences, place: int) -> None:
+        self._masks, self._pack, self._place = masks, pack, place
+
+    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
+        """See `DropsAttention`."""
+        return self._masks.of_heads(module, p, range(self._place * heads, (self._place + 1) * heads), self._pack)
+
+
 class DropoutMasks:
     """What the dropout modules of a replica have in common.
 
@@ -184,19 +201,34 @@ class DropoutMasks:
 
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
         """A forward of this pack begins."""
-        pack.token_keys = token_keys(self._seed, self.step, micro_batch)
-        pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
+        self._lay_keys(pack, micro_batch)
         pack.attention_dropout = self if self.attentions else None
         self.pack = pack
+
+    def begin_whole(self, pack: PackedSequences, micro_batch: MicroBatch, place: int) -> None:
+        """Attention will see some heads of this pack, of which the forward under way has some tokens of all heads.
+
+        Args:
+            place: Which heads: those of this place among the ranks that share the pack.
+        """
+        self._lay_keys(pack, micro_batch)
+        pack.attention_dropout = HeadsOfRank(self, pack, place) if self.attentions else None
+
+    def _lay_keys(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
+        pack.token_keys = token_keys(self._seed, self.step, micro_batch)
+        pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
 
     def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
         """See `DropsAttention`."""
         assert self.pack is not None
+        return self.of_heads(module, p, range(heads), self.pack)
+
+    def of_heads(self, module: nn.Module, p: float, heads: range, pack: PackedSequences) -> AttentionDropout:
+        """The dropout of the next call of an attention module with these of its heads on the rank, for a pack."""
         name, first = self.attentions[module]
         call = self.next_call(f"{name} probabilities")
-        return AttentionDropout(
-            p, _PairMasks(f"{name} probabilities {call}", p, range(first, first + heads), self.pack)
-        )
+        mine = range(first + heads.start, first + heads.stop)
+        return AttentionDropout(p, _PairMasks(f"{name} probabilities {call}", p, mine, pack))
 
     def keys_of(self, num_tokens: int) -> tuple[Tensor, Tensor] | None:
         """The keys of the tokens that a module sees; None when it does not see as many as it should."""

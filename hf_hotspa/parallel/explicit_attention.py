@@ -113,11 +113,11 @@ class _Block:
         return distance < 0 if window is None else (distance < 0) | (distance >= window)
 
 
-_Lengths = tuple[tuple[int, int], ...]
+SequenceLengths = tuple[tuple[int, int], ...]
 """Queries and keys of each sequence."""
 
 
-def _blocks(lengths: _Lengths, heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
+def _blocks(lengths: SequenceLengths, heads: int, window: int | None, device: torch.device) -> Iterator[_Block]:
     most = BLOCK_ELEMENTS.get(device.type, BLOCK_ELEMENTS["cuda"])
     query_start = key_start = 0
     for index, (length, key_length) in enumerate(lengths):
@@ -169,6 +169,66 @@ def _factor(block: _Block, dropout: AttentionDropout | None, dtype: torch.dtype)
     return keep.to(dtype).mul_(1.0 / (1.0 - dropout.p))
 
 
+def attend_explicitly(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, lengths: SequenceLengths, scores: Scores
+) -> Tensor:
+    """`explicit_attention` without a graph, whose arguments these are.
+
+    Args:
+        lengths: Queries and keys of each sequence.
+    """
+    heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
+    out = query.new_zeros(heads, query.shape[1], value.shape[2])
+    for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
+        weights, _, _ = _probabilities(query, key, sinks, block, scores)
+        weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
+        of_block = _grouped(weights, groups) @ value[:, block.keys]
+        out[:, block.queries] = of_block.view(heads, -1, value.shape[2])
+    return out
+
+
+def explicit_gradients(
+    of_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    lengths: SequenceLengths,
+    scores: Scores,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of queries, keys, values and sinks, of the dtype of each; arguments as for `attend_explicitly`.
+
+    Args:
+        of_out: [H, T, E], that of the result.
+    """
+    heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
+    wide = torch.promote_types(query.dtype, torch.float32)
+    of_query = torch.zeros_like(query)
+    of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
+    of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
+    for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
+        weights, beside, logits = _probabilities(query, key, sinks, block, scores)
+        own = _grouped(of_out[:, block.queries], groups)
+        factor = _factor(block, scores.dropout, query.dtype)
+        used = _dropped(weights.to(query.dtype), factor)
+        of_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
+        of_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
+        of_weights = _dropped(of_weights, factor).to(wide)
+        # the softmax: d scores = P * (dP - sum of P dP), where a sink has dP = 0
+        mean = (of_weights * weights).sum(-1, keepdim=True)
+        of_scores = weights * (of_weights - mean)
+        if beside is not None and of_sinks is not None:
+            of_sinks -= (beside * mean).sum((1, 2))
+        if scores.softcap is not None:
+            of_scores = of_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
+        of_products = _grouped((of_scores * scores.scaling).to(query.dtype), groups)
+        of_query[:, block.queries] = (of_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
+        of_key[:, block.keys] += of_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
+    if of_sinks is not None and sinks is not None:
+        of_sinks = of_sinks.to(sinks.dtype)
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_sinks
+
+
 class _ExplicitAttention(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -177,48 +237,14 @@ class _ExplicitAttention(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         sinks: Tensor | None,
-        lengths: _Lengths,
+        lengths: SequenceLengths,
         scores: Scores,
     ) -> Tensor:
         ctx.save_for_backward(query, key, value, sinks)
         ctx.lengths, ctx.scores = lengths, scores
-        heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
-        out = query.new_zeros(heads, query.shape[1], value.shape[2])
-        for block in _blocks(lengths, heads, scores.sliding_window, query.device) if heads else ():
-            weights, _, _ = _probabilities(query, key, sinks, block, scores)
-            weights = _dropped(weights.to(query.dtype), _factor(block, scores.dropout, query.dtype))
-            of_block = _grouped(weights, groups) @ value[:, block.keys]
-            out[:, block.queries] = of_block.view(heads, -1, value.shape[2])
-        return out
+        return attend_explicitly(query, key, value, sinks, lengths, scores)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        (of_out,) = gradients
         query, key, value, sinks = ctx.saved_tensors
-        scores: Scores = ctx.scores
-        heads, groups = query.shape[0], query.shape[0] // max(key.shape[0], 1)
-        wide = torch.promote_types(query.dtype, torch.float32)
-        of_query = torch.zeros_like(query)
-        of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)  # sums over blocks
-        of_sinks = None if sinks is None else torch.zeros_like(sinks, dtype=wide)
-        for block in _blocks(ctx.lengths, heads, scores.sliding_window, query.device) if heads else ():
-            weights, beside, logits = _probabilities(query, key, sinks, block, scores)
-            own = _grouped(of_out[:, block.queries], groups)
-            factor = _factor(block, scores.dropout, query.dtype)
-            used = _dropped(weights.to(query.dtype), factor)
-            of_value[:, block.keys] += _grouped(used, groups).transpose(1, 2) @ own
-            of_weights = (own @ value[:, block.keys].transpose(1, 2)).view(weights.shape)
-            of_weights = _dropped(of_weights, factor).to(wide)
-            # the softmax: d scores = P * (dP - sum of P dP), where a sink has dP = 0
-            mean = (of_weights * weights).sum(-1, keepdim=True)
-            of_scores = weights * (of_weights - mean)
-            if beside is not None and of_sinks is not None:
-                of_sinks -= (beside * mean).sum((1, 2))
-            if scores.softcap is not None:
-                of_scores = of_scores * (1.0 - (logits.to(wide) / scores.softcap).square()).clamp_min(0.0)
-            of_products = _grouped((of_scores * scores.scaling).to(query.dtype), groups)
-            of_query[:, block.queries] = (of_products @ key[:, block.keys]).view(heads, -1, query.shape[2])
-            of_key[:, block.keys] += of_products.transpose(1, 2) @ _grouped(query[:, block.queries], groups)
-        if of_sinks is not None:
-            of_sinks = of_sinks.to(sinks.dtype)
-        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), of_sinks, None, None
+        return *explicit_gradients(gradients[0], query, key, value, sinks, ctx.lengths, ctx.scores), None, None

@@ -45,8 +45,9 @@ class EmbeddingNoise:
         noise = torch.empty(like.shape, dtype=torch.float32, device=like.device)
         generator = torch.Generator(device=like.device)
         cuts = micro_batch.cuts or [(0, length) for length in micro_batch.lengths]
+        keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)  # padding alone
         begin = 0
-        for length, key, (before, whole) in zip(micro_batch.lengths, micro_batch.keys, cuts, strict=True):
+        for length, key, (before, whole) in zip(micro_batch.lengths, keys, cuts, strict=True):
             generator.manual_seed(self._seed_of(key))
             magnitude = self._alpha / math.sqrt(whole * like.shape[-1])
             place = noise[:, begin : begin + length]

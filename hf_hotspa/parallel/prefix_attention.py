@@ -45,9 +45,62 @@ def attend_with_prefix(
     return out
 
 
-def _blocks(num_tokens: int) -> Iterator[slice]:
+def blocks_of_tokens(num_tokens: int) -> Iterator[slice]:
+    """Blocks of at most `BLOCK_TOKENS` tokens; the last one may reach beyond the end."""
     for begin in range(0, num_tokens, BLOCK_TOKENS):
         yield slice(begin, begin + BLOCK_TOKENS)
+
+
+def attend_to_block(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, scaling: float | None
+) -> tuple[Tensor, Tensor]:
+    """Attention to some keys alone: the result [1, H, T, D], and the logarithms of the sums of its weights [1, H, T].
+
+    Both are of the dtype of the sums, at least fp32.
+
+    Args:
+        query: [1, H, T, D].
+        key: [1, K, S, D]; H is a multiple of K.
+        value: [1, K, S, D].
+        causal: Whether the keys are those of the queries' own tokens; else all queries see all keys.
+    """
+    groups = query.shape[1] // key.shape[1]
+    part, sums = _forward(
+        query, key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1), 0.0, causal, scale=scaling
+    )
+    return part.to(sums.dtype), sums
+
+
+def merged(out: Tensor, total: Tensor, part: Tensor, sums: Tensor) -> tuple[Tensor, Tensor]:
+    """Attention to two sets of keys, from what `attend_to_block` gives of each."""
+    both = torch.logaddexp(total, sums)
+    return out * (total - both).exp()[..., None] + part * (sums - both).exp()[..., None], both
+
+
+def gradients_of_block(
+    of_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    total: Tensor,
+    causal: bool,
+    scaling: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """What a block adds to the gradients of queries, and the gradients of its keys and values, [1, K, S, D].
+
+    Arguments as for `attend_to_block`, and
+
+    Args:
+        of_out: [1, H, T, D], the gradient of `out`.
+        out: Attention to all blocks, in the dtype of the queries.
+        total: Its sums.
+    """
+    groups = query.shape[1] // key.shape[1]
+    repeated = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    of_query, *of_pair = _backward(of_out, query, *repeated, out, total, 0.0, causal, scale=scaling)
+    of_key, of_value = (x.unflatten(1, (-1, groups)).sum(2) for x in of_pair)
+    return of_query, of_key, of_value
 
 
 class _WithPrefix(torch.autograd.Function):
@@ -55,20 +108,10 @@ class _WithPrefix(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scaling: float | None
     ) -> Tensor:
-        groups = query.shape[1] // key.shape[1]
-
-        def attend(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
-            part, sums = _forward(
-                query, k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1), 0.0, causal, scale=scaling
-            )
-            return part.to(sums.dtype), sums
-
-        out, total = attend(key, value, True)
-        for place in _blocks(keys.shape[2]):
-            part, sums = attend(keys[:, :, place], values[:, :, place], False)
-            merged = torch.logaddexp(total, sums)
-            out = out * (total - merged).exp()[..., None] + part * (sums - merged).exp()[..., None]
-            total = merged
+        out, total = attend_to_block(query, key, value, True, scaling)
+        for place in blocks_of_tokens(keys.shape[2]):
+            block = attend_to_block(query, keys[:, :, place], values[:, :, place], False, scaling)
+            out, total = merged(out, total, *block)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, keys, values, out, total)
         ctx.scaling = scaling
@@ -78,20 +121,14 @@ class _WithPrefix(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         (of_out,) = gradients
         query, key, value, keys, values, out, total = ctx.saved_tensors
-        groups = query.shape[1] // key.shape[1]
 
-        def gradients_of(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
-            repeated = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
-            of_query, *of_pair = _backward(of_out, query, *repeated, out, total, 0.0, causal, scale=ctx.scaling)
-            of_k, of_v = (x.unflatten(1, (-1, groups)).sum(2) for x in of_pair)
-            return of_query, of_k, of_v
+        def of_block(k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+            return gradients_of_block(of_out, query, k, v, out, total, causal, ctx.scaling)
 
-        of_query, of_key, of_value = gradients_of(key, value, True)
+        of_query, of_key, of_value = of_block(key, value, True)
         of_query = of_query.to(total.dtype)  # a sum over blocks
         of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
-        for place in _blocks(keys.shape[2]):
-            part, of_keys[:, :, place], of_values[:, :, place] = gradients_of(
-                keys[:, :, place], values[:, :, place], False
-            )
+        for place in blocks_of_tokens(keys.shape[2]):
+            part, of_keys[:, :, place], of_values[:, :, place] = of_block(keys[:, :, place], values[:, :, place], False)
             of_query += part
         return of_query.to(query.dtype), of_key, of_value, of_keys, of_values, None

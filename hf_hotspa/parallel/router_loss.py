@@ -103,13 +103,22 @@ class RouterLoss:
         for logits in self._logits:
             logits.clear()
 
-    def of(self, lengths: Sequence[int], labels: Tensor, scale: float) -> Tensor | None:
+    def of(
+        self,
+        lengths: Sequence[int],
+        labels: Tensor,
+        scale: float,
+        tokens: Callable[[Tensor], Tensor] = lambda logits: logits,
+        is_counted: bool = True,
+    ) -> Tensor | None:
         """The loss of the forward that has just run; None where this rank has no router.
 
         Args:
             lengths: Of the pack's sequences.
             labels: int64 [T], `IGNORE` where there is none.
             scale: 1 / (label tokens of the mini-batch).
+            tokens: Of the logits [t, E] of the tokens that are here, those of the pack [T, E].
+            is_counted: Whether this rank's value counts; else it is 0, with the same gradients.
 
         Returns:
             fp64 scalar, with gradients to the routers.
@@ -119,12 +128,14 @@ class RouterLoss:
         counts = [int((own != IGNORE).sum()) for own in labels.split(list(lengths))]
         total = torch.zeros((), dtype=torch.float64, device=labels.device)
         for recorded in self._logits:
-            whole = torch.cat(recorded)
+            whole = tokens(torch.cat(recorded))
             for own, count in zip(whole.split(list(lengths)), counts, strict=True):
                 if count:
                     loss = self._function((own,), self._num_experts, self._top_k)
                     total = total + loss.double() * (count * scale * self._coefficient / self._num_layers)
         self.clear()
+        if not is_counted:
+            total = total - total.detach()
         self.value = self.value.to(total.device) + total.detach()
         return total
 

@@ -33,7 +33,7 @@ SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
 
 # torch before 2.13 has these collectives under their older names only
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -42,7 +42,7 @@ def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     x = x.contiguous()
     whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[2])
     with CLOCK.waiting:
-        _all_gather(whole, x[0], group=group)
+        all_gather(whole, x[0], group=group)
     return whole[None]
 
 

@@ -46,6 +46,9 @@ class Stage(Protocol):
     def begin_pass(self) -> None:
         """A forward or a backward pass begins."""
 
+    def tokens_kept(self, num_tokens: int) -> int:
+        """Of a chunk of one sequence, the tokens whose keys and values are kept here."""
+
     def forward(
         self,
         micro_batch: MicroBatch,
@@ -98,13 +101,15 @@ class _CutSequence:
     """What the chunks of one sequence leave for each other.
 
     Args:
-        num_tokens: Those in all chunks but the last.
+        chunks: Tokens of each chunk but the last.
+        num_tokens: Of them, those that are kept on this rank.
         host: Counts what is in host memory; None where it is on the device.
         kept: Keys and values by attention module.
         sums: The gradients that later chunks have added to them, in fp32 or wider.
     """
 
-    num_tokens: int
+    chunks: tuple[int, ...]
+    num_tokens: int = 0
     host: HostBytes | None = None
     kept: dict[nn.Module, _Pair] = field(default_factory=dict)
     sums: dict[nn.Module, _Pair] = field(default_factory=dict)
@@ -140,16 +145,20 @@ class _Carry:
 
     Args:
         sequence: The sequence that the chunk's chain cuts.
-        before: Its tokens in chunks before this one.
+        before: Its tokens in chunks before this one that are kept here.
         own: Those in this one, where it goes on behind it; else 0.
+        chunks: The tokens of each chunk before, wherever they are kept.
         keeps: Whether this forward keeps its own keys and values for the chunks behind it: their last forward has not.
 
     Attributes:
         lengths: See `Prefix`.
     """
 
-    def __init__(self, sequence: _CutSequence, before: int, own: int, keeps: bool) -> None:
+    def __init__(
+        self, sequence: _CutSequence, before: int, own: int, keeps: bool, chunks: tuple[int, ...] = ()
+    ) -> None:
         self.lengths: tuple[int, ...] = (before,)
+        self.chunks = chunks
         self._sequence, self._own, self._keeps = sequence, own, keeps
         self._in_graph: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._seen: set[nn.Module] = set()
@@ -209,15 +218,14 @@ class Chunk:
         micro_batch: The chunk.
         pack: Which pack it is of.
         sequence: What chunks of its chain leave for each other; None for a chain of one.
-        before: Tokens of the chain before it.
-        own: Its tokens that later chunks attend to.
+        index: Its place in the chain.
     """
 
     def __init__(
-        self, micro_batch: MicroBatch, pack: int, sequence: _CutSequence | None = None, before: int = 0, own: int = 0
+        self, micro_batch: MicroBatch, pack: int, sequence: _CutSequence | None = None, index: int = 0
     ) -> None:
         self.micro_batch, self.pack = micro_batch, pack
-        self._sequence, self._before, self._own = sequence, before, own
+        self._sequence, self._index = sequence, index
         self._carry: _Carry | None = None
 
     def forward(
@@ -235,11 +243,17 @@ class Chunk:
         stage.begin_pass()
         if self._sequence is None:
             return stage.forward(self.micro_batch, hidden, scale, None, with_loss)
-        carry = _Carry(self._sequence, self._before, self._own, keeps)
+        carry = self._carry_of(stage, self._sequence, keeps)
         out = stage.forward(self.micro_batch, hidden, scale, carry, with_loss)
         carry.end()
         self._carry = carry
         return out
+
+    def _carry_of(self, stage: Stage, sequence: _CutSequence, keeps: bool) -> _Carry:
+        kept = [stage.tokens_kept(tokens) for tokens in sequence.chunks]
+        sequence.num_tokens, at = sum(kept), self._index
+        own = kept[at] if at < len(kept) else 0
+        return _Carry(sequence, sum(kept[:at]), own, keeps, sequence.chunks[:at])
 
     def backward(self, stage: Stage, out: Tensor, gradient: Tensor | None) -> None:
         """From the result of the last forward, and from the keys and values in it; later chunks went before.
@@ -295,14 +309,10 @@ class ChunkedPacks:
         ]
 
     def _chain(self, micro_batch: MicroBatch, pack: int, chain: Chain) -> list[Chunk]:
-        begin, last = chain[0][0], chain[-1][0]
         if len(chain) == 1:
             return [Chunk(micro_batch.part(*chain[0]), pack)]
-        sequence = _CutSequence(last - begin, self.host)
-        return [
-            Chunk(micro_batch.part(first, stop), pack, sequence, first - begin, stop - first if first < last else 0)
-            for first, stop in chain
-        ]
+        sequence = _CutSequence(tuple(stop - first for first, stop in chain[:-1]), host=self.host)
+        return [Chunk(micro_batch.part(*chunk), pack, sequence, index) for index, chunk in enumerate(chain)]
 
 
 def loss_of_packs(chunks: Sequence[Chunk], losses: list[Tensor]) -> None:

@@ -229,7 +229,10 @@ class Evaluator:
                 packs = end - longer - (sums[longer] - sums[first]) // -pack_tokens
                 loads = {cost: cost.a * squares + cost.b * tokens + cost.c * packs for cost in costs}
                 busiest = max(loads.values()) / strategy.dp
-                busiest = max(busiest, sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp / slots)
+                busiest = max(
+                    busiest,
+                    sum(loads[cost] * times for cost, times in costs.items()) * strategy.tp * strategy.cp / slots,
+                )
                 total += weight * (busiest + self._time.fixed_s + self._switch[strategy])
         return total
 

@@ -1,0 +1,195 @@
+"""The three ways in which ranks of cp attend to each other's tokens: what each can do, what it moves, and which one runs.
+
+* `ulysses`: an all-to-all gives each rank some heads of all tokens, and another one its tokens of all heads back (Jacobs et
+  al., 2023, "DeepSpeed Ulysses"). Any attention; the query heads of a rank must be a multiple of cp, and key/value heads
+  are repeated where there are fewer.
+* `allgather`: keys and values of cut sequences are gathered, in the backward once more, and their gradients summed where
+  they belong. Any attention and any heads.
+* `ring`: the same keys and values go from neighbour to neighbour while those at hand are used, and partial results are
+  merged by the logarithms of their sums (Liu et al., 2023, "Ring Attention"). Full attention with plain scores, on CPU.
+
+Plain data, no torch: the engine, the cost models and `auto` ask the same functions.
+"""
+
+import math
+from collections.abc import Iterable
+
+from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy import Bucket, Strategy
+
+AUTO, ULYSSES, GATHER, RING = "auto", "ulysses", "allgather", "ring"
+WAYS = (AUTO, ULYSSES, GATHER, RING)
+
+
+def check_way(way: str) -> None:
+    """Refuses an unknown way.
+
+    Raises:
+        HotspaConfigError: it is not one of `WAYS`.
+    """
+    if way not in WAYS:
+        raise HotspaConfigError(f"there is no way of context parallelism {way!r}", fix=f"use one of {', '.join(WAYS)}")
+
+
+def head_repeats(heads: int, kv_heads: int, cp: int) -> int:
+    """How often each key/value head is repeated so that every rank of cp has those of its query heads.
+
+    Args:
+        heads: Query heads that a rank has before the exchange, a multiple of cp.
+        kv_heads: Its key/value heads, a divisor of them.
+    """
+    group = heads // kv_heads
+    return group // math.gcd(group, heads // cp)
+
+
+def exchanged_elements(way: str, heads: int, kv_heads: int, cp: int) -> float:
+    """What a rank sends in one layer, forward and backward, in units of tokens of the pack times the width of a head.
+
+    Args:
+        way: `ulysses`, `allgather` or `ring`.
+        heads: Query heads of the rank (of a tensor-parallel shard).
+        kv_heads: Its key/value heads.
+    """
+    if way == ULYSSES:  # queries, keys, values and the result, and the gradient of each
+        repeated = kv_heads * head_repeats(heads, kv_heads, cp)
+        return 2 * (2 * heads + 2 * repeated) / cp * (cp - 1) / cp
+    # keys and values, the same once more in the backward, and their gradients
+    return 3 * 2 * kv_heads * (cp - 1) / cp
+
+
+def local_heads(strategy: Strategy, shape: ModelShape) -> tuple[int, int] | None:
+    """Query and key/value heads of every tensor-parallel shard; None where shards have different numbers of them."""
+    heads, kv_heads, tp = shape.num_attention_heads, shape.num_key_value_heads, strategy.tp
+    if heads % tp or (kv_heads % tp and tp % kv_heads):
+        return None
+    return heads // tp, max(kv_heads // tp, 1)
+
+
+def ulysses_unsupported_reason(strategy: Strategy, shape: ModelShape) -> str | None:
+    """Why heads cannot be divided over the ranks of cp, or None."""
+    heads = local_heads(strategy, shape)
+    if heads is None:
+        return f"tp{strategy.tp} does not divide the {shape.num_attention_heads} attention heads evenly"
+    if heads[0] % strategy.cp:
+        return f"the {heads[0]} attention heads of a rank are no multiple of cp{strategy.cp}"
+    return None
+
+
+def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
+    """The way in which a strategy with cp runs.
+
+    Args:
+        way: One of `WAYS`; `auto` is the one that moves the least: `ulysses` where heads can be divided and there are
+            few enough of them for each key/value head, else `allgather`.
+
+    Raises:
+        StrategyError: the way asked for cannot run the model.
+    """
+    refused = {ULYSSES: ulysses_unsupported_reason(strategy, shape), RING: shape.ring_unsupported_reason, GATHER: None}
+    if way == AUTO:
+        heads = local_heads(strategy, shape)
+        if heads is None or refused[ULYSSES]:
+            return GATHER
+        return min((ULYSSES, GATHER), key=lambda name: exchanged_elements(name, *heads, strategy.cp))
+    if why := refused[way]:
+        raise StrategyError(
+            f"strategy {strategy} cannot run the way {way!r}",
+            why=why,
+            fix=f"leave hotspa_context_parallel (EngineOptions.context_parallel) at {AUTO!r}, or use {GATHER!r}",
+        )
+    return way
+
+
+def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
+    """What one layer holds of other ranks' keys and values while it attends; nothing of it outlives the layer.
+
+    Args:
+        row_tokens: Tokens of the pack that a rank has.
+        way: One of `WAYS`.
+        element_bytes: Of the compute dtype.
+    """
+    if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
+        return 0.0
+    _, kv_heads = local_heads(strategy, shape) or (0, shape.num_key_value_heads)
+    pairs = 2 * kv_heads * shape.attention_size / shape.num_attention_heads * row_tokens
+    wide = max(4, element_bytes)
+    if chosen == RING:  # two blocks, and the gradients of two
+        return pairs * 2 * (element_bytes + wide)
+    # as they come and in the order of the pieces, and the gradients of both
+    return pairs * strategy.cp * 2 * (element_bytes + wide)
+
+
+def exchange_seconds(
+    strategy: Strategy, shape: ModelShape, way: str, token_s: float, latency_s: float
+) -> tuple[float, float]:
+    """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
+
+    Args:
+        way: One of `WAYS`.
+        token_s: Seconds in which a hidden state of one token passes between two ranks.
+        latency_s: Seconds of a message beside its bytes.
+    """
+    if strategy.cp == 1:
+        return 0.0, 0.0
+    chosen = choose_way(strategy, shape, way)
+    heads = local_heads(strategy, shape) or (shape.num_attention_heads, shape.num_key_value_heads)
+    width = shape.attention_size / shape.num_attention_heads / shape.hidden_size
+    messages = {ULYSSES: 4, GATHER: 3, RING: 3 * (strategy.cp - 1)}[chosen]
+    return exchanged_elements(chosen, *heads, strategy.cp) * width * token_s, messages * latency_s
+
+
+def check_context(
+    buckets: Iterable[Bucket], shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool = False
+) -> None:
+    """Refuses strategies with cp that cannot run.
+
+    Args:
+        way: One of `WAYS`.
+        schedule: That of pipelines, see `packing.pipeline_order`.
+        device_type: Where ranks compute: `cpu` or `cuda`.
+        flexible: Whether ranks of tp may give work away.
+
+    Raises:
+        StrategyError: the way cannot run the model, or a bucket has fewer tokens than there are ranks of cp.
+        UnsupportedError: the schedule wants packs of one shape, or the ring has no kernel for the device.
+    """
+    for bucket in buckets:
+        strategy = bucket.strategy
+        if strategy.cp == 1:
+            continue
+        if bucket.capacity < strategy.cp:
+            raise StrategyError(
+                f"bucket {bucket} has packs of {bucket.capacity} tokens, and cp{strategy.cp} divides them over {strategy.cp} ranks",
+                fix=f"use dp{strategy.cp} in the place of cp{strategy.cp}, or longer packs",
+            )
+        if flexible:
+            raise UnsupportedError(
+                f"strategy {strategy} beside ranks that give work away (hotspa_stragglers)",
+                why="they have not been made exact together",
+                fix="use hotspa_stragglers=balance or watch",
+            )
+        if strategy.kg or strategy.kh:
+            raise UnsupportedError(
+                f"strategy {strategy}: kept graphs (+kg) or keys and values in host memory (+kh) with cp",
+                why="they have not been made exact together",
+                fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp in the place of cp",
+            )
+        if (chosen := choose_way(strategy, shape, way)) == RING and strategy.ck:
+            raise UnsupportedError(
+                f"the way {RING!r} of {strategy}",
+                why="chunks would need the keys and values of those before them on the ring, too",
+                fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
+            )
+        if chosen == RING and device_type != "cpu":
+            raise UnsupportedError(
+                f"the way {RING!r} of {strategy} on {device_type}",
+                why="its blocks are computed by a kernel for CPU",
+                fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
+            )
+        if strategy.pp > 1 and schedule in ("1f1b", "gpipe"):
+            raise UnsupportedError(
+                f"the pipeline schedule {schedule!r} under {strategy}",
+                why="it wants packs of one shape, and the rows of a pack's ranks differ by some tokens",
+                fix="leave the schedule at 'auto' (hotspa_pipeline_schedule)",
+            )

@@ -1,0 +1,327 @@
+"""Context parallelism: the tokens of each pack are divided over the ranks of cp, and only attention sees them all.
+
+Owns what a rank has of a pack (`ContextParallel.divide`) and the exchanges of tokens between ranks, with their gradients.
+How attention runs on top of them is in `context_attention.py`; everything else in a model works token by token and does
+not notice. Positions, targets, and what dropout and noise draw from are those of whole sequences; each rank's loss is the
+sum over its own tokens.
+
+Shapes: T tokens of the pack, t of this rank's row, P ranks, H query heads, K key/value heads, D head dim.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_hotspa.costs.context import ULYSSES, choose_way
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.parallel.mesh import StrategyMesh
+from hf_hotspa.parallel.sequence_parallel import all_gather
+from hf_hotspa.parallel.waiting import CLOCK
+from hf_hotspa.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class ContextGroup:
+    """The ranks of cp that share a pack.
+
+    Args:
+        group: Their process group.
+        size: P.
+        index: This rank's place among them.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    index: int
+
+
+class Division:
+    """One pack, divided: where the tokens of the whole pack and of this rank's row are. Equal on all ranks but for `index`.
+
+    Args:
+        shares: What each rank has.
+        context: The ranks.
+        device: Where index tensors are needed.
+    """
+
+    def __init__(self, shares: Shares, context: ContextGroup, device: torch.device) -> None:
+        self.shares, self.context, self.device = shares, context, device
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of this rank's row that are of the pack."""
+        return self.shares.rows[self.context.index] - self.shares.pads[self.context.index]
+
+    @property
+    def pads(self) -> tuple[int, ...]:
+        """The lengths of all padding, of those ranks that have any."""
+        return tuple(pad for pad in self.shares.pads if pad)
+
+    @cached_property
+    def _order(self) -> list[int]:
+        """For each token of the pack, and then of all padding, its place in the rows of all ranks one after the other."""
+        begins = [0, *accumulate(self.shares.lengths)]
+        order, pads, place = [0] * begins[-1], list[int](), 0
+        for pieces, pad in zip(self.shares.pieces, self.shares.pads, strict=True):
+            for sequence, first, stop in pieces:
+                order[begins[sequence] + first : begins[sequence] + stop] = range(place, place + stop - first)
+                place += stop - first
+            pads += range(place, place + pad)
+            place += pad
+        return order + pads
+
+    @cached_property
+    def to_pack(self) -> Tensor | None:
+        """int64 [T + padding]: see `_order`; None where the rows one after the other are the pack."""
+        if self._order == list(range(len(self._order))):
+            return None
+        return torch.tensor(self._order).to(self.device, non_blocking=True)
+
+    @cached_property
+    def to_rows(self) -> Tensor | None:
+        """The inverse of `to_pack`."""
+        return None if self.to_pack is None else torch.argsort(self.to_pack)
+
+
+class ContextParallel:
+    """What a replica's rank needs to know of cp.
+
+    Args:
+        strategy: The strategy of the replica.
+        way: How it attends, see `costs.context`.
+        context: The ranks that share each pack.
+        quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
+        pair_cost: The same as chunks are cut by, see `token_chunks.ChunkedPacks`.
+        device: Where this rank computes.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        way: str,
+        context: ContextGroup,
+        quadratic_cost: float,
+        pair_cost: float,
+        device: torch.device,
+    ) -> None:
+        self.way, self.context, self.device = way, context, device
+        self._strategy, self._quadratic_cost, self._pair_cost = strategy, quadratic_cost, pair_cost
+        self._multiple = strategy.tp if strategy.sp else 1
+
+    @classmethod
+    def of(
+        cls, mesh: StrategyMesh, shape: ModelShape, way: str, pair_costs: Mapping[int, float], device: torch.device
+    ) -> "ContextParallel | None":
+        """That of a replica; None where its strategy has no cp.
+
+        Raises:
+            StrategyError: the way cannot run the model, see `choose_way`.
+        """
+        strategy = mesh.strategy
+        if mesh.context is None:
+            return None
+        context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)
+        quadratic = shape.quadratic_cost
+        pair_cost = pair_costs.get(strategy.tp, quadratic)
+        return cls(strategy, choose_way(strategy, shape, way), context, quadratic, pair_cost, device)
+
+    def shares(self, lengths: Sequence[int]) -> Shares:
+        """What each rank has of a pack."""
+        return _shares(tuple(lengths), self.context.size, self.way, self._quadratic_cost, self._multiple)
+
+    def parts(self, lengths: Sequence[int]) -> list[Shares]:
+        """What each rank has of a pack, or of each of its chunks, in the order in which these run forward."""
+        if not self._strategy.ck:
+            return [self.shares(lengths)]
+        ends = list(accumulate(lengths))
+        chunks = [chunk for chain in cut_for(self._strategy, lengths, self._pair_cost) for chunk in chain]
+        found = []
+        for first, stop in chunks:
+            inside = [min(end, stop) - max(end - own, first) for end, own in zip(ends, lengths, strict=True)]
+            found.append(self.shares([tokens for tokens in inside if tokens > 0]))
+        return found
+
+    def divide(self, lengths: Sequence[int]) -> Division:
+        """A pack, divided."""
+        return Division(self.shares(lengths), self.context, self.device)
+
+    def row_tokens(self, lengths: Sequence[int]) -> int:
+        """Tokens of this rank's row of a pack, with padding."""
+        return self.shares(lengths).rows[self.context.index]
+
+    def tokens_kept(self, num_tokens: int) -> int:
+        """Of a chunk of one sequence, the tokens whose keys and values this rank keeps: all, of some heads, or its own."""
+        if self.way == ULYSSES:
+            return num_tokens
+        return sum(stop - first for _, first, stop in self.shares((num_tokens,)).pieces[self.context.index])
+
+    def row_of(self, micro_batch: MicroBatch) -> MicroBatch:
+        """What this rank has of a pack, with padding."""
+        shares = self.shares(micro_batch.lengths)
+        own = micro_batch.pieces(shares.pieces[self.context.index])
+        return own.padded_to(shares.rows[self.context.index], 0)
+
+
+@lru_cache(maxsize=256)
+def _shares(lengths: tuple[int, ...], size: int, way: str, quadratic_cost: float, multiple: int) -> Shares:
+    if way == ULYSSES:
+        return share_by_tokens(lengths, size, multiple)
+    return share_by_cost(lengths, size, quadratic_cost, multiple)
+
+
+def in_order(rows: Sequence[Tensor], shares: Shares) -> Tensor:
+    """[T, ...] of a pack, from what each rank has of its tokens, without padding."""
+    begins = [0, *accumulate(shares.lengths)]
+    whole = rows[0].new_empty(begins[-1], *rows[0].shape[1:])
+    for row, pieces in zip(rows, shares.pieces, strict=True):
+        at = 0
+        for sequence, first, stop in pieces:
+            whole[begins[sequence] + first : begins[sequence] + stop] = row[at : at + stop - first]
+            at += stop - first
+    return whole
+
+
+# -- exchanges --------------------------------------------------------------------------------------------------------
+
+
+def _start(out: Tensor, own: Tensor, received: list[int], sent: list[int], context: ContextGroup) -> Any:
+    return dist.all_to_all_single(out, own, received, sent, group=context.group, async_op=True)
+
+
+def _to_heads(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
+    """[1, h, t, D] of this rank's tokens to [1, h / P, T, D] of its heads, several at once; h may differ."""
+    context, rows = division.context, division.shares.rows
+    started = []
+    for x in tensors:
+        heads, width = x.shape[1] // context.size, x.shape[3]
+        sizes = [heads * row * width for row in rows]
+        out = x.new_empty(sum(sizes))
+        own = x.contiguous()
+        started.append(
+            (_start(out, own.view(-1), sizes, [own.numel() // context.size] * context.size, context), out, own)
+        )
+    found = []
+    for (work, out, _), x in zip(started, tensors, strict=True):
+        with CLOCK.waiting:
+            work.wait()
+        heads, width = x.shape[1] // context.size, x.shape[3]
+        parts = out.split([heads * row * width for row in rows])
+        whole = torch.cat([part.view(heads, row, width) for part, row in zip(parts, rows, strict=True)], 1)
+        order = division.to_pack
+        found.append((whole if order is None else whole.index_select(1, order))[None])
+    return found
+
+
+def _to_tokens(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
+    """The inverse of `_to_heads`."""
+    context, rows = division.context, division.shares.rows
+    started = []
+    for x in tensors:
+        order = division.to_rows
+        own = x[0] if order is None else x[0].index_select(1, order)
+        sent = torch.cat([part.reshape(-1) for part in own.split(rows, 1)])
+        mine = own.shape[0] * rows[context.index] * own.shape[2]
+        out = x.new_empty(mine * context.size)
+        sizes = [own.shape[0] * row * own.shape[2] for row in rows]
+        started.append((_start(out, sent, [mine] * context.size, sizes, context), out, sent))
+    found = []
+    for (work, out, _), x in zip(started, tensors, strict=True):
+        with CLOCK.waiting:
+            work.wait()
+        found.append(out.view(1, -1, rows[context.index], x.shape[3]))
+    return found
+
+
+class _ToHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return tuple(_to_heads(tensors, division))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_tokens(gradients, ctx.division)
+
+
+class _ToTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.division = division
+        return tuple(_to_tokens(tensors, division))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *_to_heads(gradients, ctx.division)
+
+
+def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """All tokens of some heads for some tokens of all heads, with gradients. Collective in cp.
+
+    Args:
+        tensors: [1, h, t, D] each, of this rank's row; h a multiple of P, and may differ.
+
+    Returns:
+        [1, h / P, T + padding, D] each, in the order of the pack, padding at the end: the heads of the rank's place.
+    """
+    found: tuple[Tensor, ...] = _ToHeads.apply(division, *tensors)
+    return found
+
+
+def heads_to_tokens(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The inverse of `tokens_to_heads`, with gradients."""
+    found: tuple[Tensor, ...] = _ToTokens.apply(division, *tensors)
+    return found
+
+
+def gathered(x: Tensor, most: int, context: ContextGroup) -> tuple[Any, Tensor]:
+    """Starts to gather [m, ...] of every rank, m at most `most`: what to wait for, and [P, most, ...] of all then."""
+    own = x if x.shape[0] == most else torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
+    whole = x.new_empty(context.size * most, *x.shape[1:])
+    work = all_gather(whole, own.contiguous(), group=context.group, async_op=True)
+    return work, whole.view(context.size, most, *x.shape[1:])
+
+
+def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
+    """Starts to give each rank its part [most, ...] of [P, most, ...]: what to wait for, and the parts of all ranks.
+
+    The parts are [P, most, ...], for this rank to be summed. (Not a reduce-scatter: gloo knows none for each shape, and the
+    sum is made in a wider dtype than that of the wire.)
+    """
+    out = torch.empty_like(x)
+    return dist.all_to_all_single(out, x.contiguous(), group=context.group, async_op=True), out
+
+
+class _AllTokens(torch.autograd.Function):
+    """Every rank computes the same of what it is given, so the gradient of its own tokens is whole already."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, division: Division) -> Tensor:
+        ctx.division = division
+        rows = division.shares.rows
+        work, whole = gathered(x, max(rows), division.context)
+        with CLOCK.waiting:
+            work.wait()
+        found = torch.cat([part[:row] for part, row in zip(whole, rows, strict=True)])
+        return found if division.to_pack is None else found.index_select(0, division.to_pack)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        division: Division = ctx.division
+        grad = gradients[0] if division.to_rows is None else gradients[0].index_select(0, division.to_rows)
+        begin = sum(division.shares.rows[: division.context.index])
+        return grad[begin : begin + division.shares.rows[division.context.index]], None
+
+
+def all_tokens(x: Tensor, division: Division) -> Tensor:
+    """[t, ...] of this rank's row as [T, ...] of the pack, for something that every rank computes alike. Collective in cp."""
+    found: Tensor = _AllTokens.apply(x, division)
+    return found[: sum(division.shares.lengths)]

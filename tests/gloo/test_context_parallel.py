@@ -1,0 +1,327 @@
+"""Context parallelism (`cp`): loss and gradients equal the plain model's, wherever packs are cut, in every way."""
+
+from itertools import product
+
+import pytest
+import torch
+from torch.nn import functional
+
+from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from tests.families import tiny_model
+from tests.gloo import test_dropout as dropout
+from tests.gloo import test_objective as objective
+from tests.gloo import test_own_loss as own_loss
+from tests.gloo import test_router_loss as router_loss
+from tests.gloo.test_exact import check, rank_errors
+from tests.gloo.test_token_chunks import noisy
+from tests.harness import run_ranks
+from tests.lora import tiny_lora
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.tiny_families import tiny_model_of
+from tests.worlds import make_engine, make_mini_batch, worst_error
+
+pytestmark = pytest.mark.gloo
+
+WAYS = ("ulysses", "allgather", "ring")
+OVERLAP = {"overlap_load": True, "overlap_return": True, "loss_chunk_tokens": 7}
+EVERY = ["cp4", "dp2cp2", "cp2tp2", "cp2pp2", "cp2tp2+sp", "cp4+rc", "cp2pp2+rc2"]
+CHUNKED = ["cp4+ck7", "cp2pp2+ck9", "dp2cp2+ck11", "cp2tp2+sp+ck13", "cp4+rc+ck5"]
+
+
+def buckets_of(way: str, without: tuple[str, ...] = ()) -> list[str]:
+    names = EVERY + (CHUNKED if way != "ring" else [])
+    return [f"{name}:40@64" for name in names if name not in without]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_every_composition(way):
+    """Few key/value heads, biases, sequences that are cut anywhere; switches one after the other and overlapped."""
+    options = [{"context_parallel": way}, {"context_parallel": way, **OVERLAP}]
+    check(run_ranks(4, rank_errors, "llama_gqa_bias", torch.float64, buckets_of(way), options), torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("family", "way"),
+    [
+        pytest.param(f, w, marks=() if (f, w) == ("gemma2_soft_caps", "allgather") else pytest.mark.slow)
+        for f, w in product(("qwen3_qk_norm_tied", "gemma2_soft_caps", "phi3_fused", "olmo2"), WAYS)
+        if w != "ring" or f in ("qwen3_qk_norm_tied", "olmo2")
+    ],
+)  # fmt: skip
+def test_other_families_in_every_composition(family, way):
+    """Norms of queries and keys and tied embeddings; windows and soft caps; fused weights and a window; norms behind."""
+    without = ("cp2tp2+sp", "cp2tp2+sp+ck13") if describe_model(tiny_model(family)).shape.sp_unsupported_reason else ()
+    results = run_ranks(4, rank_errors, family, torch.float64, buckets_of(way, without), [{"context_parallel": way}])
+    check(results, torch.float64)
+
+
+def of_three(rank, world_size):
+    """`(way, loss error, gradient error)` of three ranks: twelve heads, six of keys and values, an odd vocabulary."""
+    return [
+        error
+        for way in WAYS
+        for error in rank_errors(
+            rank, world_size, "llama_uneven", torch.float64, ["cp3:40@64"], [{"context_parallel": way}]
+        )
+    ]
+
+
+def test_three_ranks():
+    check(run_ranks(3, of_three), torch.float64)
+
+
+def tiny_errors(rank, world_size, families):
+    found = {}
+    for family, way in families:
+        model = tiny_model_of(family)
+        rows = random_rows(6, 163, longest=30, seed=2)
+        engine = make_engine(model, "cp2:8@16,cp2+ck7:30@40", context_parallel=way)
+        found[family, way] = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+        engine.close()
+    return found
+
+
+def test_sinks_partial_rotations_latent_attention_and_two_rotary_tables():
+    families = list(product(("gpt_oss", "gpt_neox", "deepseek_v3", "gemma3_text"), ("ulysses", "allgather")))
+    for found in run_ranks(2, tiny_errors, families):
+        assert len(found) == 8
+        assert {case: error for case, error in found.items() if not error <= 1e-11} == {}
+
+
+def errors_of_even_and_tiny_packs(rank, world_size):
+    """Sequences of one length, of which none is cut; and packs that leave a rank without a token, with noise."""
+    model, found = tiny_model("llama_gqa_bias", torch.float64), {}
+    ids = torch.arange(80).reshape(8, 10).tolist()
+    even = [{"input_ids": row, "labels": row} for row in ids]
+    for way in WAYS:
+        engine = make_engine(model, "cp2:10@40", context_parallel=way)
+        found[way] = worst_error(engine, make_mini_batch(engine, even), *reference_step(model, even))[0]
+        engine.close()
+        tiny = [{"input_ids": [5], "labels": [5]}, *even]
+        engine = make_engine(model, "cp2:2,cp2+rc:10@40", context_parallel=way, neftune_alpha=1e-12)
+        found[f"tiny {way}"] = worst_error(engine, make_mini_batch(engine, tiny), *reference_step(model, tiny))[0]
+        engine.close()
+    return found
+
+
+def test_packs_of_whole_sequences_and_of_one_token():
+    for found in run_ranks(2, errors_of_even_and_tiny_packs):
+        assert max(found.values()) <= 1e-11, found
+
+
+HOT = "dp4:3@24,dp2cp2:6@24,cp4+ck7:15@32,cp2tp2+sp:40@44,cp2pp2:50@54,tp4:60@64"
+
+
+def one_mini_batch(rank, world_size, way, options):
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    engine, errors = make_engine(model, HOT, context_parallel=way, **options), []
+    for seed in range(2):  # the second mini-batch reuses all buffers
+        rows = random_rows(30, model.config.vocab_size, longest=60, seed=seed)
+        reference = reference_step(model, rows)
+        mini_batch = make_mini_batch(engine, rows)
+        assert len(mini_batch.phases) == 6
+        errors.append(worst_error(engine, mini_batch, *reference)[0])
+        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
+            found = evaluation.run(mini_batch, with_logits=True)
+        errors.append(abs(found.loss_sum / found.num_labels - reference[0]) / reference[0])
+        assert sorted(found.logits) == [(row, 0) for row in range(30)]
+        with torch.no_grad(), exact_in_double(torch.float64):
+            for (row, _), logits in found.logits.items():
+                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
+                errors.append(relative_error(logits, expected))
+    engine.close()
+    return max(errors)
+
+
+@pytest.mark.parametrize(("way", "options"), [("ulysses", {}), ("allgather", OVERLAP)])
+def test_beside_other_strategies_in_one_mini_batch(way, options):
+    """Trained, and evaluated with logits."""
+    assert max(run_ranks(4, one_mini_batch, way, options)) <= 1e-11
+
+
+def moved(rank, world_size, buckets, options):
+    model = tiny_model("qwen3_qk_norm_tied", torch.float64)
+    rows = random_rows(24, model.config.vocab_size, longest=60)
+    engine = make_engine(model, buckets, **options)
+    error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+    engine.close()
+    return error, report.moved_bytes, [phase.strategy for phase in report.phases]
+
+
+@pytest.mark.parametrize("second_source", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_switch_between_dp_and_cp_moves_no_byte(second_source):
+    ((_, alone, _), *_) = run_ranks(4, moved, "dp4:60", {"second_source": second_source})
+    for error, both, strategies in run_ranks(
+        4, moved, "dp4:10@24,cp4:40,dp2cp2+rc:60", {"second_source": second_source}
+    ):
+        assert error <= 1e-11
+        assert len(strategies) == 3
+        assert both == alone > 0
+
+
+# ---- documents of a pack stay apart
+
+
+def changed_elsewhere(rank, world_size, way):
+    """Positions of documents whose loss changes when one token of another one does; and of that one, for comparison."""
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    found = {}
+    for name in ("cp4", "dp2cp2", "cp2tp2", "cp2pp2"):
+        engine = make_engine(model, f"{name}:40@120", context_parallel=way)
+        losses = []
+        rows = random_rows(9, model.config.vocab_size, longest=40, seed=3, masked=False)
+        longest = max(range(9), key=lambda row: len(rows[row]["input_ids"]))
+        for token in (5, 6):
+            rows[longest]["input_ids"][3] = rows[longest]["labels"][3] = token
+            with engine.evaluation() as evaluation:
+                logits = evaluation.run(make_mini_batch(engine, rows), with_logits=True).logits
+            losses.append(
+                [
+                    functional.cross_entropy(
+                        logits[row, 0][:-1], torch.tensor(rows[row]["labels"][1:], dtype=torch.int64), reduction="none"
+                    )
+                    for row in range(9)
+                ]
+            )
+        engine.close()
+        changed = [int((a != b).sum()) for a, b in zip(*losses, strict=True)]
+        own = changed.pop(longest)
+        found[name] = sum(changed), own, len(rows[longest]["input_ids"])
+    return found
+
+
+def changed_in_every_way(rank, world_size):
+    return {way: changed_elsewhere(rank, world_size, way) for way in WAYS}
+
+
+def test_a_token_of_one_document_changes_no_loss_of_another():
+    for ways in run_ranks(4, changed_in_every_way):
+        assert list(ways) == list(WAYS)
+        for others, own, length in (counts for found in ways.values() for counts in found.values()):
+            assert others == 0
+            assert own >= length - 4  # its own target, and all after it
+
+
+# ---- what is per sequence, and what is per token
+
+
+def objectives(rank, world_size, way):
+    """Label smoothing; noise on embeddings; a loss of one's own that reads columns. The largest error of each."""
+    buckets = "dp2:16@32,cp2:30@40,cp2+ck9:60@64" if way != "ring" else "dp2:16@32,cp2:60@64"
+    model = tiny_model("llama_gqa_bias", torch.float64)
+    rows = own_loss.rows_with_columns()
+    token_loss = TokenLoss(own_loss.weighted_focal, ("weights", "domain"), example=rows[4])
+    cases = {
+        "smoothing": (
+            {"label_smoothing": objective.SMOOTHING},
+            lambda: objective.reference(model, rows, objective.smoothed),
+        ),
+        "noise": ({"neftune_alpha": objective.ALPHA, "seed": objective.SEED}, lambda: noisy(model, rows)),
+        "own loss": (
+            {"loss": token_loss, "loss_chunk_tokens": 7},
+            lambda: own_loss.reference(model, rows, own_loss.weighted_focal_of_row),
+        ),
+    }
+    found = {}
+    for name, (options, make_reference) in cases.items():
+        with exact_in_double(torch.float64):
+            loss, gradients = make_reference()
+            engine = make_engine(model, buckets, context_parallel=way, **options)
+            batch = make_mini_batch(engine, rows, columns=token_loss.columns if "loss" in options else ())
+            report = engine.forward_backward(batch, step=objective.STEP)
+            got = engine.full_gradients()
+        found[name] = max(abs(report.loss - loss) / abs(loss), *(relative_error(got[n], gradients[n]) for n in got))
+        engine.close()
+    return found
+
+
+def objectives_in_every_way(rank, world_size):
+    return {way: objectives(rank, world_size, way) for way in WAYS}
+
+
+def test_objectives_do_not_see_the_cuts():
+    for ways in run_ranks(2, objectives_in_every_way):
+        for way, found in ways.items():
+            assert max(found.values()) <= 1e-11, (way, found)
+
+
+def test_the_loss_of_routers_is_of_whole_sequences():
+    buckets = ["cp4:24@32", "cp2pp2:24@32", "dp4:4@8,dp2cp2+rc:24@30"]
+    for way in ("ulysses", "allgather"):
+        for errors in run_ranks(4, router_loss._errors, buckets, {"context_parallel": way}):
+            assert max(errors) <= 1e-11, dict(zip(buckets, errors, strict=True))
+
+
+DROPPED = {
+    f"{name} {way}": (name, buckets, {"context_parallel": way})
+    for name, buckets in (
+        ("lora", "dp2:16@24,cp2:30@40,cp2+rc:60"),
+        ("attention", "dp2:16@24,cp2:30@40,cp2+ck11:60"),
+        ("soft caps", "cp2:60"),
+    )
+    for way in ("ulysses", "allgather")
+}
+
+
+def dropped(rank, world_size):
+    dropout.CASES = DROPPED
+    return dropout.errors(rank, world_size, list(DROPPED))
+
+
+def test_dropout_drops_the_same_elements():
+    for found in run_ranks(2, dropped, timeout=300):
+        for name, (worst, other, evaluated, same) in found.items():
+            assert worst <= 1e-11, name
+            assert min(other, evaluated) > 1e-6
+            assert same, name
+
+
+def adapted(rank, world_size):
+    from tests.gloo import test_lora as lora
+
+    errors = []
+    for way in WAYS:
+        model = tiny_lora("qwen3_qk_norm_tied", torch.float64)
+        rows = random_rows(15, model.config.vocab_size, longest=60)
+        engine = make_engine(model, "dp2:16@24,cp2+rc:60", context_parallel=way, **OVERLAP)
+        errors.append(lora.step_error(engine, model, rows)[0])
+        engine.close()
+    return errors
+
+
+def test_adapters():
+    errors = run_ranks(2, adapted)[0]
+    assert max(errors) <= 1e-11
+    assert min(errors) > 0
+
+
+# ---- what cannot run
+
+
+def refusals(rank, world_size):
+    rows = own_loss.rows_with_columns()
+    whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
+    said = []
+    for family, buckets, options in (
+        ("qwen3_5_text", "cp2:30", {}),
+        ("gemma2_soft_caps", "cp2:30", {"context_parallel": "ring"}),
+        ("llama_gqa_bias", "cp2:1", {}),
+        ("llama_gqa_bias", "cp2:30", {"loss": whole}),
+    ):
+        model = tiny_model_of(family) if family.startswith("qwen3_5") else tiny_model(family)
+        with pytest.raises((StrategyError, UnsupportedError)) as caught:
+            make_engine(model, buckets, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_refusals_come_on_every_rank_before_a_byte_moves():
+    for family, ring, short, loss in run_ranks(2, refusals):
+        assert "divided over ranks (cp)" in family
+        assert "legal with 2 processes" in family
+        assert "a sliding window" in ring or "a cap of" in ring
+        assert "allgather" in ring
+        assert "packs of 1 tokens, and cp2 divides them over 2 ranks" in short
+        assert "TokenLoss" in loss

@@ -1,0 +1,103 @@
+"""The Trainer under `cp`: training, evaluation, prediction, the model in between, signals, saves and skipped mini-batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from transformers import TrainerCallback
+
+from hf_hotspa.checkpoint.format.folder import checkpoints
+from hf_hotspa.checkpoint.format.manifest import verify
+from tests.checkpoints import memory_folder
+from tests.gloo import test_non_finite as non_finite
+from tests.gloo.test_preemption import terminated_run
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+from tests.training_runs import STEPS, contents, make_trainer, newest, one_run, train
+
+pytestmark = pytest.mark.gloo
+
+HOT = "dp2:16@32,cp2:60@64"
+
+
+@pytest.fixture
+def folder():
+    with memory_folder() as path:
+        yield path
+
+
+class _Looks(TrainerCallback):
+    """What `trainer.model` holds when a step is logged."""
+
+    def __init__(self):
+        self.trainer, self.norms = None, []
+
+    def on_log(self, args, state, control, **kwargs):
+        norms = [p.detach().double().square().sum() for p in self.trainer.model.parameters()]
+        self.norms.append(float(torch.stack(norms).sum()))
+
+
+def whole_run(rank, world, folder, strategies):
+    looks = _Looks()
+    trainer = make_trainer(
+        f"{folder}/{world}", world, hotspa_strategies=strategies, save_steps=STEPS, callbacks=[looks]
+    )
+    looks.trainer = trainer
+    rows = random_rows(7, 150, longest=60, seed=5)
+    trainer.eval_dataset = rows
+    evaluated = []
+    losses = trainer.train() and [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    evaluated.append(trainer.evaluate()["eval_loss"])
+    predicted = trainer.predict(rows)
+    trainer.close_engine()
+    return losses, looks.norms, evaluated, np.nan_to_num(predicted.predictions, nan=0.0), predicted.metrics["test_loss"]
+
+
+def test_a_run_is_that_of_one_process(folder):
+    """Losses, the weights that a callback sees, `evaluate` and `predict`."""
+    (one,) = run_ranks(1, whole_run, str(folder), "dp1:60@64")
+    for found in run_ranks(2, whole_run, str(folder), HOT):
+        for mine, expected in zip(found[:3], one[:3], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-4)
+        assert found[3].shape == one[3].shape
+        real = one[3] != -100
+        assert np.abs(found[3] - one[3])[real].max() < 1e-3
+        assert math.isclose(found[4], one[4], rel_tol=1e-4)
+
+
+def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder):
+    options = {"hotspa_strategies": HOT, "save_steps": 2, "hotspa_async_save": True}
+    for found in run_ranks(2, terminated_run, str(folder / "a"), (1,), "on_phase_begin", dict(options)):
+        assert found == (3, 3, True, [])
+    verify(checkpoints(folder / "a")[0])
+    run_ranks(2, one_run, str(folder / "a"), True, {"hotspa_strategies": HOT, "save_steps": STEPS})
+    run_ranks(2, one_run, str(folder / "b"), None, {"hotspa_strategies": HOT, "save_steps": STEPS})
+    resumed, whole = (contents(newest(folder / name)) for name in ("a", "b"))
+    for state in (resumed, whole):
+        del state["trainer_state"]
+    assert resumed == whole
+
+
+def resumed(rank, world, folder):
+    """A run that goes on under cp where one under dp ended."""
+    trainer = make_trainer(folder, world, hotspa_strategies="cp2:60@64", max_steps=STEPS + 2)
+    return train(trainer, True)
+
+
+def test_a_checkpoint_of_dp_goes_on_under_cp(folder):
+    run_ranks(2, one_run, str(folder), None, {"hotspa_strategies": "dp2:60@64", "save_steps": STEPS})
+    for losses in run_ranks(2, resumed, str(folder)):
+        assert sorted(losses) == [STEPS + 1, STEPS + 2]
+
+
+def test_mini_batches_are_skipped(folder, monkeypatch):
+    for changed, logs, error, step in run_ranks(2, skipped, str(folder)):
+        assert (error, step) == (None, 6)
+        assert changed == [False, False, True, True, False]
+        assert [count for _, count in logs] == [2.0, 2.0, 3.0]
+
+
+def skipped(rank, world_size, folder):
+    non_finite.BUCKETS = HOT
+    return non_finite.skip_world(rank, world_size, folder, 2, (0, 1, 4))

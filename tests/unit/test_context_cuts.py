@@ -1,0 +1,123 @@
+"""Which tokens of a pack each rank of cp has: all of them once, balanced, and what each way moves."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hf_hotspa.costs.context import (
+    AUTO,
+    GATHER,
+    RING,
+    ULYSSES,
+    WAYS,
+    check_context,
+    check_way,
+    choose_way,
+    exchanged_elements,
+    head_repeats,
+)
+from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.packing.packs import pack_sequences
+from hf_hotspa.search.histogram import synthetic_lengths
+from hf_hotspa.strategy import Strategy, parse_buckets
+
+LLAMA_8B = ModelShape("llama", 32, 32, 8, 4096, 4096, 128256, 218_112_000)
+QWEN_7B = ModelShape("qwen2", 28, 28, 4, 3584, 3584, 152064, 233_057_792)
+
+LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=9)
+
+
+def check(shares: Shares, lengths: list[int], cp: int, multiple: int) -> None:
+    tokens = [(i, t) for pieces in shares.pieces for i, first, stop in pieces for t in range(first, stop)]
+    assert sorted(tokens) == [(i, t) for i, length in enumerate(lengths) for t in range(length)]
+    for pieces, row, pad in zip(shares.pieces, shares.rows, shares.pads, strict=True):
+        assert list(pieces) == sorted(pieces)
+        assert row == sum(stop - first for _, first, stop in pieces) + pad > 0
+        assert row % multiple == 0
+        assert pad < multiple or row == pad == multiple
+    assert len(shares.pieces) == cp
+
+
+@given(LENGTHS, st.integers(1, 5), st.integers(1, 3), st.sampled_from([0.0, 1e-3, 0.5]))
+def test_every_token_is_on_one_rank_once(lengths: list[int], cp: int, multiple: int, quadratic: float) -> None:
+    by_tokens = share_by_tokens(lengths, cp, multiple)
+    check(by_tokens, lengths, cp, multiple)
+    assert max(by_tokens.rows) - min(by_tokens.rows) <= multiple
+    check(share_by_cost(lengths, cp, quadratic, multiple), lengths, cp, multiple)
+
+
+def test_a_long_sequence_is_cut_in_zigzag_and_short_ones_stay_whole() -> None:
+    shares = share_by_cost([800, 100, 100, 100, 100], 4, 1e-3)
+    assert [pieces[0] for pieces in shares.pieces] == [(0, 0, 100), (0, 100, 200), (0, 200, 300), (0, 300, 500)]
+    assert shares.pieces[0][1] == (0, 700, 800)
+    assert sorted(piece for pieces in shares.pieces for piece in pieces if piece[0]) == [
+        (i, 0, 100) for i in range(1, 5)
+    ]
+    assert shares.cut == {0}
+    assert shares.rows == (300,) * 4
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+@pytest.mark.parametrize("shape", [LLAMA_8B, QWEN_7B], ids=lambda shape: shape.family)
+def test_packs_of_the_file_like_github_are_balanced(shape: ModelShape, cp: int) -> None:
+    """Cost of the fullest rank over the mean at most 1.03, and tokens as well, on every pack."""
+    lengths = [min(length, 32768) for length in synthetic_lengths("github", 400)]
+    random.Random(0).shuffle(lengths)
+    packs = pack_sequences(lengths, capacity=32768, quadratic_cost=shape.quadratic_cost)[0]
+    whole = cut = 0
+    for pack in packs:
+        shares = share_by_cost([lengths[i] for i in pack], cp, shape.quadratic_cost)
+        for loads in (shares.costs(shape.quadratic_cost), shares.rows):
+            assert max(loads) <= 1.03 * sum(loads) / cp
+        cut += len(shares.cut)
+        whole += len(pack) - len(shares.cut)
+    assert whole > 0  # not everything is cut
+    assert cut > 0
+
+
+def test_elements_on_the_wire() -> None:
+    # DeepSpeed Ulysses: (2 q + 2 k) / P * (P - 1) / P forward, and the same backward
+    assert exchanged_elements(ULYSSES, 32, 8, 4) == 2 * 80 / 4 * 3 / 4
+    assert exchanged_elements(ULYSSES, 28, 4, 4) == 2 * 64 / 4 * 3 / 4
+    assert exchanged_elements(ULYSSES, 32, 2, 4) == 2 * (64 + 2 * 4) / 4 * 3 / 4  # two key/value heads on four ranks
+    assert exchanged_elements(GATHER, 32, 8, 4) == exchanged_elements(RING, 32, 8, 4) == 3 * 16 * 3 / 4
+    assert [head_repeats(12, 4, cp) for cp in (2, 3, 4, 6, 12)] == [1, 3, 1, 3, 3]
+
+
+def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
+    assert choose_way(Strategy(cp=4), LLAMA_8B) == ULYSSES
+    assert choose_way(Strategy(cp=4), QWEN_7B) == GATHER  # four key/value heads are little to gather
+    assert choose_way(Strategy(cp=3), LLAMA_8B) == GATHER  # 32 heads
+    assert choose_way(Strategy(tp=8, cp=8), QWEN_7B) == GATHER
+    wide = ModelShape("llama", 4, 32, 1, 512, 4096, 1000, 10**6)
+    assert choose_way(Strategy(cp=2), wide) == GATHER  # one key/value head is less than any share of 32
+    for way in (GATHER, RING):
+        assert choose_way(Strategy(cp=4), LLAMA_8B, way) == way
+    with pytest.raises(StrategyError, match="32 attention heads of a rank are no multiple of cp3.*allgather"):
+        choose_way(Strategy(cp=3), LLAMA_8B, ULYSSES)
+    with pytest.raises(HotspaConfigError, match="no way of context parallelism 'swarm'.*ulysses"):
+        check_way("swarm")
+    assert set(WAYS) == {AUTO, ULYSSES, GATHER, RING}
+
+
+@pytest.mark.parametrize(
+    ("buckets", "way", "schedule", "device", "says"),
+    [
+        ("cp4:3", AUTO, "auto", "cpu", "packs of 3 tokens, and cp4 divides them over 4 ranks"),
+        ("cp4:4096", RING, "auto", "cuda", "its blocks are computed by a kernel for CPU"),
+        ("cp2pp2:4096", AUTO, "gpipe", "cpu", "it wants packs of one shape"),
+        ("cp4+ck128+kg1:4096", AUTO, "auto", "cpu", "kept graphs (+kg)"),
+        ("cp4+ck128+kh:4096", AUTO, "auto", "cpu", "leave +kh out"),
+        ("cp4+ck128:4096", RING, "auto", "cpu", "those before them on the ring"),
+    ],
+)
+def test_what_cannot_run_is_refused_with_a_fix(buckets: str, way: str, schedule: str, device: str, says: str) -> None:
+    with pytest.raises((StrategyError, UnsupportedError)) as caught:
+        check_context(parse_buckets(buckets), LLAMA_8B, way, schedule, device)
+    assert says in str(caught.value)
+    assert caught.value.fix
+    check_context(parse_buckets("cp4:4096,dp2tp2:8192"), LLAMA_8B, AUTO, "gpipe", "cuda")
