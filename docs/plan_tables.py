@@ -55,7 +55,7 @@ def sharded_row(model: str, lora: str | None, hardware: str, lengths: str, longe
             found = make_plan(Setup.read(str(config), "1x8", hardware, lora=lora), lengths, longest)
         except DeviceMemoryError:
             return f"{head} does not fit |" + " |" * 4 + "\n"
-    choice, fsdp = found.choice, found.baselines[-1]
+    choice, fsdp = found.plan.choice, found.plan.baselines[-1]
     buckets = "<br>".join(f"`{bucket}`" for bucket in choice.buckets)
     theirs = f"{fsdp.seconds:.2f}" if fsdp.seconds is not None else f"holds up to {fsdp.pack_tokens}"
     return f"{head} {buckets} | {choice.seconds:.2f} | `{choice.static}` | {choice.static_seconds:.2f} | {theirs} |\n"
