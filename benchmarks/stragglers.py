@@ -29,8 +29,8 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
-from hf_hotspa.parallel import flexible_linear
 from hf_hotspa.parallel.flexible_linear import Exchange
+from hf_hotspa.parallel.waiting import PRODUCTS, ProductClock
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.modes import GIVING
@@ -103,19 +103,27 @@ class Sleep:
 
     def install(self) -> None:
         """For the rest of this process."""
-        plain, forward = flexible_linear.product, Replica.forward
+        plain, linear, forward = ProductClock.of, ProductClock.linear, Replica.forward
 
-        def product(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-            with flexible_linear.PRODUCTS.waiting:
-                time.sleep(self._product_s * a.shape[0] * a.shape[1] * b.shape[1] * self.times)
-            return plain(a, b)
+        def wait(rows: int, columns: int, outputs: int) -> None:
+            with PRODUCTS.waiting:
+                time.sleep(self._product_s * rows * columns * outputs * self.times)
+
+        def product(clock: ProductClock, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            wait(*a.shape, b.shape[1])
+            return plain(clock, a, b)
+
+        def whole(clock: ProductClock, x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+            wait(*x.shape, w.shape[0])
+            return linear(clock, x, w, bias)
 
         def forwards(replica: Replica, micro_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if replica.mesh.strategy.tp == 1:
                 time.sleep(self._token_s * micro_batch.num_tokens * self.times)
             return forward(replica, micro_batch, *args, **kwargs)
 
-        flexible_linear.product, Replica.forward = product, forwards  # type: ignore[method-assign,assignment]
+        ProductClock.of, ProductClock.linear = product, whole  # type: ignore[method-assign]
+        Replica.forward = forwards  # type: ignore[method-assign,assignment]
 
 
 def measure(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:

@@ -45,12 +45,6 @@ class Exchange(Enum):
     SCATTER = "scatter and gather"
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` of two matrices, timed."""
-    with PRODUCTS.waiting:
-        return a @ b
-
-
 class FlexibleWork:
     """What the ranks of a tensor-parallel group give away, for all its linears, and what this one leaves out.
 
@@ -211,20 +205,19 @@ class _WholeProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, w)
-        with PRODUCTS.waiting:
-            return functional.linear(x, w, bias)
+        return PRODUCTS.linear(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w = ctx.saved_tensors
         needs_x, needs_w, needs_bias = ctx.needs_input_grad
-        dx = product(grad, w) if needs_x else None
+        dx = PRODUCTS.of(grad, w) if needs_x else None
         return dx, _weight_gradient(grad, x, w) if needs_w else None, grad.sum(0) if needs_bias else None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
     """`grad.T @ x` in the order of the weight's storage, as autograd does it."""
-    return product(x.t(), grad).t() if w.stride(0) == 1 and w.shape[0] > 1 else product(grad.t(), x)
+    return PRODUCTS.of(x.t(), grad).t() if w.stride(0) == 1 and w.shape[0] > 1 else PRODUCTS.of(grad.t(), x)
 
 
 class _ColumnProduct(torch.autograd.Function):
@@ -238,12 +231,12 @@ class _ColumnProduct(torch.autograd.Function):
             part.columns(w[:, part.migration.first :] if part.gives else None, outputs[part.migration.giver], w)
             for part in parts
         ]
-        y = product(x[:, :own], w[:, :own].t())
+        y = PRODUCTS.of(x[:, :own], w[:, :own].t())
         for part, columns in zip(parts, taken, strict=True):
             if part.gives:
                 y = y + part.sum_to_giver(torch.zeros_like(y))
             else:
-                part.sum_to_giver(product(x[:, part.span], columns.t()))
+                part.sum_to_giver(PRODUCTS.of(x[:, part.span], columns.t()))
         ctx.save_for_backward(x, w, *[columns.contiguous() for columns in taken])
         ctx.parts, ctx.outputs, ctx.own = parts, outputs, own
         return y
@@ -258,14 +251,14 @@ class _ColumnProduct(torch.autograd.Function):
             part.whole(grad if part.gives else None, (tokens, ctx.outputs[part.migration.giver]), grad)
             for part in ctx.parts
         ]
-        dx = _widened(product(grad, w[:, :own]), x.shape[1]) if needs_x else None
-        dw = _widened(product(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
+        dx = _widened(PRODUCTS.of(grad, w[:, :own]), x.shape[1]) if needs_x else None
+        dw = _widened(PRODUCTS.of(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
         for part, given, columns in zip(ctx.parts, grads, taken, strict=True):
             if dx is not None:
-                mine = None if part.gives else product(given, columns)
+                mine = None if part.gives else PRODUCTS.of(given, columns)
                 _merge(part, dx, mine)
             if dw is not None:
-                mine = None if part.gives else product(given.t(), x[:, part.span])
+                mine = None if part.gives else PRODUCTS.of(given.t(), x[:, part.span])
                 found = part.collect(mine, ctx.outputs[part.migration.giver], w)
                 if part.gives:
                     dw[:, part.migration.first :] = found
@@ -294,10 +287,10 @@ class _RowProduct(torch.autograd.Function):
             first = part.migration.first
             taken.append(part.columns(x[:, first:] if part.gives else None, x.shape[0], x).contiguous())
             taken.append(part.columns(w[:, first:] if part.gives else None, w.shape[0], w).contiguous())
-        y = product(x[:, :own], w[:, :own].t())
+        y = PRODUCTS.of(x[:, :own], w[:, :own].t())
         for part, columns, weights in zip(parts, taken[::2], taken[1::2], strict=True):
             merged = part.work.exchange is Exchange.BROADCAST
-            mine = torch.zeros_like(y) if part.gives else product(columns, weights.t())
+            mine = torch.zeros_like(y) if part.gives else PRODUCTS.of(columns, weights.t())
             if not merged:
                 mine = part.sum_to_giver(mine)
             if merged != part.gives:
@@ -311,14 +304,14 @@ class _RowProduct(torch.autograd.Function):
         x, w, *taken = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         own, tokens = ctx.own, x.shape[0]
-        dx = _widened(product(grad, w[:, :own]), x.shape[1]) if needs_x else None
-        dw = _widened(product(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
+        dx = _widened(PRODUCTS.of(grad, w[:, :own]), x.shape[1]) if needs_x else None
+        dw = _widened(PRODUCTS.of(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
         for part, columns, weights in zip(ctx.parts, taken[::2], taken[1::2], strict=True):
             mine = []  # [T + N, c]: what the giver needs of both, in one message
             if dx is not None:
-                mine.append(x.new_zeros(0, 0) if part.gives else product(grad, weights))
+                mine.append(x.new_zeros(0, 0) if part.gives else PRODUCTS.of(grad, weights))
             if dw is not None:
-                mine.append(x.new_zeros(0, 0) if part.gives else product(grad.t(), columns))
+                mine.append(x.new_zeros(0, 0) if part.gives else PRODUCTS.of(grad.t(), columns))
             rows = tokens * needs_x + w.shape[0] * needs_w
             found = part.collect(None if part.gives else torch.cat(mine), rows, x)
             if part.gives:

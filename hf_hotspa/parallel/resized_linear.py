@@ -26,16 +26,16 @@ class ResizedProduct(torch.autograd.Function):
         """`kept`: int64 [K], ascending. `imputation`: one of `IMPUTATIONS`."""
         ctx.save_for_backward(x, w, kept)
         ctx.imputation = imputation
-        return _product(x.index_select(1, kept), w.index_select(1, kept).t())
+        return PRODUCTS.of(x.index_select(1, kept), w.index_select(1, kept).t())
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w, kept = ctx.saved_tensors
         dx = dw = None
         if ctx.needs_input_grad[0]:
-            dx = imputed(_product(grad, w.index_select(1, kept)), kept, x.shape[1], ctx.imputation)
+            dx = imputed(PRODUCTS.of(grad, w.index_select(1, kept)), kept, x.shape[1], ctx.imputation)
         if ctx.needs_input_grad[1]:
-            dw = imputed(_product(grad.t(), x.index_select(1, kept)), kept, w.shape[1], ctx.imputation)
+            dw = imputed(PRODUCTS.of(grad.t(), x.index_select(1, kept)), kept, w.shape[1], ctx.imputation)
         return dx, dw, None, None
 
 
@@ -55,8 +55,3 @@ def imputed(found: Tensor, kept: Tensor, columns: int, imputation: str) -> Tenso
     if imputation == "average":
         whole += found.mean(1, keepdim=True)
     return whole.index_copy_(1, kept, found)
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    with PRODUCTS.waiting:
-        return a @ b

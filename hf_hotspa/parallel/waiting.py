@@ -10,6 +10,8 @@ import time
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.nn import functional
 
 
 class _Span:
@@ -82,8 +84,22 @@ class WaitClock:
             self._seconds += sign * (end - begin)
 
 
+class ProductClock(WaitClock):
+    """Counts the seconds of the matrix products that are made through it."""
+
+    def of(self, a: Tensor, b: Tensor) -> Tensor:
+        """`a @ b` of two matrices."""
+        with self.waiting:
+            return a @ b
+
+    def linear(self, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+        """`torch.nn.functional.linear`, bit for bit."""
+        with self.waiting:
+            return functional.linear(x, w, bias)
+
+
 CLOCK = WaitClock()
 """Of this process."""
 
-PRODUCTS = WaitClock()
-"""The same for matrix products, where these can migrate (`flexible_linear`); else it counts none."""
+PRODUCTS = ProductClock()
+"""Of the matrix products that can migrate (`flexible_linear`) or be resized (`resized_linear`)."""

@@ -100,13 +100,13 @@ def limited_pipelines(rank, world_size, cases):
     alive, held, ran = weakref.WeakSet(), [], []
     forward = Replica.forward
 
-    def watched(self, micro_batch, hidden, scale):
+    def watched(self, micro_batch, hidden, scale, *more):
         def keep(tensor):
             alive.add(found := _Held(tensor, micro_batch))
             return found
 
         with saved_tensors_hooks(keep, lambda found: found.tensor):
-            out = forward(self, micro_batch, hidden, scale)
+            out = forward(self, micro_batch, hidden, scale, *more)
         held.append([micro_batch.num_tokens for micro_batch in {id(each.of): each.of for each in alive}.values()])
         return out
 
