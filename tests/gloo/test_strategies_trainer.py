@@ -1,4 +1,4 @@
-"""The Trainer under `cp`: training, evaluation, prediction, the model in between, signals, saves and skipped mini-batches."""
+"""The Trainer under `cp`, `+ck` and `+z`: training, evaluation, prediction, the model in between, signals, saves, skipping."""
 
 import math
 
@@ -18,7 +18,12 @@ from tests.training_runs import STEPS, contents, make_trainer, newest, one_run, 
 
 pytestmark = pytest.mark.gloo
 
-HOT = "dp2:16@32,cp2:60@64"
+HOT = {
+    "cp": "dp2:16@32,cp2:60@64",
+    "chunks": "dp2:16@32,dp2+ck13:32@40,pp2+ck24:60@64",
+    "fully sharded": "dp2:16@32,dp2+z2:32@40,dp2+rc+z3:60@64",
+}
+kinds = pytest.mark.parametrize("kind", HOT)
 
 
 @pytest.fixture
@@ -54,10 +59,11 @@ def whole_run(rank, world, folder, strategies):
     return losses, looks.norms, evaluated, np.nan_to_num(predicted.predictions, nan=0.0), predicted.metrics["test_loss"]
 
 
-def test_a_run_is_that_of_one_process(folder):
+@kinds
+def test_a_run_is_that_of_one_process(folder, kind):
     """Losses, the weights that a callback sees, `evaluate` and `predict`."""
     (one,) = run_ranks(1, whole_run, str(folder), "dp1:60@64")
-    for found in run_ranks(2, whole_run, str(folder), HOT):
+    for found in run_ranks(2, whole_run, str(folder), HOT[kind]):
         for mine, expected in zip(found[:3], one[:3], strict=True):
             assert mine == pytest.approx(expected, rel=1e-4)
         assert found[3].shape == one[3].shape
@@ -66,38 +72,41 @@ def test_a_run_is_that_of_one_process(folder):
         assert math.isclose(found[4], one[4], rel_tol=1e-4)
 
 
-def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder):
-    options = {"hotspa_strategies": HOT, "save_steps": 2, "hotspa_async_save": True}
+@kinds
+def test_a_signal_saves_and_a_resumed_run_ends_with_the_same_bits(folder, kind):
+    options = {"hotspa_strategies": HOT[kind], "save_steps": 2, "hotspa_async_save": True}
     for found in run_ranks(2, terminated_run, str(folder / "a"), (1,), "on_phase_begin", dict(options)):
         assert found == (3, 3, True, [])
     verify(checkpoints(folder / "a")[0])
-    run_ranks(2, one_run, str(folder / "a"), True, {"hotspa_strategies": HOT, "save_steps": STEPS})
-    run_ranks(2, one_run, str(folder / "b"), None, {"hotspa_strategies": HOT, "save_steps": STEPS})
+    run_ranks(2, one_run, str(folder / "a"), True, {"hotspa_strategies": HOT[kind], "save_steps": STEPS})
+    run_ranks(2, one_run, str(folder / "b"), None, {"hotspa_strategies": HOT[kind], "save_steps": STEPS})
     resumed, whole = (contents(newest(folder / name)) for name in ("a", "b"))
     for state in (resumed, whole):
         del state["trainer_state"]
     assert resumed == whole
 
 
-def resumed(rank, world, folder):
-    """A run that goes on under cp where one under dp ended."""
-    trainer = make_trainer(folder, world, hotspa_strategies="cp2:60@64", max_steps=STEPS + 2)
+def resumed(rank, world, folder, strategies):
+    """A run that goes on under other strategies than it began with."""
+    trainer = make_trainer(folder, world, hotspa_strategies=strategies, max_steps=STEPS + 2)
     return train(trainer, True)
 
 
-def test_a_checkpoint_of_dp_goes_on_under_cp(folder):
+@kinds
+def test_a_checkpoint_of_dp_goes_on_under_others(folder, kind):
     run_ranks(2, one_run, str(folder), None, {"hotspa_strategies": "dp2:60@64", "save_steps": STEPS})
-    for losses in run_ranks(2, resumed, str(folder)):
+    for losses in run_ranks(2, resumed, str(folder), HOT[kind]):
         assert sorted(losses) == [STEPS + 1, STEPS + 2]
 
 
-def test_mini_batches_are_skipped(folder, monkeypatch):
-    for changed, logs, error, step in run_ranks(2, skipped, str(folder)):
+@kinds
+def test_mini_batches_are_skipped(folder, kind):
+    for changed, logs, error, step in run_ranks(2, skipped, str(folder), kind):
         assert (error, step) == (None, 6)
         assert changed == [False, False, True, True, False]
         assert [count for _, count in logs] == [2.0, 2.0, 3.0]
 
 
-def skipped(rank, world_size, folder):
-    non_finite.BUCKETS = HOT
+def skipped(rank, world_size, folder, kind):
+    non_finite.BUCKETS = HOT[kind]
     return non_finite.skip_world(rank, world_size, folder, 2, (0, 1, 4))
