@@ -101,12 +101,6 @@ class Strategy:
             raise StrategyError(
                 f"there is no +z{self.z}", fix="use +z2 or +z3, or leave it out: that is ZeRO's stage 1"
             )
-        if self.z and self.cp > 1:
-            raise StrategyError(
-                f"strategy {self} is context parallel and fully sharded",
-                why="it was not proved exact yet",
-                fix=f"leave +z{self.z} out, or use dp and tp in the place of cp",
-            )
         if self.ck < 0:
             raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
         if self.ck and self.z and (self.pp > 1 or self.kg):

@@ -114,7 +114,7 @@ def test_counts_of_transfers(packs):
 
 def test_what_is_not_fully_sharded_says_so():
     for text, why in (
-        ("dp2cp2+z3", "context parallel and fully sharded"), ("pp2+ck8+z3", "a pipeline of token chunks"),
+        ("pp2+ck8+z3", "a pipeline of token chunks"),
         ("dp2+ck8+kg2+z2", "keeps graphs"),
     ):  # fmt: skip
         with pytest.raises(StrategyError, match=why):
