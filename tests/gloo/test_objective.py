@@ -119,7 +119,7 @@ def recompute_world(rank, world_size, family, buckets, overlap):
         engine = make_engine(model, recomputing, overlap_load=overlap, overlap_return=overlap)
         counts = []
         for runner in engine.phases.values():
-            for layer in runner.replica._layers:
+            for layer in runner.replica.layers:
                 mlp = getattr(layer, "mlp", None)  # layers of other stages have none
                 if mlp is not None:
                     # before the forward: a recomputation ends as soon as it has what the backward needs
