@@ -293,10 +293,10 @@ def short_of_memory(rank, world, folder, options):
 
     forward = Replica.forward
 
-    def limited(self, micro_batch, hidden, scale):
+    def limited(self, micro_batch, hidden, scale, *more):
         if rank == 1 and self.mesh.strategy.tp == 2 and micro_batch.num_tokens >= 40:
             raise torch.OutOfMemoryError(INJECTED)
-        return forward(self, micro_batch, hidden, scale)
+        return forward(self, micro_batch, hidden, scale, *more)
 
     Replica.forward = limited
     trainer = make_trainer(folder, world, **options)

@@ -285,5 +285,5 @@ def test_what_cannot_run_in_chunks_says_why():
         make_engine(tiny_model_of("qwen3_5_text"), "dp1+ck8:30")
     rows = own_loss.rows_with_columns()
     whole = SequenceLoss(own_loss.whole_sequences, ("domain",), example=rows[4])
-    with pytest.raises(UnsupportedError, match="whole sequences, and .ck computes these in parts.*TokenLoss"):
+    with pytest.raises(UnsupportedError, match="whole sequences, and cp and .ck compute these in parts.*TokenLoss"):
         make_engine(tiny_model("llama_gqa_bias"), "dp1+ck8:60", loss=whole)
