@@ -55,7 +55,7 @@ def cut_for(strategy: Strategy, lengths: Sequence[int], pair_cost: float) -> lis
 
 
 def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
-    """How many chunks a sequence is cut into; see `cut_into_chains`."""
+    """How many chunks a sequence is cut into (`cut_into_chains`); at most, where its last token costs more than a chunk."""
     return max(1, math.ceil(_cost(length, pair_cost) / _cost(most, pair_cost) * (1 - 1e-12)))
 
 

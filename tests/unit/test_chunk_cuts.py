@@ -46,7 +46,9 @@ def test_chunks_of_a_sequence_in_a_pipeline_take_equal_time(length: int, most: i
     one_token = 1 + 2 * pair_cost * length  # what rounding to tokens may change
     assert max(times) - min(times) <= 2 * one_token
     assert max(times) <= most + pair_cost * most * most + one_token
-    assert len(chain) == num_chunks(length, most, pair_cost)
+    count = num_chunks(length, most, pair_cost)
+    # a chunk has a token at least, also where that costs more than a chunk
+    assert len(chain) == count or (len(chain) < count and one_token > most + pair_cost * most * most)
     if len(chain) > 1:  # fewer would each cost more than a chunk may
         assert sum(times) / (len(chain) - 1) > most + pair_cost * most * most - 1e-6
 
