@@ -25,6 +25,7 @@ class ModelShape:
         ck_unsupported_reason: Why a sequence cannot be trained in chunks of tokens, or None.
         cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
         ring_unsupported_reason: Why its attention cannot run on a ring of these ranks, or None.
+        z_unsupported_reason: Why its layers cannot come and go one after the other (`+z2`, `+z3`), or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
@@ -47,6 +48,7 @@ class ModelShape:
     ck_unsupported_reason: str | None = None
     cp_unsupported_reason: str | None = None
     ring_unsupported_reason: str | None = None
+    z_unsupported_reason: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
 

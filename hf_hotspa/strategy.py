@@ -233,6 +233,8 @@ class Strategy:
             return model.ck_unsupported_reason
         if self.cp > 1 and model.cp_unsupported_reason:
             return model.cp_unsupported_reason
+        if self.z and model.z_unsupported_reason:
+            return model.z_unsupported_reason
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads
@@ -263,13 +265,13 @@ def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
     """The legal strategies, each with and without `+sp`, where it has tp and the model allows it, `+rc`, and on several
-    processes `+z2` and `+z3`."""
+    processes, where the model allows it, `+z2` and `+z3`."""
     return [
         replace(strategy, sp=sp, rc=rc, z=z)
         for strategy in legal_strategies(world_size, model)
         for sp in ((False, True) if strategy.tp > 1 and model.sp_unsupported_reason is None else (False,))
         for rc in (0, 1)
-        for z in ((0, 2, 3) if world_size > 1 else (0,))
+        for z in ((0, 2, 3) if world_size > 1 and model.z_unsupported_reason is None else (0,))
     ]
 
 

@@ -29,6 +29,7 @@ FACTS = (
     "sp_unsupported_reason",
     "ck_unsupported_reason",
     "cp_unsupported_reason",
+    "z_unsupported_reason",
     "whole",
     "layer_factor",
 )
@@ -115,10 +116,7 @@ def family_facts(family: str) -> dict[str, object]:
     if counted is not None and family not in ONLY_TINY:
         factor = shape.layer_parameters / counted.layer_parameters
         counted = replace(counted, layer_parameters=shape.layer_parameters)
-    unsupported = {
-        name: getattr(shape, name)
-        for name in ("pp_unsupported_reason", "sp_unsupported_reason", "ck_unsupported_reason", "cp_unsupported_reason")
-    }
+    unsupported = {name: getattr(shape, name) for name in FACTS if name.endswith("_unsupported_reason")}
     found: dict[str, object] = {name: why for name, why in unsupported.items() if why}
     if counted is not None:
         least = 0.5 if family in ONLY_TINY else _SMALLEST

@@ -190,6 +190,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         sp_unsupported_reason=known.get("sp_unsupported_reason"),
         ck_unsupported_reason=known.get("ck_unsupported_reason"),
         cp_unsupported_reason=known.get("cp_unsupported_reason"),
+        z_unsupported_reason=known.get("z_unsupported_reason"),
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))

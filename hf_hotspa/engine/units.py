@@ -29,9 +29,10 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.errors import ModelError
-from hf_hotspa.layout.units import Units
+from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import EMBEDDING, HEAD
 from hf_hotspa.model.replica import Replica
+from hf_hotspa.model.unit_order import modules_of_units
 from hf_hotspa.plan.units import Program, StagePass, Visit
 
 
@@ -81,10 +82,8 @@ class UnitStream:
     def _hang_hooks(self, units: Sequence[int]) -> None:
         segment_unit = {s: unit for unit, segments in self._units.segments.items() for s in segments}
         unit_of = {id(p): segment_unit.get(slot.segment) for p, slot in self._replica.parameters}
-        inside: set[int] = set()
         has_embedding, is_first = EMBEDDING in units, True
         for unit, layer in enumerate(self._replica.layers):
-            inside.update(map(id, layer.modules()))
             if unit not in units:
                 continue
             if is_first and has_embedding:
@@ -92,13 +91,9 @@ class UnitStream:
             is_first = False
             layer.register_forward_pre_hook(partial(self._called, unit))
             layer.register_forward_hook(partial(self._left_layer, unit))
-        for module in self._replica.model.modules():
-            if id(module) in inside:
-                continue
-            own = {unit_of.get(id(parameter)) for parameter in module.parameters(recurse=False)}
-            for its in own:
-                if its is not None:
-                    module.register_forward_pre_hook(partial(self._called, its))
+        replica = self._replica
+        for unit, module in modules_of_units(replica.model, replica.layers, lambda weight: unit_of[id(weight)]):
+            module.register_forward_pre_hook(partial(self._called, unit))
 
     def _called(self, unit: int, module: nn.Module, args: Any) -> None:
         if self._is_running:
@@ -199,7 +194,7 @@ class UnitStream:
         if self._visit is not None and self._visit.unit == unit:
             return
         if not self._left or self._left[0].unit != unit:
-            raise self._disordered(f"the {_name(unit)}")
+            raise self._disordered(f"the {name_of_unit(unit)}")
         self._advance()
 
     def _advance(self) -> None:
@@ -244,20 +239,16 @@ class UnitStream:
         left = [visit.unit for visit in self._left]
         # a forward pass for keys and values alone may end before the head
         if left and (self._is_backward or left != [HEAD]):
-            raise self._disordered(f"a pass that ends before the {_name(left[0])}")
+            raise self._disordered(f"a pass that ends before the {name_of_unit(left[0])}")
         self._leave()
         self._walk()
 
     def _disordered(self, what: str) -> ModelError:
-        at = _name(self._visit.unit) if self._visit is not None else "beginning"
-        expected = _name(self._left[0].unit) if self._left else "end of the pass"
+        at = name_of_unit(self._visit.unit) if self._visit is not None else "beginning"
+        expected = name_of_unit(self._left[0].unit) if self._left else "end of the pass"
         return ModelError(
             f"{type(self._replica.model).__name__} under {self._strategy}: {what} where the {expected} was to come",
             where=f"{'backward' if self._is_backward else 'forward'} pass, after the {at}",
             why="the weights of embedding, layers and head are there one after the other, in this order",
             fix=f"leave +z{self._strategy.z} out of this model's strategies, and report the model_type",
         )
-
-
-def _name(unit: int) -> str:
-    return {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")

@@ -26,6 +26,11 @@ def slot_of(unit: int) -> int:
     return 0 if unit in (EMBEDDING, HEAD) else 1 + unit % 2
 
 
+def name_of_unit(unit: int) -> str:
+    """What messages call a unit."""
+    return {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")
+
+
 @dataclass(frozen=True)
 class Units:
     """The units of a model.

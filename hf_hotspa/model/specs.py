@@ -18,6 +18,7 @@ from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
+from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel import sequence_parallel
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
@@ -266,6 +267,7 @@ def describe_model(
         ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
         cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
         ring_unsupported_reason=_ring_unsupported_reason(text.model_type, modules, drops),
+        z_unsupported_reason=order_unsupported_reason(bare, base, layers, vector, prefix),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
-from hf_hotspa.layout.units import Units
-from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterVector
+from hf_hotspa.layout.units import Units, name_of_unit
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.plan.phase_order import order_phases
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import check_planner, plan_load, plan_return
@@ -128,8 +128,7 @@ class PlanPool:
 
     def _add_units(self, strategy: Strategy, plan: SwitchPlan, is_load: bool) -> None:
         for unit, segments in (self.units.segments if is_load else self.units.trained).items():
-            name = {EMBEDDING: "embedding", HEAD: "head"}.get(unit, f"layer {unit}")
-            self._of_units[strategy, unit, is_load] = plan.only(segments, name)
+            self._of_units[strategy, unit, is_load] = plan.only(segments, name_of_unit(unit))
 
     def order(self, strategies: Sequence[Strategy], step: int = 0) -> tuple[Strategy, ...]:
         """The same strategies in the order in which loading them one after another costs least.

@@ -9,12 +9,12 @@ import transformers
 from torch import nn
 from transformers.models.llama import LlamaForCausalLM, LlamaModel
 
-from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.errors import ModelError, StrategyError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 from hf_hotspa.parallel.isolation import LayerKind, run_alone
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 from tests.families import tiny_model
 from tests.family_page import PAGE, cell, outcome, render_page
 from tests.family_sweep import RESULTS
@@ -131,6 +131,45 @@ def test_a_stage_that_would_change_its_input_is_found(base_class: type[LlamaMode
     found = stage_unsupported_reason(base, ("layers",), ("embed_tokens",), ("norm",))
     assert (found is None) if reason is None else (reason in str(found))
     assert {name: id(child) for name, child in base.named_modules()} == before
+
+
+class _NormBefore(LlamaModel):
+    def forward(self, *args: Any, input_ids: torch.Tensor | None = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs | {"inputs_embeds": self.norm(self.embed_tokens(input_ids))})
+
+
+class _Data(LlamaModel):
+    def forward(self, *args: Any, input_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, input_ids=input_ids[:, : 1 + int(input_ids.max())], **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("family", "base_class", "reason"),
+    [
+        ("llama", None, None),
+        ("llama", _NormBefore, "in the forward of llama the head comes where layer 0 is to come"),
+        ("llama", _Data, None),  # only a forward with data can tell
+        ("qwen3_next", None, None),
+        ("gemma3n_text", None, "in the forward of gemma3n_text the head comes where layer 0 is to come"),
+        ("hrm_text", None, "the layers of hrm_text run in cycles"),
+    ],
+)
+def test_units_out_of_order_are_found_before_training(family: str, base_class: Any, reason: str | None) -> None:
+    model = tiny_model_of(family)
+    if base_class is not None:
+        model.model.__class__ = base_class
+    before = {name: id(child) for name, child in model.named_modules()}
+    shape = describe_model(model).shape
+    assert {name: id(child) for name, child in model.named_modules()} == before
+    assert not any(child._forward_pre_hooks for child in model.modules())
+    assert describe_model(model.to("meta")).shape == shape
+    assert any(s.z for s in strategies_with_options(4, shape)) == (reason is None)
+    for z in (2, 3):
+        found = Strategy(dp=4, z=z).unsupported_reason(shape)
+        assert (found is None) if reason is None else (reason in str(found))
+    if reason is not None:
+        with pytest.raises(StrategyError, match=f"dp4tp1pp1\\+z3 cannot run.*{reason}.*Fix: legal with 4 processes"):
+            check_buckets((Bucket(Strategy(dp=4, z=3), 16, 16),), 4, shape)
 
 
 OFTEN_USED = ["llama", "qwen3", "gemma3_text", "phi3", "granite", "mixtral", "olmo2", "qwen3_5_text", "deepseek_v3"]
