@@ -29,7 +29,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
-from hf_hotspa.parallel.flexible_linear import Exchange
+from hf_hotspa.parallel.flexible_work import Exchange
 from hf_hotspa.parallel.waiting import PRODUCTS, ProductClock
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable

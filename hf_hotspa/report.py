@@ -26,10 +26,11 @@ MEASURES = (
     "unit_load_bytes",
     "unit_return_bytes",
     "products_s",
+    "left_out",
 )
 """What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
 is the part of `compute_s` that went by in collectives and messages of the strategy, `products_s` that of matrix products that
-can migrate (0 where none can)."""
+can migrate (0 where none can), `left_out` the share of these that this rank left out (0 in an exact run)."""
 
 
 @dataclass(frozen=True)

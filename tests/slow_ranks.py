@@ -33,8 +33,8 @@ def said_to_take(
         work = runner.replica.flexible
         extra = 0.0
         if work is not None:
-            mine = work.shares[work.position] or work.resized
-            extra = -mine if mine else sum(work.shares) / work.shares.count(0.0)
+            given, taken = work.shares[work.position], sum(work.shares) / work.shares.count(0.0)
+            extra = (-given if given else taken) - work.left_share
         products_s = usual * product_share * (1.0 + extra) * times(step, rank)
         seconds = usual * (1.0 - product_share) + products_s
         return loss, found._replace(compute_s=seconds, others_s=0.0, products_s=products_s)

@@ -17,7 +17,6 @@ from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.packing.pipeline_order import SCHEDULES, check_schedule
 from hf_hotspa.plan.planner import PLANNERS, check_planner
-from hf_hotspa.stragglers.modes import MODES, check_mode
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.trainer.accumulation import read_accelerator_config
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
@@ -27,6 +26,7 @@ from hf_hotspa.trainer.misspelt import warn_of_misspelt
 from hf_hotspa.trainer.older_transformers import recompute_argument
 from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
+from hf_hotspa.trainer.straggler_arguments import StragglerArguments
 from hf_hotspa.uncaught import show_errors_once
 
 OFFLOADS = ("none", "master")
@@ -49,7 +49,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 
 
 @dataclass
-class HotSPaTrainingArguments(TrainingArguments):
+class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
     """The arguments of `HotSPaTrainer`.
 
     `gradient_accumulation_steps` is a part of the mini-batch: it reads 1 in the steps of the training loop, which does not
@@ -240,15 +240,6 @@ class HotSPaTrainingArguments(TrainingArguments):
             "one changes no weight, counts as a step and is counted in the log. 0 makes the first one an error."
         },
     )
-    hotspa_stragglers: str = field(
-        default="watch",
-        metadata={
-            "help": "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
-            "divided over replicas by measured speed), migrate (slow ranks of tp give columns to others), or resize (they leave "
-            "columns out: not exact). semi is not there yet.",
-            "choices": list(MODES),
-        },
-    )
     hotspa_phase_table: bool = field(
         default=False, metadata={"help": "Print a table of the phases at every logging step, on the main process."}
     )
@@ -307,7 +298,7 @@ class HotSPaTrainingArguments(TrainingArguments):
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         check_planner(self.hotspa_planner)
-        check_mode(self.hotspa_stragglers, self.world_size, self.full_determinism)
+        self.check_stragglers(self.world_size, self.full_determinism)
         if self.hotspa_memory_limit_mb is not None and self.hotspa_memory_limit_mb < 1:
             raise HotspaConfigError(
                 f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"
@@ -378,7 +369,8 @@ class HotSPaTrainingArguments(TrainingArguments):
     def _check_types(self) -> None:
         """Flags may come from Python or YAML: what is no number cannot be compared with one."""
         # not the types of the dataclass fields, which HfArgumentParser rewrites
-        for name, kind in HotSPaTrainingArguments.__annotations__.items():
+        own = {**StragglerArguments.__annotations__, **HotSPaTrainingArguments.__annotations__}
+        for name, kind in own.items():
             value, wanted = getattr(self, name), int | float if kind is float else kind
             if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):
                 shown = getattr(kind, "__name__", str(kind))

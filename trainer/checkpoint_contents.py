@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from transformers import PreTrainedModel
 
-from hf_hotspa.checkpoint.format.disk import FileRecord, TensorRecord, tensor_file
+from hf_hotspa.checkpoint.format.disk import FileRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder
-from hf_hotspa.checkpoint.format.manifest import BUFFERS, STATE_FOLDER, Manifest, rank_state, rank_tensors
+from hf_hotspa.checkpoint.format.manifest import BUFFERS, STATE_FOLDER, Manifest, rank_columns, rank_state, rank_tensors
 from hf_hotspa.checkpoint.model_files import ModelWeights, saved_state
 from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.stock import OPTIMIZER, SCHEDULER
@@ -27,6 +27,7 @@ from hf_hotspa.checkpoint.stock_writing import (
 )
 from hf_hotspa.checkpoint.tensors import (
     Share,
+    named_tensors,
     saved_parameters,
     saved_segments,
     saved_vector,
@@ -52,6 +53,7 @@ class CheckpointContents:
         optimizer: The optimizer; None where only the model is saved.
         scheduler: The schedule of learning rates.
         tokenizer: The tokenizer, or None.
+        rank_tensors: What only this rank needs to go on, by name, in host memory; perhaps nothing.
         texts: Gives the JSON files that one rank writes for all, by name; what it raises is raised where all ranks are
             together.
     """
@@ -66,11 +68,12 @@ class CheckpointContents:
         optimizer: Optimizer | None,
         scheduler: Any,
         tokenizer: Any,
+        rank_tensors: dict[str, Tensor],
         texts: Callable[[Share], dict[str, str]],
     ) -> None:
         self._folder, self._step, self._engine, self._model, self._args = folder, step, engine, model, args
         self._optimizer, self._scheduler, self._tokenizer = optimizer, scheduler, tokenizer
-        self._rank, self._world = args.process_index, args.world_size
+        self._rank, self._world, self._rank_tensors = args.process_index, args.world_size, rank_tensors
         self._adapted = engine.description.adapters is not None
         self._vector = saved_vector(engine.description.vector, self._adapted)
         share = share_of(engine.master, optimizer, self._vector)
@@ -107,6 +110,9 @@ class CheckpointContents:
             if self._optimizer is not None:
                 records.append(disk.write(temporary, rank_tensors(rank, world), self._share.file()))
                 records.append(disk.write(temporary, rank_state(rank, world), [self._random.encode()]))
+                if self._rank_tensors:
+                    own = named_tensors(self._rank_tensors)
+                    records.append(disk.write(temporary, rank_columns(rank, world), tensor_file(own, tensor_bytes)))
             of_model = weights if self._held is None else self._held
             return records + self._files.write(disk, temporary, of_model, rank, world)
         finally:
@@ -161,10 +167,6 @@ class CheckpointContents:
         parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
         with structure_only():
             tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
-        buffers = [
-            (TensorRecord(name, dtype_name(tensor.dtype), tuple(tensor.shape)), tensor)
-            for name, tensor in tensors.items()
-        ]
-        if buffers:
-            records.append(disk.write(temporary, BUFFERS, tensor_file(buffers, tensor_bytes)))
+        if tensors:
+            records.append(disk.write(temporary, BUFFERS, tensor_file(named_tensors(tensors), tensor_bytes)))
         return records

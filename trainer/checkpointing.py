@@ -108,7 +108,7 @@ class CheckpointingMixin(ResumeMixin):
         optimizer = None if self.args.save_only_model else self.optimizer
         return CheckpointContents(
             folder, self.state.global_step, self.engine, self.model, self.args, optimizer, self.lr_scheduler, self._tokenizer,
-            self._common_texts,
+            {} if self._devices is None else self._devices.rank_tensors(), self._common_texts,
         )  # fmt: skip
 
     def _committed(self, folder: Path) -> None:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel, Trainer
 
+from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
+from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -20,6 +22,7 @@ from hf_hotspa.trainer.checkpoint_search import Resumption, check_data_order, da
 from hf_hotspa.trainer.host_agreement import HostAgreement
 from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.restoring import BaseDigest, Restorer, load_random_state, load_scheduler
+from hf_hotspa.trainer.slow_devices import DeviceWatch
 from hf_hotspa.trainer.stream_place import StreamProgress
 
 logger = logging.getLogger(__name__)
@@ -36,6 +39,7 @@ class ResumeMixin(Trainer):
     _base: BaseDigest
     _resumption: Resumption | StockCheckpoint | None = None
     _data_order: dict[str, Any] | None = None
+    _devices: DeviceWatch | None
     _stream_progress: StreamProgress | None
     _steps_a_pass = sys.maxsize
     """The most optimizer steps of a pass over the data set."""
@@ -114,6 +118,9 @@ class ResumeMixin(Trainer):
     def _load_states(self, resumption: Resumption) -> None:
         load_scheduler(resumption, self.lr_scheduler)
         self.load_hotspa_state(resumption.state.get("hotspa", {}))
+        if self._devices is not None and resumption.manifest.world_size == self.args.world_size:
+            name = rank_columns(self.args.process_index, self.args.world_size)
+            self._devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         """The generators of this rank; see `load_random_state`."""

@@ -4,19 +4,24 @@ Watching costs nothing of its own: every rank learns the seconds of all ranks fr
 mini-batch anyway, and all come to the same conclusion. What is found is in the step reports (`paces`, `slow`), and in the log of the
 main process when a device becomes slow or recovers. `balance` also divides the packs of later mini-batches over replicas by
 their speed, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
-Both change the order of sums alone. `resize` lets slow ranks leave columns out, which is not exact, and says so. What any of
-them depends on is in checkpoints.
+Both change the order of sums alone. `resize` lets slow ranks leave columns out, and `semi` divides between the two by what a
+pretest found; these are not exact, and say so. What any of them depends on is in checkpoints.
 """
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
+from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
-from hf_hotspa.stragglers.modes import GIVING
+from hf_hotspa.stragglers.columns import Resizing
+from hf_hotspa.stragglers.modes import GIVING, LOSSY
 from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
@@ -24,6 +29,9 @@ from hf_hotspa.trainer.dataloader import planned_ahead
 logger = logging.getLogger(__name__)
 
 _MOST_SAID = 10
+_WORTH_SAYING = 0.05
+"""Shares that changed by less since they were said last are in the report alone."""
+_IMPUTED = {"zero": "0", "same": "those of the mini-batch before", "average": "the mean of the others"}
 
 
 class DeviceWatch:
@@ -33,6 +41,7 @@ class DeviceWatch:
         engine: The engine of the run.
         mode: `hotspa_stragglers`, not `off`.
         delay: How many mini-batches are planned ahead of training.
+        resizing: How products are resized, in `resize` and `semi`.
 
     Attributes:
         decides: Whether the run depends on what is found; a checkpoint then holds it.
@@ -40,10 +49,10 @@ class DeviceWatch:
 
     Raises:
         HotspaConfigError: no strategy has replicas to divide packs over, or shards whose columns could go elsewhere.
-        UnsupportedError: `migrate` or `resize` with a strategy of `+z` or cp.
+        UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
-    def __init__(self, engine: HotSPaEngine, mode: str, delay: int) -> None:
+    def __init__(self, engine: HotSPaEngine, mode: str, delay: int, resizing: Resizing | None = None) -> None:
         self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
             _needs(engine, "dp", mode, "no strategy has replicas", "packs are divided over the replicas of dp")
@@ -59,10 +68,18 @@ class DeviceWatch:
         self._pace = engine.device_pace(mode if mode in GIVING else None)
         self.speeds = SpeedHistory(delay) if mode == "balance" else None
         self._speaks, self._said = engine.rank == 0, 0
-        if mode == "resize" and self._speaks:
+        self._last: list[float] = []
+        self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY and resizing is not None else None
+        if mode == "semi":
+            assert self._pace.giving is not None
+            pretest(engine, self._pace.giving)
+        if mode in LOSSY and self._speaks:
+            imputation = resizing.imputation if resizing is not None else "zero"
             logger.warning(
-                "hotspa_stragglers=resize: this run is not exact. While a device is slow, columns of its products are left out, "
-                "and their gradients are 0 (migrate and balance are exact)"
+                "hotspa_stragglers=%s: this run is not exact. While a device is slow, columns of its products are left out, "
+                "and their gradients are %s (migrate and balance are exact)",
+                mode,
+                _IMPUTED[imputation],
             )
 
     def start(self, stream: bool) -> SpeedHistory | None:
@@ -83,6 +100,16 @@ class DeviceWatch:
                 )
             self.speeds.restart()
         return self.speeds
+
+    def begin(self, step: int, pass_steps: int) -> None:
+        """Before a mini-batch. Collective where columns are chosen by variation.
+
+        Args:
+            step: Mini-batches trained so far.
+            pass_steps: Those of a pass over the data.
+        """
+        if self._statistics is not None:
+            self._statistics.begin(step, pass_steps)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
         """Takes the report of a mini-batch; returns it with what it says of the devices."""
@@ -106,10 +133,20 @@ class DeviceWatch:
         giving = self._pace.giving
         if giving is None or not giving.decide(devices.known, devices.slow):
             return ""
-        self._engine.give(giving.shares, giving.to_nobody)
-        most = {rank: max(shares) for rank, shares in enumerate(zip(*giving.shares.values(), strict=True))}
-        verb = "leaves {} of its columns out" if giving.to_nobody else "gives {} of its columns away"
-        said = [f"rank {rank} {verb.format(f'{share:.0%}')}" for rank, share in most.items() if share > 0.0]
+        self._engine.give(giving.shares, giving.resized)
+        most = [_most(by_strategy) for by_strategy in (giving.shares, giving.resized)]
+        now = [share for shares in most for share in shares]
+        if (
+            len(now) == len(self._last)
+            and max(abs(a - b) for a, b in zip(now, self._last, strict=True)) < _WORTH_SAYING
+        ):
+            return ""
+        self._last = now
+        said = []
+        for rank, (given, left) in enumerate(zip(*most, strict=True)):
+            does = [f"gives {given:.0%} of its columns away"] if given > 0.0 else []
+            does += [f"leaves {left:.0%} of its columns out"] if left > 0.0 else []
+            said += [f"rank {rank} {' and '.join(does)}"] if does else []
         return ", ".join(said) or "all columns are computed where they lie"
 
     def state_dict(self) -> dict[str, Any]:
@@ -132,11 +169,20 @@ class DeviceWatch:
             self.speeds.load_state_dict(state["speeds"])
         if same and self._pace.giving is not None and "giving" in state:
             self._pace.giving.load_state_dict(state["giving"])
-            self._engine.give(self._pace.giving.shares, self._pace.giving.to_nobody)
+            self._engine.give(self._pace.giving.shares, self._pace.giving.resized)
+
+    def rank_tensors(self) -> dict[str, Tensor]:
+        """What this rank alone needs to go on bit for bit, in host memory."""
+        return self._statistics.tensors() if self._statistics is not None else {}
+
+    def load_rank_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Goes on from `rank_tensors`."""
+        if self._statistics is not None:
+            self._statistics.load(tensors)
 
 
 def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> DeviceWatch | None:
-    """Whoever watches the devices of a run; None where nobody does, and for a device alone.
+    """Whoever watches the devices of a run; None where nobody does, and for a device alone. Collective for `semi`.
 
     Raises:
         HotspaConfigError: see `DeviceWatch`.
@@ -144,7 +190,13 @@ def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> Device
     if args.hotspa_stragglers == "off" or engine.world_size == 1:
         return None
     ahead = planned_ahead(args.dataloader_num_workers, args.dataloader_prefetch_factor)
-    return DeviceWatch(engine, args.hotspa_stragglers, ahead)
+    resizing = Resizing(args.hotspa_resize_columns, args.hotspa_resize_imputation, args.hotspa_resize_period)
+    return DeviceWatch(engine, args.hotspa_stragglers, ahead, resizing)
+
+
+def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:
+    """For each rank the largest of its shares."""
+    return [max(shares) for shares in zip(*by_strategy.values(), strict=True)]
 
 
 def _needs(engine: HotSPaEngine, axis: str, mode: str, found: str, why: str) -> None:

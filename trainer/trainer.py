@@ -336,6 +336,8 @@ class HotSPaTrainer(
         self._source.goes_stale(self.model)
         if self._stream_progress is not None:
             self._stream_progress.trained(inputs)
+        if self._devices is not None:
+            self._devices.begin(self.state.global_step, self._steps_a_pass)
         try:
             report = self.engine.forward_backward(mini_batch, self.state.global_step, self._settings())
         except NonFiniteError as failure:

@@ -77,6 +77,11 @@ class Share:
         return tensor_file(self.tensors, tensor_bytes)
 
 
+def named_tensors(tensors: Mapping[str, Tensor]) -> list[tuple[TensorRecord, Tensor]]:
+    """Tensors as `tensor_file` takes them."""
+    return [(TensorRecord(n, dtype_name(t.dtype), tuple(t.shape)), t) for n, t in tensors.items()]
+
+
 def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
     """The parameters that checkpoints of a model hold: all of them, or with an adapter the trained ones."""
     return trained_part(vector) if adapted else vector
@@ -289,15 +294,23 @@ def restore_buffers(folder: Path, manifest: Manifest, models: Iterable[nn.Module
     Raises:
         DamagedCheckpointError: the file cannot be read.
     """
-    name = manifest.located(BUFFERS)
+    copy_buffers(saved_tensors(folder, manifest, BUFFERS), models)
+
+
+def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tensor]:
+    """All tensors of a file of a checkpoint; none where it has no such file.
+
+    Raises:
+        DamagedCheckpointError: the file cannot be read.
+    """
+    name = manifest.located(name)
     if not any(file.name == name for file in manifest.files):
-        return
+        return {}
     try:
         with safe_open(folder / name, framework="pt", device="cpu") as file:
-            saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
         raise DamagedCheckpointError(f"{name!r}: {error}", where=str(folder)) from error
-    copy_buffers(saved, models)
 
 
 @torch.no_grad()

@@ -19,7 +19,9 @@ from hf_hotspa.stragglers.detection import PhaseWork, SlowDevices, SlowEvent
 from hf_hotspa.stragglers.giving import Giving
 from hf_hotspa.strategy import Strategy
 
-_COMPUTE, _OTHERS, _PRODUCTS = (MEASURES.index(name) for name in ("compute_s", "others_s", "products_s"))
+_COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (
+    MEASURES.index(name) for name in ("compute_s", "others_s", "products_s", "left_out")
+)
 
 
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
@@ -41,11 +43,11 @@ class DevicePace:
         vector: The parameters of the model.
         layouts: Where the weights of each strategy lie.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        gives: Whether slow ranks give columns away: `migrate` to others, `resize` to nobody; None for neither.
+        gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None where they compute all of theirs.
 
     Attributes:
         devices: What is known of them.
-        giving: What they give away; None where they do not.
+        giving: What they do not compute; None where they compute everything.
     """
 
     def __init__(
@@ -54,7 +56,7 @@ class DevicePace:
         self._quadratic_cost = quadratic_cost
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
         self._strategies = {str(s): s for s in layouts}
-        self.giving = Giving([s for s in layouts if s.tp > 1], gives == "resize") if gives else None
+        self.giving = Giving([s for s in layouts if s.tp > 1], gives) if gives else None
         self.devices = SlowDevices(next(iter(layouts)).world_size)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
@@ -81,7 +83,10 @@ class DevicePace:
             seconds = [max(row[index][_COMPUTE] - row[index][_OTHERS], 0.0) for row in measured]
             costs = [replicas[coord.dp] * share for coord, share in zip(coords, shares, strict=True)]
             if self.giving is not None:
-                times = self.giving.measured(ran.strategy, seconds, [row[index][_PRODUCTS] for row in measured])
+                products, left = ([row[index][i] for row in measured] for i in (_PRODUCTS, _LEFT_OUT))
+                tokens = [sum(sum(p.lengths) for p in packs) for packs in planned[ran.strategy].replicas]
+                of_ranks = [tokens[coord.dp] for coord in coords]
+                times = self.giving.measured(ran.strategy, seconds, products, left, of_ranks)
                 costs = [cost * more for cost, more in zip(costs, times, strict=True)]
             work.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
         return work

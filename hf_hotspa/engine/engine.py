@@ -47,6 +47,7 @@ from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.packing.pipeline_order import check_chunks
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
+from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.same_rows import check_mini_batch
 from hf_hotspa.report import StepReport
@@ -179,26 +180,28 @@ class HotSPaEngine:
         """Watches the devices of this engine, when it is given the reports of its mini-batches. Not collective.
 
         Args:
-            gives: How what slow ranks should give away is decided, too (`DevicePace`); None where it is not.
+            gives: How what slow ranks should not compute is decided, too (`DevicePace`); None where it is not.
         """
         layouts = {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
         return DevicePace(self.description.vector, layouts, self.description.shape.quadratic_cost, gives)
 
-    def give(self, shares: Mapping[str, Sequence[float]], to_nobody: bool = False) -> None:
+    def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
         """From the next mini-batch on ranks give these shares of the columns of their products to the others of their
         tensor-parallel groups. Not collective; the same on all ranks. Needs the option `flexible`.
 
         Args:
             shares: By strategy, for each rank.
-            to_nobody: They are left out instead, which is not exact (`parallel/resized_linear.py`).
+            resized: The same of what is left out, which is not exact (`parallel/resized_linear.py`); nothing when None.
         """
-        for strategy, runner in self.phases.items():
-            if (work := runner.replica.flexible) is not None and str(strategy) in shares:
-                by_rank = shares[str(strategy)]
-                if to_nobody:
-                    work.resized = by_rank[self.rank]
-                else:
-                    work.give(tuple(by_rank[rank] for rank in work.ranks))
+        for strategy, work in self.flexible_works().items():
+            if str(strategy) in shares:
+                work.give(tuple(shares[str(strategy)][rank] for rank in work.ranks))
+                work.resized = resized[str(strategy)][self.rank] if resized is not None else 0.0
+
+    def flexible_works(self) -> dict[Strategy, FlexibleWork]:
+        """By strategy what this rank need not compute; empty without the option `flexible`. Not collective."""
+        works = {strategy: runner.replica.flexible for strategy, runner in self.phases.items()}
+        return {strategy: work for strategy, work in works.items() if work is not None}
 
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""

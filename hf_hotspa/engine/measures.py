@@ -33,6 +33,7 @@ class PhaseMeasure(NamedTuple):
         unit_load_bytes: Bytes sent by loads of units.
         unit_return_bytes: Bytes sent by returns of units.
         products_s: The part in matrix products, where these can migrate; else 0.
+        left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
     """
 
     load_s: float
@@ -52,6 +53,7 @@ class PhaseMeasure(NamedTuple):
     unit_load_bytes: float = 0.0
     unit_return_bytes: float = 0.0
     products_s: float = 0.0
+    left_out: float = 0.0
 
 
 class Observer:

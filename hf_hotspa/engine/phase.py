@@ -144,7 +144,7 @@ class PhaseRunner:
         compute_s = lap()
         units = self._stream.measure() if self._stream is not None else UnitMeasure()
         others_s = CLOCK.seconds() + units.load_s + units.return_s
-        products_s = PRODUCTS.seconds()
+        products_s, flexible = PRODUCTS.seconds(), self.replica.flexible
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
@@ -163,6 +163,7 @@ class PhaseRunner:
             others_s,
             *units,
             products_s,
+            flexible.left_share if flexible is not None else 0.0,
         )
 
     def _synchronize(self) -> None:

@@ -27,7 +27,8 @@ from hf_hotspa.parallel.attention import PackedSequences, Prefix
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
-from hf_hotspa.parallel.flexible_linear import FlexibleWork, make_flexible
+from hf_hotspa.parallel.flexible_linear import make_flexible
+from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import run_alone
 from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
@@ -218,8 +219,7 @@ class Replica:
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
-        if self._is_flexible:
-            self.flexible = make_flexible(present, description.styles, widths, tensor)
+        self.flexible = make_flexible(present, description.styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
             apply_sequence_parallel(present, description.styles, widths, tensor)
             return lambda: None

@@ -1,5 +1,7 @@
 """Matrix products of which a slow rank gives columns away: lightweight migration in the linears that tp cuts.
 
+A rank may also leave columns out among those that it keeps (`resized_linear`): the paper's SEMI-migration does both.
+
 Source: Wang et al., arXiv 2401.11469, section IV-A. A column is an index of the contraction: of the input and the weight
 of a linear alike. A rank that is slow (a giver) leaves its last columns to the others of its group (helpers), who are
 numbered from it on (`stragglers/migration.py`), so that nobody sends who takes what. Exact: every product is computed once.
@@ -18,201 +20,39 @@ Shapes: T tokens, L columns, N local outputs, C columns given away, c those of o
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from enum import Enum
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork, Part, Product
 from hf_hotspa.parallel.mesh import TensorGroup
-from hf_hotspa.parallel.resized_linear import IMPUTATIONS, ResizedProduct
+from hf_hotspa.parallel.resized_linear import GradientMemory, Resized, ResizedProduct
 from hf_hotspa.parallel.tensor_parallel import COLWISE, ROWWISE
-from hf_hotspa.parallel.waiting import CLOCK, PRODUCTS
-from hf_hotspa.stragglers.columns import LayerColumns, choose_columns
-from hf_hotspa.stragglers.migration import Migration, migrate
-
-
-class Exchange(Enum):
-    """How columns get to the helpers and results back."""
-
-    BROADCAST = "broadcast and reduce, merged into the all-reduce that is there"
-    UNMERGED = "broadcast and reduce, each a collective of its own"
-    SCATTER = "scatter and gather"
-
-
-class FlexibleWork:
-    """What the ranks of a tensor-parallel group give away, for all its linears, and what this one leaves out.
-
-    Args:
-        tensor_group: The group.
-
-    Attributes:
-        ranks: The global ranks of the group, by position.
-        shares: For each position in the group the share of its columns that it gives away; the same on all ranks.
-        exchange: How; the same on all ranks.
-        resized: The share of its columns that this rank leaves out, computed by nobody.
-        imputation: What their gradients are: one of `IMPUTATIONS`.
-        lineage: Which columns each product keeps, by name of the linear; of this mini-batch.
-    """
-
-    def __init__(self, tensor_group: TensorGroup) -> None:
-        self.group, self.size = tensor_group.group, tensor_group.size
-        self.ranks = tuple(dist.get_process_group_ranks(tensor_group.group))
-        self.position = tensor_group.order[tensor_group.shard]
-        self.shares: tuple[float, ...] = (0.0,) * self.size
-        self.resized, self.imputation, self.seed = 0.0, IMPUTATIONS[0], ""
-        self.lineage: dict[str, LayerColumns] = {}
-        self.exchange = Exchange.BROADCAST
-
-    def give(self, shares: tuple[float, ...]) -> None:
-        """From the next forward on these shares of columns are given away."""
-        assert len(shares) == self.size
-        self.shares = shares
-
-    def begin_step(self, step: int) -> None:
-        """Columns that are left out are drawn anew for each mini-batch."""
-        self.lineage, self.seed = {}, f"{step} {self.ranks[self.position]}"
-
-    def kept(self, name: str, columns: int) -> LayerColumns:
-        """The columns that this rank computes of a product; at random (the paper's ZERO-Rd)."""
-        if name not in self.lineage:
-            seed = f"{name} {self.seed}"
-            drawn = choose_columns("rd", columns, self.resized, variation=None, num_iterations=1, seed=seed)
-            self.lineage[name] = drawn
-        return self.lineage[name]
-
-    def migrations(self, columns: tuple[int, ...]) -> list[Migration]:
-        """What is given away of a product, by giver.
-
-        Args:
-            columns: Of the product of each position.
-        """
-        givers = [position for position, share in enumerate(self.shares) if share > 0.0]
-        found = [migrate(self.size, giver, columns[giver], self.shares[giver], givers) for giver in givers]
-        return [migration for migration in found if migration is not None]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """One migration as this rank sees it."""
-
-    migration: Migration
-    work: FlexibleWork
-
-    @property
-    def gives(self) -> bool:
-        return self.migration.giver == self.work.position
-
-    @property
-    def span(self) -> slice:
-        """This helper's columns among those of the product; empty for a rank that takes none."""
-        return slice(*self.migration.parts[self.work.position])
-
-    @property
-    def own(self) -> slice:
-        """The same among those that are given away."""
-        first = self.migration.first
-        return slice(self.span.start - first, self.span.stop - first)
-
-    @property
-    def _scatters(self) -> bool:
-        return self.work.exchange is Exchange.SCATTER
-
-    def _at(self) -> dict[str, Any]:
-        return {"group": self.work.group, "group_src": self.migration.giver}
-
-    def whole(self, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
-        """The giver's tensor, on every rank."""
-        found = like.new_empty(shape) if tensor is None else tensor.contiguous()
-        with CLOCK.waiting:
-            if self._scatters:
-                copies = [found] * self.work.size if self.gives else None
-                dist.scatter(found.clone() if self.gives else found, copies, **self._at())
-            else:
-                dist.broadcast(found, **self._at())
-        return found
-
-    def columns(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """This helper's columns of what the giver gives.
-
-        Args:
-            tensor: [rows, C] on the giver, None elsewhere.
-        """
-        if not self._scatters:
-            return self.whole(tensor, (rows, self.migration.count), like)[:, self.own]
-        widest = self._widest()
-        mine, parts = like.new_empty(rows, widest), None
-        if tensor is not None:
-            first = self.migration.first
-            spans = [tensor[:, start - first : stop - first] for start, stop in self.migration.parts]
-            parts = [functional.pad(span, (0, widest - span.shape[1])).contiguous() for span in spans]
-        with CLOCK.waiting:
-            dist.scatter(mine, parts, **self._at())
-        return mine[:, : self.own.stop - self.own.start]
-
-    def _widest(self) -> int:
-        return max(stop - start for start, stop in self.migration.parts)
-
-    def sum_to_giver(self, tensor: Tensor) -> Tensor:
-        """The sum over all ranks, on the giver; elsewhere nothing that means anything."""
-        tensor = tensor.contiguous()
-        if not self._scatters:
-            with CLOCK.waiting:
-                dist.reduce(tensor, group=self.work.group, group_dst=self.migration.giver)
-            return tensor
-        found = self._gathered(tensor)
-        return torch.stack(found).sum(0) if found is not None else tensor
-
-    def _gathered(self, tensor: Tensor) -> list[Tensor] | None:
-        found = [torch.empty_like(tensor) for _ in range(self.work.size)] if self.gives else None
-        with CLOCK.waiting:
-            dist.gather(tensor, found, group=self.work.group, group_dst=self.migration.giver)
-        return found
-
-    def collect(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
-        """What the helpers computed for their columns, side by side on the giver.
-
-        Args:
-            tensor: [rows, c] of a helper; None on the giver.
-
-        Returns:
-            [rows, C] on the giver.
-        """
-        if self._scatters:
-            mine = like.new_zeros(rows, self._widest())
-            if tensor is not None:
-                mine[:, : tensor.shape[1]] = tensor
-            found = self._gathered(mine)
-            if found is None:
-                return mine
-            sizes = [stop - start for start, stop in self.migration.parts]
-            by_column = sorted(range(len(sizes)), key=lambda i: self.migration.parts[i])
-            return torch.cat([found[i][:, : sizes[i]] for i in by_column], 1)
-        mine = like.new_zeros(rows, self.migration.count)
-        if tensor is not None:
-            mine[:, self.own] = tensor
-        return self.sum_to_giver(mine)
+from hf_hotspa.parallel.waiting import PRODUCTS
 
 
 class _WholeProduct(torch.autograd.Function):
     """A linear of which nothing is given away: the operations of `functional.linear` and its backward, timed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, memory: GradientMemory | None) -> Tensor:
         ctx.save_for_backward(x, w)
+        ctx.memory = memory
         return PRODUCTS.linear(x, w, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         x, w = ctx.saved_tensors
-        needs_x, needs_w, needs_bias = ctx.needs_input_grad
+        needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = PRODUCTS.of(grad, w) if needs_x else None
-        return dx, _weight_gradient(grad, x, w) if needs_w else None, grad.sum(0) if needs_bias else None
+        dw = _weight_gradient(grad, x, w) if needs_w else None
+        if dw is not None and ctx.memory is not None:
+            ctx.memory.add(dw)
+        return dx, dw, grad.sum(0) if needs_bias else None, None
 
 
 def _weight_gradient(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
@@ -220,25 +60,56 @@ def _weight_gradient(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return PRODUCTS.of(x.t(), grad).t() if w.stride(0) == 1 and w.shape[0] > 1 else PRODUCTS.of(grad.t(), x)
 
 
+class _OwnColumns:
+    """The columns of a product that this rank computes: the first ones, or some of them.
+
+    Args:
+        parts: What is given away.
+        columns: L.
+        resized: Which of them, where columns are left out.
+    """
+
+    def __init__(self, parts: list[Part], columns: int, resized: Resized | None) -> None:
+        self.count, self._columns, self._resized = kept_columns(parts, columns), columns, resized
+
+    def take(self, x: Tensor) -> Tensor:
+        """Of [rows, L] what is computed here."""
+        return x[:, : self.count] if self._resized is None else self._resized.take(x)
+
+    def of_input(self, found: Tensor) -> Tensor:
+        """[rows, L]: the gradient of an input, with zeros for what was given away."""
+        return self._widened(found if self._resized is None else self._resized.of_input(found, self.count))
+
+    def of_weight(self, found: Tensor) -> Tensor:
+        """The same of a weight."""
+        return self._widened(found if self._resized is None else self._resized.of_weight(found, self.count))
+
+    def _widened(self, x: Tensor) -> Tensor:
+        return x if x.shape[1] == self._columns else functional.pad(x, (0, self._columns - x.shape[1]))
+
+
 class _ColumnProduct(torch.autograd.Function):
     """`x @ w.T` of a column-parallel linear. x [T, L] on all ranks, w [N, L]."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[_Part], outputs: tuple[int, ...]) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, parts: list[Part], outputs: tuple[int, ...], resized: Resized | None,
+        memory: GradientMemory | None,
+    ) -> Tensor:  # fmt: skip
         """`outputs`: N of each position."""
-        own = _own_columns(parts, x.shape[1])
+        own = _OwnColumns(parts, x.shape[1], resized)
         taken = [
             part.columns(w[:, part.migration.first :] if part.gives else None, outputs[part.migration.giver], w)
             for part in parts
         ]
-        y = PRODUCTS.of(x[:, :own], w[:, :own].t())
+        y = PRODUCTS.of(own.take(x), own.take(w).t())
         for part, columns in zip(parts, taken, strict=True):
             if part.gives:
                 y = y + part.sum_to_giver(torch.zeros_like(y))
             else:
                 part.sum_to_giver(PRODUCTS.of(x[:, part.span], columns.t()))
         ctx.save_for_backward(x, w, *[columns.contiguous() for columns in taken])
-        ctx.parts, ctx.outputs, ctx.own = parts, outputs, own
+        ctx.parts, ctx.outputs, ctx.own, ctx.memory = parts, outputs, own, memory
         return y
 
     @staticmethod
@@ -251,8 +122,8 @@ class _ColumnProduct(torch.autograd.Function):
             part.whole(grad if part.gives else None, (tokens, ctx.outputs[part.migration.giver]), grad)
             for part in ctx.parts
         ]
-        dx = _widened(PRODUCTS.of(grad, w[:, :own]), x.shape[1]) if needs_x else None
-        dw = _widened(PRODUCTS.of(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
+        dx = own.of_input(PRODUCTS.of(grad, own.take(w))) if needs_x else None
+        dw = own.of_weight(PRODUCTS.of(grad.t(), own.take(x))) if needs_w else None
         for part, given, columns in zip(ctx.parts, grads, taken, strict=True):
             if dx is not None:
                 mine = None if part.gives else PRODUCTS.of(given, columns)
@@ -262,10 +133,12 @@ class _ColumnProduct(torch.autograd.Function):
                 found = part.collect(mine, ctx.outputs[part.migration.giver], w)
                 if part.gives:
                     dw[:, part.migration.first :] = found
-        return dx, dw, None, None
+        if dw is not None and ctx.memory is not None:
+            ctx.memory.add(dw)
+        return dx, dw, None, None, None, None
 
 
-def _merge(part: _Part, dx: Tensor, mine: Tensor | None) -> None:
+def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
     """Brings a helper's [T, c] into the gradient of X: by its own one, which is summed over the group, or by itself."""
     if part.work.exchange is Exchange.BROADCAST:
         if mine is not None:
@@ -280,14 +153,16 @@ class _RowProduct(torch.autograd.Function):
     """This rank's part of the sum of a row-parallel linear: `x @ w.T`. x [T, L], w [N, L], each rank its own L."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[_Part]) -> Tensor:
-        own = _own_columns(parts, x.shape[1])
+    def forward(
+        ctx: Any, x: Tensor, w: Tensor, parts: list[Part], resized: Resized | None, memory: GradientMemory | None
+    ) -> Tensor:
+        own = _OwnColumns(parts, x.shape[1], resized)
         taken = []
         for part in parts:
             first = part.migration.first
             taken.append(part.columns(x[:, first:] if part.gives else None, x.shape[0], x).contiguous())
             taken.append(part.columns(w[:, first:] if part.gives else None, w.shape[0], w).contiguous())
-        y = PRODUCTS.of(x[:, :own], w[:, :own].t())
+        y = PRODUCTS.of(own.take(x), own.take(w).t())
         for part, columns, weights in zip(parts, taken[::2], taken[1::2], strict=True):
             merged = part.work.exchange is Exchange.BROADCAST
             mine = torch.zeros_like(y) if part.gives else PRODUCTS.of(columns, weights.t())
@@ -296,7 +171,7 @@ class _RowProduct(torch.autograd.Function):
             if merged != part.gives:
                 y = y + mine
         ctx.save_for_backward(x, w, *taken)
-        ctx.parts, ctx.own = parts, own
+        ctx.parts, ctx.own, ctx.memory = parts, own, memory
         return y
 
     @staticmethod
@@ -304,8 +179,8 @@ class _RowProduct(torch.autograd.Function):
         x, w, *taken = ctx.saved_tensors
         needs_x, needs_w = ctx.needs_input_grad[:2]
         own, tokens = ctx.own, x.shape[0]
-        dx = _widened(PRODUCTS.of(grad, w[:, :own]), x.shape[1]) if needs_x else None
-        dw = _widened(PRODUCTS.of(grad.t(), x[:, :own]), x.shape[1]) if needs_w else None
+        dx = own.of_input(PRODUCTS.of(grad, own.take(w))) if needs_x else None
+        dw = own.of_weight(PRODUCTS.of(grad.t(), own.take(x))) if needs_w else None
         for part, columns, weights in zip(ctx.parts, taken[::2], taken[1::2], strict=True):
             mine = []  # [T + N, c]: what the giver needs of both, in one message
             if dx is not None:
@@ -319,16 +194,14 @@ class _RowProduct(torch.autograd.Function):
                     dx[:, part.migration.first :] = found[:tokens]
                 if dw is not None:
                     dw[:, part.migration.first :] = found[rows - w.shape[0] :]
-        return dx, dw, None
+        if dw is not None and ctx.memory is not None:
+            ctx.memory.add(dw)
+        return dx, dw, None, None, None
 
 
-def _own_columns(parts: list[_Part], columns: int) -> int:
-    """How many columns this rank keeps: the first ones."""
+def kept_columns(parts: list[Part], columns: int) -> int:
+    """How many columns this rank does not give away: the first ones."""
     return next((part.migration.first for part in parts if part.gives), columns)
-
-
-def _widened(x: Tensor, columns: int) -> Tensor:
-    return x if x.shape[1] == columns else functional.pad(x, (0, columns - x.shape[1]))
 
 
 class FlexibleLinear:
@@ -337,7 +210,7 @@ class FlexibleLinear:
     Args:
         name: Of the layer.
         linear: The layer; its weight is this rank's shard.
-        work: What the group's ranks give away.
+        work: What the group's ranks give away and leave out.
         columns: Columns of the product on each position.
         outputs: Its outputs on each position, where they differ: column-parallel; None for row-parallel.
     """
@@ -351,26 +224,30 @@ class FlexibleLinear:
         outputs: tuple[int, ...] | None,
     ) -> None:
         self._name, self._linear, self._work, self._columns, self._outputs = name, linear, work, columns, outputs
+        work.products[name] = Product(
+            columns, outputs if outputs is not None else (linear.out_features,) * work.size, outputs is None
+        )
 
     def __call__(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """[..., L] to [..., N], with a bias where it has been given."""
         weight = self._linear.weight
         if not torch.is_grad_enabled():
             return functional.linear(x, weight, bias)
-        parts = [_Part(migration, self._work) for migration in self._work.migrations(self._columns)]
+        work, name = self._work, self._name
+        parts = [Part(migration, work) for migration in work.migrations(self._columns)]
         rows = x.reshape(-1, x.shape[-1])
+        memory = work.memory(name)
+        resized = work.resize(name, rows, weight.shape[0], kept_columns(parts, rows.shape[1]))
         added = bias
-        if self._work.resized > 0.0:
-            columns = self._work.kept(self._name, rows.shape[1])
-            kept = torch.tensor(columns.kept, device=rows.device)
-            y = ResizedProduct.apply(rows, weight, kept, self._work.imputation)
-        elif not parts:
-            added = None
-            y = _WholeProduct.apply(rows, weight, bias)
-        elif self._outputs is None:
-            y = _RowProduct.apply(rows, weight, parts)
+        if parts and self._outputs is None:
+            y = _RowProduct.apply(rows, weight, parts, resized, memory)
+        elif parts:
+            y = _ColumnProduct.apply(rows, weight, parts, self._outputs, resized, memory)
+        elif resized is not None:
+            y = ResizedProduct.apply(rows, weight, resized)
         else:
-            y = _ColumnProduct.apply(rows, weight, parts, self._outputs)
+            added = None
+            y = _WholeProduct.apply(rows, weight, bias, memory)
         whole: Tensor = y.view(*x.shape[:-1], y.shape[-1])
         return whole if added is None else whole + added
 

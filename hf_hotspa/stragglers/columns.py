@@ -21,6 +21,22 @@ EMPIRICAL_RATIO = 0.5
 THETA_OF_ITERATION, ALPHA = 1e-3, 0.8
 
 
+@dataclass(frozen=True)
+class Resizing:
+    """How a run resizes products.
+
+    Args:
+        columns: Which columns are left out: one of `CHOICES`.
+        imputation: What their gradients are: one of `IMPUTATIONS`.
+        period: Mini-batches from one look at the variation of weights to the next: the paper's epoch; 0 for a pass over the
+            data, where somebody knows it.
+    """
+
+    columns: str = CHOICES[0]
+    imputation: str = IMPUTATIONS[0]
+    period: int = 0
+
+
 def kept_variation(
     new: Sequence[float], old: Sequence[float] | None, kept: Collection[int] | None
 ) -> tuple[float, ...]:

@@ -1,18 +1,19 @@
 """What may be done about slow devices, by name."""
 
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError
 
 MODES = ("off", "watch", "balance", "migrate", "resize", "semi")
 """The values of `hotspa_stragglers`."""
 
-GIVING = ("migrate", "resize")
+GIVING = ("migrate", "resize", "semi")
 """Those in which ranks do not compute all of their products."""
 
-_BUILT = ("off", "watch", "balance", "migrate", "resize")
+LOSSY = ("resize", "semi")
+"""Those that are not exact."""
 
 
 def check_mode(mode: str, world_size: int, deterministic: bool) -> None:
-    """Refuses what is no mode, one that is not there yet, and one that has nothing to work with.
+    """Refuses what is no mode, and one that has nothing to work with.
 
     Args:
         mode: By name.
@@ -21,16 +22,9 @@ def check_mode(mode: str, world_size: int, deterministic: bool) -> None:
 
     Raises:
         HotspaConfigError: `mode` is not one of `MODES`, or does not go together with the rest.
-        UnsupportedError: it is one, and this version cannot do it.
     """
     if mode not in MODES:
-        raise HotspaConfigError(f"hotspa_stragglers is {mode!r}", fix=f"use one of {', '.join(_BUILT)}")
-    if mode not in _BUILT:
-        raise UnsupportedError(
-            f"hotspa_stragglers={mode} is not there yet",
-            why=f"slow devices are found, and this version has no answer to them by the name of {mode}",
-            fix=f"use one of {', '.join(_BUILT)}",
-        )
+        raise HotspaConfigError(f"hotspa_stragglers is {mode!r}", fix=f"use one of {', '.join(MODES)}")
     if mode in ("off", "watch"):
         return
     if world_size == 1:

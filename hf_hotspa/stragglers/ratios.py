@@ -95,21 +95,45 @@ class PretestCurves:
         extract_s: Omega_2 of one column: taking it out and putting it back.
         send_s: Phi_1 of one column: broadcast and reduce.
         compute_s: Phi_2 of one column.
+        send_static_s: The part of Phi_1 that does not depend on the columns: gradients and outputs travel whole.
     """
 
     static_s: float
     extract_s: float
     send_s: float
     compute_s: float
+    send_static_s: float = 0.0
 
     def __post_init__(self) -> None:
-        assert min(self.static_s, self.extract_s, self.send_s, self.compute_s) >= 0.0, self
+        assert min(vars(self).values()) >= 0.0, self
+
+    def send(self, columns: float) -> float:
+        """Phi_1 of some columns; nothing costs nothing."""
+        return self.send_static_s + self.send_s * columns if columns > 0.0 else 0.0
+
+
+def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """`(a, b)` of the line `a + b x` through samples `(x, y)` by least squares, neither of them negative: a cost does not
+    fall with the columns, and what a slope below 0 would say is noise.
+
+    Args:
+        samples: Of at least two different x.
+    """
+    mean_x = sum(x for x, _ in samples) / len(samples)
+    mean_y = sum(y for _, y in samples) / len(samples)
+    spread = sum((x - mean_x) ** 2 for x, _ in samples)
+    slope = max(sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread, 0.0)
+    start = mean_y - slope * mean_x
+    if start >= 0.0:
+        return start, slope
+    return 0.0, sum(x * y for x, y in samples) / sum(x * x for x, _ in samples)
 
 
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
     """Equation 2, one slow task: the share beta of the columns it loses that migrate; the rest is resized away.
 
-    Both sides cost the same then: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`.
+    Both sides cost the same then: `Omega_1 + Omega_2((1 - beta) n) = Phi_1(beta n) + Phi_2(beta n / (e - 1))`. Where sending
+    anything costs more than resizing everything, nothing migrates.
 
     Args:
         columns: n = L * gamma.
@@ -118,7 +142,8 @@ def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> flo
     slope = curves.extract_s + curves.send_s + curves.compute_s / (num_tasks - 1)
     if columns <= 0.0 or slope <= 0.0:
         return 1.0
-    return min(max((curves.static_s + curves.extract_s * columns) / (columns * slope), 0.0), 1.0)
+    share = (curves.static_s - curves.send_static_s + curves.extract_s * columns) / (columns * slope)
+    return min(max(share, 0.0), 1.0)
 
 
 def num_migrating(seconds: Sequence[float], workloads: Sequence[float], send: Curve) -> int:
@@ -179,7 +204,46 @@ def divide_semi(
         beta = migrated_share(workloads[slow] * gammas[slow], len(seconds), curves)
         work[slow] = TaskWork(gammas[slow] * beta, gammas[slow] * (1.0 - beta))
         return tuple(work)
-    x = num_migrating([seconds[i] for i in order], [workloads[i] for i in order], lambda n: curves.send_s * n)
+    x = num_migrating([seconds[i] for i in order], [workloads[i] for i in order], curves.send)
     for place, i in enumerate(slower):
         work[i] = TaskWork(migrated=gammas[i]) if place < x else TaskWork(resized=gammas[i])
     return tuple(work)
+
+
+def settled_semi(
+    seconds: Sequence[float], product_s: Sequence[float], workloads: Sequence[float], curves: PretestCurves
+) -> tuple[TaskWork, ...]:
+    """Algorithm 2, repeated until it settles: the division that measuring and deciding again and again leads to.
+
+    What migrates makes the others slower, a resized one at its own pace, so `T_min` rises and all shares with it. Who migrates
+    and who is resized stays as the algorithm says; the shares follow the seconds that they would lead to.
+
+    Args:
+        seconds: T of each task, as if nothing were given.
+        product_s: M of each, the same way.
+        workloads: L of each, in columns of all its layers.
+        curves: Of the pretest.
+    """
+    first = divide_semi(seconds, product_s, workloads, curves)
+    lost = [work.migrated + work.resized for work in first]
+    beta = [work.migrated / share if share > 0.0 else 0.0 for work, share in zip(first, lost, strict=True)]
+    helpers = [task for task, work in enumerate(first) if work.migrated == 0.0]
+    if not any(beta) or not helpers:
+        return first
+    tasks = range(len(seconds))
+    for _ in range(_ROUNDS):
+        moved = sum(share * part * load for share, part, load in zip(lost, beta, workloads, strict=True)) / len(helpers)
+        taken = [moved / workloads[task] if task in helpers else 0.0 for task in tasks]
+        now = [seconds[task] + product_s[task] * (taken[task] - lost[task]) for task in tasks]
+        target = min(now[task] for task in tasks if lost[task] == 0.0)
+        before = list(lost)
+        for task in tasks:
+            if before[task] > 0.0:
+                # damped: what a task gives comes back to it in what it waits for
+                change = (now[task] - target) / product_s[task] / 2
+                lost[task] = min(max(before[task] + change, 0.0), MOST + taken[task])
+        if max(abs(a - b) for a, b in zip(lost, before, strict=True)) < _SETTLED:
+            break
+    return tuple(
+        TaskWork(share * part, min(share * (1.0 - part), MOST)) for share, part in zip(lost, beta, strict=True)
+    )

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.resized_linear import ResizedProduct, imputed
+from hf_hotspa.parallel.resized_linear import GradientMemory, Resized, ResizedProduct, imputed
 from hf_hotspa.stragglers.columns import LayerColumns, random_columns
 
 TOKENS, COLUMNS, OUTPUTS = 7, 12, 5
@@ -19,9 +19,9 @@ def tensors():
     return x, w, grad
 
 
-def run(x, w, grad, kept, imputation="zero"):
+def run(x, w, grad, kept, imputation="zero", memory=None):
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = ResizedProduct.apply(x, w, torch.tensor(kept), imputation)
+    y = ResizedProduct.apply(x, w, Resized(torch.tensor(kept), imputation, memory))
     y.backward(grad)
     return y.detach(), x.grad, w.grad
 
@@ -61,3 +61,23 @@ def test_the_papers_example():
     found = torch.tensor([[1.0, 3.0]])
     assert imputed(found, torch.tensor([0, 2]), 4, "zero").tolist() == [[1.0, 0.0, 3.0, 0.0]]
     assert imputed(found, torch.tensor([0, 2]), 4, "average").tolist() == [[1.0, 2.0, 3.0, 2.0]]
+
+
+def test_same_imputes_the_gradient_of_the_iteration_before(tensors):
+    """With the same weights and inputs twice, the second gradient of the weight is the whole one of the first."""
+    x, w, grad = tensors
+    kept, pruned = [1, 4, 5], [0, 2, 3, 6, 7, 8, 9, 10, 11]
+    memory = GradientMemory()
+    memory.begin_step()
+    _, _, whole = run(x, w, grad, list(range(COLUMNS)), "same", memory)
+    memory.begin_step()
+    _, dx, dw = run(x, w, grad, kept, "same", memory)
+    assert torch.allclose(dw, whole, rtol=0, atol=1e-13)
+    assert torch.equal(dw[:, pruned], whole[:, pruned])
+    assert not dx[:, pruned].any()  # of an input there is no memory: its tokens are others
+    _, _, more = run(x, w, grad, kept, "same", memory)  # a second pack of the same mini-batch
+    assert not more[:, pruned].any()
+    memory.begin_step()
+    _, _, third = run(x, w, grad, kept, "same", memory)
+    assert torch.equal(third[:, pruned], whole[:, pruned])  # goes on for as long as nothing is computed
+    assert torch.allclose(third[:, kept], whole[:, kept], rtol=0, atol=1e-13)

@@ -394,11 +394,12 @@ def test_a_group_of_slow_ranks_alone_gives_nothing():
 
 
 def test_what_goes_to_nobody_makes_a_slow_rank_as_fast_as_the_fastest():
-    giving = Giving([Strategy(1, 4, 1)], to_nobody=True)
+    giving = Giving([Strategy(1, 4, 1)], "resize")
     giving.measured("dp1tp4pp1", [1.0, 4.0, 1.0, 1.0], [0.8, 3.8, 0.8, 0.8])
     assert giving.decide([1.0, 4.0, 1.0, 1.0], frozenset({1}))
-    shares = giving.shares["dp1tp4pp1"]
+    shares = giving.resized["dp1tp4pp1"]
     assert shares == pytest.approx((0.0, 3.0 / 3.8, 0.0, 0.0))
+    assert giving.shares["dp1tp4pp1"] == (0.0,) * 4
     assert giving.extra("dp1tp4pp1") == (0.0, -shares[1], 0.0, 0.0)
     times = giving.measured("dp1tp4pp1", [1.0] * 4, [0.8, 0.8, 0.8, 0.8])
     assert times == pytest.approx((1.0, 0.25, 1.0, 1.0))

@@ -221,6 +221,11 @@ def rank_state(rank: int, world_size: int) -> str:
     return f"{STATE_FOLDER}/random-rank-{rank:05d}-of-{world_size:05d}.json"
 
 
+def rank_columns(rank: int, world_size: int) -> str:
+    """The name of the file with what a rank's columns are chosen by, where slow devices leave columns out."""
+    return f"{STATE_FOLDER}/columns-rank-{rank:05d}-of-{world_size:05d}.safetensors"
+
+
 def _is_weights(name: str) -> bool:
     return name == ADAPTER_WEIGHTS or MODEL_WEIGHTS.fullmatch(name) is not None
 

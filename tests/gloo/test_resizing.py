@@ -1,0 +1,204 @@
+"""Columns left out in training: chosen by how weights vary, imputed, beside columns that migrate (`semi`), and gone on with."""
+
+import logging
+from unittest.mock import patch
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from hf_hotspa.engine.pretest import pretest
+from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork
+from hf_hotspa.stragglers.columns import LayerColumns, kept_variation, most_varying, num_kept
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import random_rows
+from tests.slow_ranks import said_to_take
+from tests.training_runs import contents, make_trainer, newest, train
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+SLOW_FROM, SLOW_UNTIL, STEPS, PERIOD = 3, 7, 11, 3
+
+
+def is_slow(step, rank):
+    return 4.0 if rank == 1 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
+
+
+# -- a product that gives and leaves out --------------------------------------------------------------------------------
+
+
+def some_left_out(work, name, own, columns):
+    """Every third of the first four tenths of the columns is left out, whatever migrates behind them."""
+    left = [i for i in range(own) if i % 3 == 0 and i < 0.4 * columns]
+    work.lineage[name] = LayerColumns(own, tuple(i for i in range(own) if i not in left))
+    return work.lineage[name]
+
+
+def both_at_once(rank, world_size, cases):
+    worst, least = 0.0, float("inf")
+    for family, strategy, shares, resized in cases:
+        model = tiny_model(family, torch.float64)
+        rows = random_rows(6, model.config.vocab_size, longest=30)
+        engine = make_engine(model, f"{strategy}:40@60", flexible=True)
+        name = str(next(iter(engine.phases)))
+        nothing = {name: (0.0,) * world_size}
+
+        def run(given, left, exchange=Exchange.BROADCAST, engine=engine, rows=rows):
+            engine.give(given, left)
+            for work in engine.flexible_works().values():
+                work.exchange = exchange
+            report = engine.forward_backward(make_mini_batch(engine, rows))
+            found = {n: g.clone() for n, g in engine.full_gradients().items()}
+            return report.loss, found, [work.left_share for work in engine.flexible_works().values()]
+
+        with patch.object(FlexibleWork, "kept", some_left_out):
+            _exact_loss, exact, none = run(nothing, nothing)
+            loss, alone, left = run(nothing, {name: resized})
+            assert not any(none)
+            assert all(0.05 < share < 0.2 for share in left) == bool(resized[rank]), left
+            least = min(least, max(float((g - exact[n]).abs().max()) for n, g in alone.items()))
+            for exchange in Exchange:
+                with_migration, found, _ = run({name: shares}, {name: resized}, exchange)
+                errors = [float((g - alone[n]).abs().max() / alone[n].abs().max()) for n, g in found.items()]
+                worst = max(worst, abs(with_migration - loss) / loss, *errors)
+        engine.close()
+    return worst, least
+
+
+def test_a_product_may_migrate_and_leave_columns_out_at_once():
+    """What migrates changes nothing of what is left out: fp64 against leaving out alone, for a giver, a helper and both."""
+    cases = [
+        ("llama_gqa_bias", "tp4", (0.0, 0.5, 0.0, 0.0), (0.0, 0.3, 0.0, 0.0)),
+        ("phi3_fused", "tp2pp2+sp", (0.0, 0.5, 0.4, 0.0), (0.3, 0.3, 0.0, 0.3)),
+        ("llama_uneven", "dp2tp2+rc", (0.0, 0.5, 0.0, 0.0), (0.3, 0.0, 0.3, 0.0)),
+    ]
+    for worst, least in run_ranks(4, both_at_once, cases):
+        assert worst <= 1e-11
+        assert least > 1e-6
+
+
+# -- in training --------------------------------------------------------------------------------------------------------
+
+
+class Decisions(TrainerCallback):
+    """Keeps what each mini-batch left out of the products of this rank, and the shares of all."""
+
+    def __init__(self):
+        self.trainer, self.left_out, self.shares = None, [], []
+
+    def on_phase_end(self, args, state, control, phase, **kwargs):
+        for work in self.trainer.engine.flexible_works().values():
+            self.left_out.append({n: c.pruned for n, c in work.lineage.items()} if work.resized else {})
+            self.shares.append((work.shares, work.resized))
+
+
+def runs_of(rank, world_size, runs):
+    found = []
+    for folder, resume, options in runs:
+        said = []
+        handler = logging.Handler()
+        handler.emit = lambda record, said=said: said.append(record.getMessage())
+        logger = logging.getLogger("hf_hotspa.trainer.slow_devices")
+        logger.addHandler(handler)
+        with said_to_take(rank, is_slow, product_share=0.8):
+            trainer = make_trainer(folder, world_size, max_steps=STEPS, **options)
+            decisions = Decisions()
+            decisions.trainer = trainer
+            trainer.add_callback(decisions)
+            losses = train(trainer, resume)
+        logger.removeHandler(handler)
+        giving = trainer._devices._pace.giving if trainer._devices is not None else None
+        state = giving.state_dict() if giving is not None else {}
+        found.append((losses, decisions.left_out, decisions.shares, said, state))
+    return found
+
+
+def shard(weight, name, rank):
+    """Of rank 1 of tp4: its rows of a column-parallel weight, its columns of a row-parallel one."""
+    return weight.chunk(4, 1 if name.endswith(("o_proj.weight", "down_proj.weight")) else 0)[rank]
+
+
+def test_columns_by_variation_and_imputation_go_on_bit_for_bit(tmp_path):
+    """Also the papers' rule: columns that were left out keep their old statistics."""
+    common = {"hotspa_strategies": "tp4:60", "hotspa_stragglers": "resize", "hotspa_resize_period": PERIOD}
+    kinds = {"pri": "same", "pridiffe": "average"}
+    runs = []
+    for columns, imputation in kinds.items():
+        options = {**common, "hotspa_resize_columns": columns, "hotspa_resize_imputation": imputation}
+        runs += [(str(tmp_path / columns), None, options)]
+        runs += [(str(tmp_path / f"{columns}7"), str(tmp_path / columns / "checkpoint-7"), options)]
+    plain = {**common, "hotspa_stragglers": "off", "save_strategy": "no", "hotspa_resize_period": 0}
+    results = run_ranks(4, runs_of, [*runs, (str(tmp_path / "off"), None, plain)])
+    (pri, pri7, pridiff, pridiff7, off), usual = results[1], results[0]
+    for whole, resumed, columns in ((pri, pri7, "pri"), (pridiff, pridiff7, "pridiffe")):
+        assert [step for step, left in enumerate(whole[1], 1) if left] == [6, 7, 8, 9]
+        assert resumed[0] == {step: loss for step, loss in whole[0].items() if step > 7}
+        assert contents(newest(tmp_path / f"{columns}7")) == contents(newest(tmp_path / columns))
+        assert next(step for step in whole[0] if whole[0][step] != off[0][step]) == 6
+    assert not any(usual[0][1])
+    assert "this run is not exact" in usual[0][3][0]
+    assert "those of the mini-batch before" in usual[0][3][0]
+    # the statistics, from the weights of the checkpoints
+    first = dict(tiny_model("qwen3_qk_norm_tied", seed=0).state_dict().items())
+    at = {step: load_file(tmp_path / "pri" / f"checkpoint-{step}" / "model.safetensors") for step in (3, 6)}
+    share = pri[2][5][1]
+    cut = {
+        name: left for name, left in pri[1][5].items() if not name.endswith(("k_proj", "v_proj"))
+    }  # these are shared
+    assert len(cut) == 5 * 4
+    for name, left6 in cut.items():
+        weight = f"{name}.weight"
+        old, new = (
+            (shard(b[weight], weight, 1) - shard(a[weight], weight, 1)).abs().mean(0).tolist()
+            for a, b in ((first, at[3]), (at[3], at[6]))
+        )
+        count = num_kept(len(old), share)
+        kept6 = most_varying(old, count)
+        assert left6 == tuple(i for i in range(len(old)) if i not in kept6), name
+        kept7 = most_varying(kept_variation(new, old, kept6), num_kept(len(old), pri[2][6][1]))
+        assert pri[1][6][name] == tuple(i for i in range(len(old)) if i not in kept7), name
+    # half of what varies, or more where less does: at lr 1e-2 everything varies by more than the threshold
+    lengths = {name: num_kept(w.shape[1], 0.8 * 0.5) for name, w in first.items() if name.endswith("up_proj.weight")}
+    for name, kept in lengths.items():
+        linear = name.removesuffix(".weight")
+        assert len(pridiff[1][6][linear]) >= first[name].shape[1] - kept, name
+
+
+def semi_runs(rank, world_size, runs):
+    engine = make_engine(tiny_model("llama_gqa_bias"), "dp2tp2:30,tp4:60", flexible=True)
+    giving = engine.device_pace("semi").giving
+    pretest(engine, giving)
+    curves = {name: [list(vars(c).values()) for c in found] for name, found in giving.curves.items()}
+    engine.close()
+    return curves, runs_of(rank, world_size, runs)
+
+
+def test_semi_divides_by_its_pretest_says_so_and_goes_on_bit_for_bit(tmp_path):
+    common = {
+        "hotspa_strategies": "tp4:60",
+        "hotspa_stragglers": "semi",
+        "hotspa_resize_columns": "pri",
+        "hotspa_resize_period": 2,
+    }
+    runs = [(str(tmp_path / "a"), None, common), (str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-7"), common)]
+    results = run_ranks(4, semi_runs, runs)
+    curves, ((losses, _left, shares, said, _), resumed) = results[0]
+    for other, _ in results[1:]:
+        assert other == curves
+    assert [len(found) for found in curves.values()] == [2, 1]
+    assert all(seconds >= 0.0 for found in curves.values() for curve in found for seconds in curve)
+    assert all(sum(curve) > 0.0 for found in curves.values() for curve in found)
+    assert "hotspa_stragglers=semi: this run is not exact" in said[0]
+    lost = [given[1] + mine for (given, _), (_, mine) in zip(shares, results[1][1][0][2], strict=True)]
+    assert [step for step, share in enumerate(lost, 1) if share > 0.1] == [6, 7, 8]
+    # with products of 3.2 and the rest of 0.2, three quarters of the products would make it as fast as before; what
+    # migrates makes the others slower, so it may lose less
+    assert all(0.5 < share <= 0.76 for share in lost[5:8])
+    assert lost[8] < 0.1  # as fast as the others in the eighth, and so at once: it is called slow for one more
+    state = resumed[4]
+    assert state["curves"] == results[1][1][0][4]["curves"] == results[1][1][1][4]["curves"]
+    assert resumed[0] == {step: loss for step, loss in losses.items() if step > 7}
+    assert contents(newest(tmp_path / "b")) == contents(newest(tmp_path / "a"))
