@@ -26,6 +26,10 @@ class ModelShape:
         cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
         ring_unsupported_reason: Why its attention cannot run on a ring of these ranks, or None.
         z_unsupported_reason: Why its layers cannot come and go one after the other (`+z2`, `+z3`), or None.
+        num_experts: Experts of a layer, where layers have any; 0 for a dense model.
+        experts_per_token: Of them, those that compute a token.
+        expert_parameters: Parameters of all experts of one layer (the mean, where layers differ).
+        ep_unsupported_reason: Why experts cannot be divided over ranks, or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.
@@ -49,6 +53,10 @@ class ModelShape:
     cp_unsupported_reason: str | None = None
     ring_unsupported_reason: str | None = None
     z_unsupported_reason: str | None = None
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_parameters: int = 0
+    ep_unsupported_reason: str | None = None
     whole_attention: float = 0.0
     whole_mlp: float = 0.0
 

@@ -2,7 +2,8 @@
 
 Owns the two grammars that users type:
 
-* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), with options after a plus sign:
+* a *strategy*, ``dp4tp2pp1`` (axes may be left out when 1: ``dp2tp2``, ``tp4``, ``dp2cp4``), perhaps with ``ep4`` (the
+  experts of each layer over four neighbouring ranks of a stage), and with options after a plus sign:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
   ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks
   are kept), ``dp4+ck8192+kh`` (their keys and values wait in host memory), ``dp4+z2`` (gradients leave layer by layer),
@@ -12,7 +13,7 @@ Owns the two grammars that users type:
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
 
 Ranks are laid out tp fastest, then cp, then dp, then pp:
-``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``.
+``rank = ((pp_coord * dp + dp_coord) * cp + cp_coord) * tp + tp_coord``. ep is no axis: it divides the ranks of a stage.
 Plain data, no torch.
 """
 
@@ -22,13 +23,12 @@ from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.strategy_rules import CHUNK_FIX, check_strategy
 
 AXES = ("dp", "cp", "tp", "pp")
-_STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp)[0-9]+)+")
-_DEGREE = re.compile(r"(dp|cp|tp|pp)([0-9]+)")
+_STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp|ep)[0-9]+)+")
+_DEGREE = re.compile(r"(dp|cp|tp|pp|ep)([0-9]+)")
 _OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])")
-_CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
-_MAX_DEGREE = 1 << 20
 
 
 @dataclass(frozen=True, order=True)
@@ -60,13 +60,16 @@ class Strategy:
         cp: Ranks that share the tokens of each pack, also inside of a sequence (`parallel.context`).
         z: What is there for one layer at a time, and shared out over all ranks else: 2 for gradients, 3 for gradients
             and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
+        ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole ones (`parallel.experts`);
+            1 where experts are held, or cut by tp, as other weights. It is no axis: it divides dp * cp * tp.
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
 
     Raises:
-        StrategyError: when a degree is not a positive integer, the order is not one of its shards, sp has no tp, kg or kh
-            have no chunks on one stage, or a pipeline is both fully sharded and in chunks.
+        StrategyError: when a degree is not a positive integer, ep does not divide the ranks of a stage or is combined with
+            what it does not go with, the order is not one of its shards, sp has no tp, kg or kh have no chunks on one
+            stage, or a pipeline is both fully sharded and in chunks.
     """
 
     dp: int = 1
@@ -79,48 +82,16 @@ class Strategy:
     z: int = 0
     kg: int = 0
     kh: bool = False
+    ep: int = 1
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for axis in AXES:
-            degree = getattr(self, axis)
-            if type(degree) is not int or not 1 <= degree <= _MAX_DEGREE:
-                raise StrategyError(
-                    f"{axis} degree {degree!r} is not an integer between 1 and {_MAX_DEGREE}",
-                    fix="write a strategy such as dp4tp2pp1",
-                )
-        if self.shard_order and sorted(self.shard_order) != list(range(self.tp)):
-            raise StrategyError(f"{self.shard_order} is not an order of the {self.tp} shards of {self}")
-        if self.sp and self.tp == 1:
-            raise StrategyError(
-                f"strategy {self} is sequence parallel without tensor parallelism",
-                why="sp divides the tokens over the ranks of tp",
-                fix="use tp2 or more, or leave +sp out",
-            )
-        if self.z not in (0, 2, 3):
-            raise StrategyError(
-                f"there is no +z{self.z}", fix="use +z2 or +z3, or leave it out: that is ZeRO's stage 1"
-            )
-        if self.ck < 0:
-            raise StrategyError(f"a chunk of {self.ck} tokens", fix=_CHUNK_FIX)
-        if self.ck and self.z and (self.pp > 1 or self.kg):
-            raise StrategyError(
-                f"strategy {self} is fully sharded and {'a pipeline of token chunks' if self.pp > 1 else 'keeps graphs of chunks'}",
-                why="the units of all replicas keep step by packs, and replicas have unequal chunks",
-                fix=f"leave +z{self.z}{f', +ck{self.ck}' if self.pp > 1 else ''}{f' or +kg{self.kg}' if self.kg else ''} out",
-            )
-        if (self.kg or self.kh) and (not self.ck or self.pp > 1):
-            raise StrategyError(
-                f"strategy {self} has +kg or +kh {'in a pipeline' if self.ck else 'without token chunks'}",
-                why="a pipeline keeps the graphs of all chunks, and their keys and values with them"
-                if self.ck
-                else "they say how chunks of packs are kept",
-                fix="leave them out" if self.ck else "write +ck4096, too, or leave them out",
-            )
+        check_strategy(self)
 
     def __str__(self) -> str:
         context = f"cp{self.cp}" if self.cp > 1 else ""
-        return f"dp{self.dp}{context}tp{self.tp}pp{self.pp}{self.options}"
+        experts = f"ep{self.ep}" if self.ep > 1 else ""
+        return f"dp{self.dp}{context}tp{self.tp}pp{self.pp}{experts}{self.options}"
 
     @property
     def options(self) -> str:
@@ -137,6 +108,24 @@ class Strategy:
     @property
     def world_size(self) -> int:
         return self.dp * self.cp * self.tp * self.pp
+
+    @property
+    def stage_size(self) -> int:
+        """Ranks of a stage, of all replicas."""
+        return self.dp * self.cp * self.tp
+
+    @property
+    def keeps_step(self) -> bool:
+        """Whether ranks of several replicas exchange tokens, so that these must run as many packs."""
+        return self.cp * self.tp % self.ep > 0
+
+    def expert_shard(self, rank: int) -> int:
+        """Which of the ep shards of each layer's experts a rank holds."""
+        return rank % self.stage_size % self.ep
+
+    def expert_groups(self) -> list[tuple[int, ...]]:
+        """The groups of ranks that hold the experts of a layer between them, in the order of their shards."""
+        return [tuple(range(first, first + self.ep)) for first in range(0, self.world_size, self.ep)]
 
     def coord(self, rank: int) -> Coord:
         """The coordinates of a global rank."""
@@ -182,7 +171,8 @@ class Strategy:
         The ranks of cp hold the same weights, and each adds the gradient of its own tokens, as those of dp. Strategies of
         equal layouts can run on the same buffers, one after the other.
         """
-        return Strategy(self.dp * self.cp, self.tp, self.pp, self.sp, z=self.z, shard_order=self.shard_order)
+        replicas = self.dp * self.cp
+        return Strategy(replicas, self.tp, self.pp, self.sp, z=self.z, ep=self.ep, shard_order=self.shard_order)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -192,7 +182,7 @@ class Strategy:
             StrategyError: the text is not a strategy.
         """
         text = text.strip()
-        how = "write the degrees as dp4tp2pp1; an axis may be left out when its degree is 1 (dp2tp2, tp4)"
+        how = "write the degrees as dp4tp2pp1 or dp4ep4; one may be left out when it is 1 (dp2tp2, tp4)"
         base, *options = text.split("+")
         numbers: dict[str, int] = {}
         for option in options:
@@ -207,7 +197,7 @@ class Strategy:
                 )
             numbers[name] = int(next(filter(None, match.groups()), 1))
             if name == "ck" and numbers["ck"] < 1:
-                raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=_CHUNK_FIX)
+                raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
             raise StrategyError(f"{text!r} is not a strategy", fix=how)
         degrees: dict[str, int] = {}
@@ -217,9 +207,9 @@ class Strategy:
             if len(digits) > 7:
                 raise StrategyError(f"strategy {text!r}: the degree {axis}{digits[:12]}... is too large", fix=how)
             degrees[axis] = int(digits)
-        dp, tp, pp, cp = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp"))
+        dp, tp, pp, cp, ep = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
         rc, ck, z, kg = (numbers.get(name, 0) for name in ("rc", "ck", "z", "kg"))
-        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers)
+        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers, ep)
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -235,6 +225,12 @@ class Strategy:
             return model.cp_unsupported_reason
         if self.z and model.z_unsupported_reason:
             return model.z_unsupported_reason
+        if self.ep > 1 and model.ep_unsupported_reason:
+            return model.ep_unsupported_reason
+        if self.ep > 1 and not model.num_experts:
+            return f"{model.family} has no experts, so ep must be 1"
+        if self.ep > 1 and model.num_experts % self.ep:
+            return f"ep{self.ep} does not divide the {model.num_experts} experts of a layer"
         if self.tp > model.num_attention_heads:
             return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
         kv_heads = model.num_key_value_heads

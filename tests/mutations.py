@@ -218,7 +218,7 @@ MUTATIONS = [
     # -- computation
     Mutation(
         "the loss is not scaled",
-        "hf_hotspa/model/replica.py",
+        "hf_hotspa/model/logit_loss.py",
         "log_probabilities.sum(dtype=torch.float64) * -scale",
         "-log_probabilities.sum(dtype=torch.float64)",
         ALONE,

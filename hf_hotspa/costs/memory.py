@@ -19,6 +19,7 @@ from functools import cached_property
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
 from hf_hotspa.costs.context import gathered_bytes
+from hf_hotspa.costs.experts import returned_bytes
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
@@ -177,6 +178,8 @@ class MemoryModel:
         logit_bytes = at_a_time * logits + rest if last else 0.0
         layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
         width = dtype_bytes(options.compute_dtype)
+        kept_layers = sizes.num_layers if not strategy.rc else 1
+        layers += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
         layers += carried_bytes(strategy, shape, sizes.num_layers, longest, width)
         layers += gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width)
         if in_flight and not last:

@@ -172,19 +172,20 @@ class ModelSizes:
         Raises:
             StrategyError: more stages than layers.
         """
-        key = strategy.z, strategy.tp, strategy.pp
+        key = strategy.z, strategy.tp, strategy.pp, strategy.ep
         if key not in self._stages:
             self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
         return self._stages[key]
 
     @cached_property
-    def _stages(self) -> dict[tuple[int, int, int], tuple[StageSizes, ...]]:
+    def _stages(self) -> dict[tuple[int, int, int, int], tuple[StageSizes, ...]]:
         return {}
 
     def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         assert self.vector is not None
-        # all replicas hold the same, so one is enough: a layout of tp * pp ranks
-        one = Strategy(1, strategy.tp, strategy.pp)
+        # all replicas hold the same, so one is enough, or as many as share experts: a layout of few ranks
+        apart = math.lcm(strategy.tp, strategy.ep)
+        one = Strategy(apart // strategy.tp, strategy.tp, strategy.pp, ep=strategy.ep)
         sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
         segments, accumulated = self.vector.segments, self.gradients.accumulated
         rooms = Units(self.vector).rooms(strategy)
@@ -192,16 +193,16 @@ class ModelSizes:
         weights = _held(np.array(of_weights)[:, None] * sizes, rooms.weights)
         of_gradients = [dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]
         gradients = _held(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
-        fullest = (weights + gradients).reshape(strategy.pp, strategy.tp).argmax(axis=1)
+        fullest = (weights + gradients).reshape(strategy.pp, apart).argmax(axis=1)
         stages = []
         for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
-            rank = stage * strategy.tp + int(fullest[stage])
+            rank = stage * apart + int(fullest[stage])
             stages.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
         return tuple(stages)
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         shape, tp = self.shape, strategy.tp
-        layer, adapter = self._layer(tp), self.adapter_parameters(tp)
+        layer, adapter = self._layer(tp, strategy.ep), self.adapter_parameters(tp)
         vocabulary = -(-shape.vocab_size // tp) * shape.hidden_size
         weight_bytes = dtype_bytes(self.compute_dtype)
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
@@ -241,16 +242,18 @@ class ModelSizes:
         }
         return math.ceil(self.adapter.held(cut) - 1e-3)
 
-    def _layer(self, tp: int) -> int:
-        """Parameters of one layer on the fullest of tp coordinates, by arithmetic."""
+    def _layer(self, tp: int, ep: int = 1) -> int:
+        """Parameters of one layer on the fullest of tp coordinates, by arithmetic; of ep, experts are cut alike."""
         shape, heads, kv_heads = self.shape, self.shape.num_attention_heads, self.shape.num_key_value_heads
         norms = min(2 * shape.hidden_size, shape.layer_parameters)
         attention = min(shape.attention_parameters, shape.layer_parameters - norms)
         mlp = shape.layer_parameters - norms - attention
+        experts = min(shape.expert_parameters, mlp) if ep > 1 else 0
+        mlp -= experts
         queries, keys = self._head_shares(tp)
         share = (heads * queries + kv_heads * keys) / (heads + kv_heads)
         cut = attention * share * (1 - shape.whole_attention) + mlp / tp * (1 - shape.whole_mlp)
-        whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp
+        whole = norms + attention * shape.whole_attention + mlp * shape.whole_mlp + experts / ep
         return math.ceil(cut + whole - 1e-3)  # what is whole but for rounding is not a parameter more
 
     def master(self, world_size: int) -> MasterSizes:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from hf_hotspa.costs import analytic
+from hf_hotspa.costs import analytic, experts
 from hf_hotspa.costs.chunks import chunked_seconds
 from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.context import exchange_seconds
@@ -180,18 +180,23 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp
+        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
 
     @cached_property
-    def _stage_costs(self) -> dict[tuple[int, int, int, int], tuple[Cost, ...]]:
+    def _stage_costs(self) -> dict[tuple[int, ...], tuple[Cost, ...]]:
         return {}
 
     def _shared_layer(self, strategy: Strategy) -> Cost:
-        """One layer on a rank of cp: its share of the tokens, and of the pairs that attend, and the exchanges."""
+        """One layer on a rank: its share of the tokens of a pack, and of the pairs that attend, and the exchanges."""
         cost, cp = self.layers[strategy.tp], strategy.cp
+        if strategy.ep > 1 and self.shape is not None:
+            near = strategy.ep <= self.devices_per_node
+            link = self.hop_intra if near else self.hop_inter
+            of_tokens = experts.exchange_seconds(strategy, self.shape, link.token_s, link.latency_s)
+            cost = Cost(cost.a, cost.b + cp * of_tokens[0], cost.c + of_tokens[1])
         if cp == 1 or self.shape is None:
             return _shared(cost, cp)
         hop = self.hop_intra if cp * strategy.tp <= self.devices_per_node else self.hop_inter
@@ -247,9 +252,19 @@ class TimeModel:
             return 0.0
         if strategy.z:
             return self.fixed_s + self._sharded(strategy, busy, most_tokens)
+        if strategy.keeps_step and strategy.pp == 1:
+            return self.fixed_s + self._in_step(strategy, busy)
         if strategy.tp * strategy.cp * strategy.pp * len(busy) > self.slots:
             return self.fixed_s + self._shared(strategy, busy, most_tokens)
         return self.fixed_s + max(self._alone(strategy, packs, most_tokens) for packs in busy)
+
+    def _in_step(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
+        """Seconds where replicas exchange tokens in every layer: pack by pack, those of the longest."""
+        total = 0.0
+        for index in range(max(map(len, replicas))):
+            alone = [self._alone(strategy, [packs[index]], None) for packs in replicas if index < len(packs)]
+            total += max(max(alone), shared_seconds(alone, strategy.tp * strategy.cp, self.slots))
+        return total
 
     def _sharded(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         """Seconds where units come and go: replicas keep step, pack by pack.

@@ -29,6 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.context import check_context
+from hf_hotspa.costs.experts import check_experts
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
@@ -134,6 +135,7 @@ class HotSPaEngine:
                 check_chunks(options.pipeline_schedule, bucket.strategy)
             given = options.context_parallel, options.pipeline_schedule, self.device.type, options.flexible
             check_context(self.buckets, description.shape, *given)
+            check_experts(self.buckets, options.pipeline_schedule, options.flexible)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank, self.device)
             return description

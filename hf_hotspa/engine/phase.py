@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.data.collator import MicroBatch, PhaseBatch
+from hf_hotspa.data.idle import idle_micro_batch
 from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.measures import PhaseMeasure
@@ -264,16 +265,19 @@ class PhaseRunner:
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight in a pipeline; None for no limit.
             is_last: Whether gradients are final after it.
-            plan: What all replicas run; a strategy that streams its units needs it.
+            plan: What all replicas run; a strategy needs it that streams its units, or whose replicas keep step.
         """
         self._return_job = None
+        num_packs, micro_batches = len(micro_batches), self._in_step(micro_batches, plan)
         watch = self._watch if is_last else None
         if watch is not None:  # gradients leave as soon as they are final, and after the load
             gate = SegmentGate(watch.segments, self.replica.device)
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
-        loss = self._runner.run(micro_batches, scale, most_tokens, self._begin_units(plan, most_tokens, True))
+        joint = self._begin_units(plan, most_tokens, True) or self._joint_passes(plan, most_tokens)
+        loss = self._runner.run(micro_batches, scale, most_tokens, joint)
+        self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
         self._is_loaded()  # a replica without micro-batches has waited for nothing yet
@@ -289,7 +293,8 @@ class PhaseRunner:
         self.act = "compute"
         if self.mesh.strategy.z == 3:
             self._begin_units(plan, None, False)
-        loss = self._runner.run_forward(micro_batches, scale)
+        loss = self._runner.run_forward(self._in_step(micro_batches, plan), scale)
+        self._forget_idle(len(micro_batches))
         if self._stream is not None:
             self._stream.end()
         return self._counted(loss)
@@ -303,6 +308,30 @@ class PhaseRunner:
         program = make_program(self._switching.pool.units, strategy, beats(strategy, packs, most_tokens, is_trained))
         self._stream.begin(program, self.weights, self._gradients, self._master)
         return joint_passes(packs, strategy.pp, most_tokens)
+
+    def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
+        """As many packs as the replica with most of them has, where ranks of several exchange tokens."""
+        if not self.mesh.strategy.keeps_step:
+            return micro_batches
+        assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
+        most = max(map(len, plan.replicas), default=0)
+        if len(micro_batches) == most:
+            return micro_batches
+        idle = idle_micro_batch(micro_batches[0].columns if micro_batches else {}).to(self.replica.device)
+        return [*micro_batches, *[idle] * (most - len(micro_batches))]
+
+    def _joint_passes(self, plan: PhasePlan | None, most_tokens: int | None) -> Passes | None:
+        """The passes that stages keep step with; None where replicas go their own way."""
+        strategy = self.mesh.strategy
+        if plan is None or strategy.pp == 1 or not strategy.keeps_step:
+            return None
+        return joint_passes(pack_lengths(plan), strategy.pp, most_tokens)
+
+    def _forget_idle(self, num_packs: int) -> None:
+        """Losses and logits are those of packs again."""
+        for kept in (self.replica.losses, self.replica.logits):
+            if kept is not None:
+                del kept[num_packs:]
 
     def _counted(self, loss: Tensor) -> Tensor:
         # the coordinates of a tensor-parallel group all hold the same loss: one of them counts

@@ -11,6 +11,7 @@ same code. Segments of one kind that are placed alike (the layers of a pipeline 
 hundred layers cost a planner as much as one. No torch; all sizes are counted in elements.
 """
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -115,12 +116,16 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
     return next(stage for stage, layers in enumerate(stages) if unit in layers)
 
 
-def _slots(specs: Sequence[ParameterSpec], segment: int, tp: int, shard: int) -> list[Slot]:
+def _slots(
+    specs: Sequence[ParameterSpec], segment: int, tp: int, shard: int, ep: int = 1, expert_shard: int = 0
+) -> list[Slot]:
     """The slots of one shard of some parameters of a segment, packed in vector order."""
     filled, slots = 0, []
     for spec in specs:
         runs: tuple[Run, ...]
-        if spec.shard_dim is None or tp == 1:
+        if ep > 1 and spec.experts:  # whole experts, whatever tp is
+            runs, shape = (_expert_run(spec, ep, expert_shard),), (spec.experts // ep, *spec.shape[1:])
+        elif spec.shard_dim is None or tp == 1:
             runs, shape = (Run(spec.offset, spec.numel),), spec.shape
         else:
             rows = spec.shard_rows(tp, shard)
@@ -133,10 +138,17 @@ def _slots(specs: Sequence[ParameterSpec], segment: int, tp: int, shard: int) ->
     return slots
 
 
+def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
+    """The experts of one of ep shards: one stretch for each index of the dim that is outermost in storage."""
+    rows = spec.shape[spec.shard_dim] if spec.shard_dim else 1  # cut by tp along its first dim, it is outermost anyway
+    row = spec.numel // rows
+    return Run(spec.offset + row // ep * shard, row // ep, row, rows)
+
+
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in their dp coordinate hold the same slots.
+    Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep.
     """
     coord = strategy.coord(rank)
     shard = strategy.shard_index(coord.tp)
@@ -144,7 +156,7 @@ def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[
     for segment in vector.segments:
         for stage, specs in _holders(vector, strategy, segment):
             if stage == coord.pp:
-                slots += _slots(specs, segment.index, strategy.tp, shard)
+                slots += _slots(specs, segment.index, strategy.tp, shard, strategy.ep, strategy.expert_shard(rank))
     return tuple(slots)
 
 
@@ -181,7 +193,15 @@ def _placed(
 
 def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
     """All that decides where a parameter's elements lie: equal for the same parameter of two layers."""
-    return spec.offset - base, spec.shape, spec.shard_dim, spec.parts, spec.partial_gradient, spec.trainable
+    return (
+        spec.offset - base,
+        spec.shape,
+        spec.shard_dim,
+        spec.parts,
+        spec.partial_gradient,
+        spec.trainable,
+        spec.experts,
+    )
 
 
 def _place(
@@ -191,13 +211,15 @@ def _place(
     intervals: Callable[[Slot, int], list[Interval]],
 ) -> Placement:
     blocks, sizes = [], np.zeros(strategy.world_size, dtype=np.int64)
+    ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
+    kinds = math.lcm(strategy.tp, ep)  # ranks of a stage that are so many apart hold the same
+    copies = strategy.stage_size // kinds
     for stage, specs in holders:
-        for tp_coord in range(strategy.tp):
-            slots = _slots(specs, segment.index, strategy.tp, strategy.shard_index(tp_coord))
+        for kind in range(kinds):
+            tp_coord = kind % strategy.tp
+            slots = _slots(specs, segment.index, strategy.tp, strategy.shard_index(tp_coord), ep, kind % ep)
             held = [interval for slot in slots for interval in intervals(slot, tp_coord)]
-            copies = strategy.dp * strategy.cp
-            first = stage * copies * strategy.tp + tp_coord
-            ranks = np.arange(copies, dtype=np.int64) * strategy.tp + first
+            ranks = np.arange(copies, dtype=np.int64) * kinds + stage * strategy.stage_size + kind
             sizes[ranks] = sum(slot.numel for slot in slots)
             if held:
                 one = np.array([(i.start - segment.start, i.stop - segment.start, i.offset) for i in held], np.int64)
@@ -226,7 +248,8 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     A sharded parameter, and one with partial gradients, is added by every holder (replicated key/value heads hold
     different parts of the sum; with sequence parallelism, so does every parameter, for each coordinate sees its own
     tokens). A parameter that all tp coordinates hold with identical gradients is added in disjoint
-    1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Frozen ones add nothing.
+    1/tp stretches, so that nothing is counted twice and every coordinate sends an equal share. Experts that ep divides are
+    added by every rank that holds them: each has computed other tokens. Frozen ones add nothing.
     The ranks of cp add as those of dp do: each has the gradient of its own tokens.
     """
     tp = strategy.tp
@@ -236,6 +259,8 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
         if not spec.trainable:
             return []
         if spec.shard_dim is not None or spec.partial_gradient or strategy.sp or tp == 1:
+            return slot.intervals()
+        if spec.experts and strategy.ep > 1:
             return slot.intervals()
         low, high = slot.numel * tp_coord // tp, slot.numel * (tp_coord + 1) // tp
         return [Interval(spec.offset + low, spec.offset + high, slot.segment, slot.offset + low)] if high > low else []

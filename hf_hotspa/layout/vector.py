@@ -67,6 +67,7 @@ class ParameterSpec:
         tied_names: Further names of the same parameter.
         in_head: Also used by the head, so that the last pipeline stage holds it too (tied embeddings).
         offset: Where it starts in the parameter vector.
+        experts: How many experts it has the weights of, along its first dim; 0 where it is not one of experts.
         frozen_dtype: Name of the dtype in which the master store keeps it while it is frozen: that of the model that was
             given, so that nothing of it is rounded. None for `dtype`.
     """
@@ -83,6 +84,7 @@ class ParameterSpec:
     in_head: bool = False
     offset: int = 0
     frozen_dtype: str | None = None
+    experts: int = 0
 
     @property
     def numel(self) -> int:

@@ -17,8 +17,10 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_hotspa.costs.sizes import loss_chunk_tokens
 from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.data.idle import is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
+from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
@@ -27,19 +29,19 @@ from hf_hotspa.parallel.attention import PackedSequences, Prefix
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
+from hf_hotspa.parallel.experts import ExpertParallel
 from hf_hotspa.parallel.flexible_linear import make_flexible
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
 from hf_hotspa.parallel.isolation import run_alone
-from hf_hotspa.parallel.loss import vocab_parallel_log_probabilities
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
-from hf_hotspa.parallel.own_loss import SequenceLoss, tokens_of
+from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
 from hf_hotspa.parallel.router_loss import AttachLoss, RouterLoss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
-from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, gather_shards, set_local_heads
+from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
 from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
 
 
@@ -63,6 +65,7 @@ class Replica:
         parameters: The parameters on this rank, and where they lie.
         flexible: What the ranks of its tensor-parallel group give away; None where they cannot.
         context: How the ranks of cp divide packs; None where cp is 1.
+        experts: How tokens travel to the ranks of ep; None where ep is 1.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
         begin_pass: Called by whoever runs the replica before each forward, and before each backward.
     """
@@ -79,8 +82,7 @@ class Replica:
         self.mesh, self.device = mesh, device
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
-        self._vocab_size = vocabulary_of_logits(description)
-        self._smoothing, self._own_loss = options.label_smoothing, options.loss
+        self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         strategy, coord = mesh.strategy, mesh.coord
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
@@ -109,8 +111,14 @@ class Replica:
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._is_flexible = options.flexible
         self.flexible: FlexibleWork | None = None
+        self.experts = ExpertParallel.of(mesh)
+        if self.experts is not None:
+            self.experts.divide(self.model, description.experts)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
+        self._logit_loss = LogitLoss(
+            mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths
+        )
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
         rows = sum(self.vocabulary_widths) if whole else max(self.vocabulary_widths)
         self._chunk_tokens = options.loss_chunk_tokens or loss_chunk_tokens(rows)
@@ -197,33 +205,34 @@ class Replica:
     def _shard(self, description: ModelDescription) -> Any:
         strategy, tensor = self.mesh.strategy, self.mesh.tensor
         assert tensor is not None
+        whole = description.experts if self.experts is not None else ()
+        styles = {name: style for name, style in description.styles.items() if name not in whole}
         specs = {spec.name: spec for spec in description.vector.specs}
         specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
         widths = {
             module: tuple(
                 sum(b - a for a, b in specs[weight].shard_rows(strategy.tp, shard)) for shard in range(strategy.tp)
             )
-            for module in description.styles
+            for module in styles
             for weight in [description.weight_of(module)]
             if weight in specs and specs[weight].shard_dim is not None
         }
         modules = dict(self.model.named_modules())
         self.vocabulary_widths = widths[description.head]
-        self._first_vocabulary_row = sum(self.vocabulary_widths[: tensor.shard])
         for name, (_, heads, kv_heads) in description.local_heads(strategy.tp, tensor.shard).items():
             if name in modules:
                 set_local_heads(modules[name], heads, kv_heads)
         if self._vocab_size < sum(self.vocabulary_widths):
             self.model.config = copy.copy(self.model.config)
-            left = self._vocab_size - self._first_vocabulary_row
+            left = self._vocab_size - sum(self.vocabulary_widths[: tensor.shard])
             self.model.config.unpadded_vocab_size = min(max(left, 0), self.vocabulary_widths[tensor.shard])
         # pass-throughs of other stages must not be wrapped
         present = {name: m for name, m in modules.items() if not isinstance(m, PassThrough)}
-        self.flexible = make_flexible(present, description.styles, widths, tensor) if self._is_flexible else None
+        self.flexible = make_flexible(present, styles, widths, tensor) if self._is_flexible else None
         if strategy.sp:
-            apply_sequence_parallel(present, description.styles, widths, tensor)
+            apply_sequence_parallel(present, styles, widths, tensor)
             return lambda: None
-        return apply_tensor_parallel(present, description.styles, widths, tensor)
+        return apply_tensor_parallel(present, styles, widths, tensor)
 
     # -- storage ------------------------------------------------------------------------------------------------------
 
@@ -236,6 +245,8 @@ class Replica:
                 trained. None altogether where only forwards will run.
         """
         self.losses = []
+        if self.experts is not None:
+            self.experts.num_rows = 0
         if self._router_loss is not None:
             self._router_loss.reset()
         for parameter, slot in self.parameters:
@@ -285,6 +296,8 @@ class Replica:
             self.dropout.begin(pack, micro_batch)
         if self._router_loss is not None:
             self._router_loss.clear()
+        if self.experts is not None:
+            self.experts.is_counting, self.experts.is_idle = True, is_idle(whole)
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids,
             "attention_mask": None,
@@ -298,7 +311,7 @@ class Replica:
         else:
             inputs["inputs_embeds"] = hidden
         if self.is_last and with_loss:
-            out = self._loss(inputs, micro_batch, scale, num_tokens)
+            out = self._loss(inputs, micro_batch, self._logit_loss.of(micro_batch, whole, scale), num_tokens)
             beside = self._balance(whole, division, scale)
             if beside is not None:
                 out = out + beside
@@ -309,6 +322,8 @@ class Replica:
             if beside is not None:
                 out = AttachLoss.apply(out, beside)
         self._after_forward()
+        if self.experts is not None:
+            self.experts.is_counting = False  # a layer that is computed again in the backward has been counted
         if with_loss:
             self.check_weights()
         pack.check_calls(self._num_attentions, type(self.model).__name__)
@@ -326,47 +341,9 @@ class Replica:
         if self.flexible is not None:
             self.flexible.begin_step(step)
 
-    def _loss_of_logits(self, micro_batch: MicroBatch, scale: float) -> Callable[[Tensor, slice], Tensor]:
-        """What makes of the logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
-        tensor, own, labels = self.mesh.tensor, self._own_loss, micro_batch.labels[0]
-        first_row, group = (self._first_vocabulary_row, tensor.group) if tensor is not None else (0, None)
-        if isinstance(own, SequenceLoss):
-            widths = self._logit_widths()
-
-            def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
-                whole = logits if tensor is None else gather_shards(logits, widths, tensor)
-                return own.of(whole, micro_batch, tokens, scale)
-
-            return of_sequences
-        if own is not None:
-            pack = tokens_of(micro_batch)
-
-            def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
-                log_probabilities = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
-                return own.of(log_probabilities, pack, tokens, scale)
-
-            return of_tokens
-
-        def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
-            smoothing, size = self._smoothing, self._vocab_size
-            log_probabilities = vocab_parallel_log_probabilities(
-                logits, labels[tokens], first_row, group, smoothing=smoothing, vocab_size=size
-            )
-            return log_probabilities.sum(dtype=torch.float64) * -scale
-
-        return cross_entropy
-
-    def _logit_widths(self) -> tuple[int, ...]:
-        """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
-        widths, left = [], self._vocab_size
-        for width in self.vocabulary_widths:
-            widths.append(min(width, max(left, 0)))
-            left -= width
-        return tuple(widths)
-
-    def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, scale: float, num_tokens: int) -> Tensor:
+    def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
         """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
-        loss_of, tensor = self._loss_of_logits(micro_batch, scale), self.mesh.tensor
+        tensor = self.mesh.tensor
         tail, sp = self._tail, self.mesh.strategy.sp
         in_chunks = self.logits is None and num_tokens > self._chunk_tokens
         if in_chunks or sp:

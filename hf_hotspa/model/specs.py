@@ -1,8 +1,7 @@
 """From a Hugging Face model to plain data: the one place that reads plans, configs and module names.
 
-`describe_model` turns a causal language model into a `ModelDescription`: the parameter vector, the model's shape,
-and which style each module has under tensor parallelism. Nothing else in the package looks at a family.
-What cannot be exact is refused here, by name, before anything is built.
+`describe_model` turns a causal language model into a `ModelDescription`: the parameter vector, the model's shape, and the
+style of each module under tensor parallelism. What cannot be exact is refused here, by name, before anything is built.
 """
 
 import copy
@@ -20,7 +19,7 @@ from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
 from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.parallel import sequence_parallel
+from hf_hotspa.parallel import experts, sequence_parallel
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
 from hf_hotspa.parallel.attention import calls_attention, names_in_forward
 from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
@@ -52,6 +51,7 @@ class ModelDescription:
         layer_kinds: How each decoder layer treats the sequences of a pack.
         router_layers: Routers whose balance loss is part of the loss; 0 for none.
         whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
+        experts: The modules of fused experts, which ep divides, by name, and how many each has.
         compute_dtype: The dtype of activations.
         prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
         adapters: Its LoRA adapter; None without one.
@@ -71,6 +71,7 @@ class ModelDescription:
     layer_kinds: tuple[LayerKind, ...]
     router_layers: int
     whole: Mapping[str, str]
+    experts: Mapping[str, int]
     compute_dtype: torch.dtype
     prefix: str = ""
     adapters: Adapters | None = None
@@ -227,10 +228,10 @@ def describe_model(
     }
     plan = TensorPlan(bare, prefixes, embedding, head)
     kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
+    fused = experts.fused_experts(plan.modules, prefixes)
     refuse_dropout(bare, modules, kinds, attention_dropout)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
     heads, kv_heads = head_counts(bare.config)
-
     names: dict[int, list[str]] = {}
     tensors: dict[int, nn.Parameter] = {}
     for name, parameter in bare.named_parameters(remove_duplicate=False):
@@ -245,7 +246,8 @@ def describe_model(
         spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, head, adapters)
         if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
             costs[unit] += parameter.numel()  # an adapter costs next to nothing
-        specs.append(replace(spec, name=prefix + name, tied_names=tuple(prefix + other for other in tied)))
+        tied_names, count = tuple(prefix + other for other in tied), fused.get(name.rpartition(".")[0], 0)
+        specs.append(replace(spec, name=prefix + name, tied_names=tied_names, experts=count))
     vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
     whole_attention, whole_mlp = _whole_shares(bare, plan)
     shape = ModelShape(
@@ -268,6 +270,10 @@ def describe_model(
         cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
         ring_unsupported_reason=_ring_unsupported_reason(text.model_type, modules, drops),
         z_unsupported_reason=order_unsupported_reason(bare, base, layers, vector, prefix),
+        num_experts=max(fused.values(), default=0),
+        experts_per_token=experts.experts_per_token(text) if fused else 0,
+        expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // len(modules),
+        ep_unsupported_reason=experts.unsupported_reason(text.model_type, plan.modules, prefixes, kinds),
         whole_attention=whole_attention,
         whole_mlp=whole_mlp,
     )
@@ -289,6 +295,7 @@ def describe_model(
         layer_kinds=kinds,
         router_layers=routers,
         whole=plan.whole,
+        experts=fused,
         compute_dtype=compute_dtype or bare.dtype,
         prefix=prefix,
         adapters=adapters,

@@ -114,3 +114,20 @@ def vocab_parallel_log_probabilities(
         logits, labels, first_row, group, smoothing, vocab_size
     )
     return log_probabilities
+
+
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor) -> Tensor:
+        ctx.save_for_backward(logits)
+        return torch.zeros((), dtype=torch.float64, device=logits.device)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return torch.zeros_like(ctx.saved_tensors[0])
+
+
+def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
+    """The loss 0 of logits [t, V] that are of no token of a pack; its gradient is 0, whatever they are."""
+    loss: Tensor = _Nothing.apply(logits)
+    return loss

@@ -1,7 +1,7 @@
 """Process groups and device meshes: made once, at start, by all ranks in one order.
 
 Groups are shared by their tuple of ranks, so that strategies with the same groups do not make them twice, and every
-group is tied to what it is for: tensor parallel, context parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's
+group is tied to what it is for: tensor parallel, context parallel, expert parallel, pipeline, switching, forwarding inside a node, agreement. A strategy's
 tensor-parallel, context-parallel and pipeline groups are handed to a torch `DeviceMesh`, and taken from it. There are no
 data-parallel groups until a user asks for a mesh with them: the gradient return sums over replicas.
 """
@@ -37,6 +37,20 @@ class TensorGroup:
 
 
 @dataclass(frozen=True)
+class ExpertGroup:
+    """The ranks that hold the experts of a layer between them.
+
+    Args:
+        size: Their number.
+        shard: Which of the shards this rank holds, and its position in the group.
+    """
+
+    group: dist.ProcessGroup
+    size: int
+    shard: int
+
+
+@dataclass(frozen=True)
 class StrategyMesh:
     """Where a rank stands in a strategy, and its groups there (None for an axis of degree 1).
 
@@ -49,6 +63,7 @@ class StrategyMesh:
     tensor: TensorGroup | None
     pipeline: dist.ProcessGroup | None
     context: dist.ProcessGroup | None = None
+    experts: ExpertGroup | None = None
 
 
 class ProcessGroups:
@@ -115,7 +130,16 @@ class ProcessGroups:
             pipeline = mesh.get_group("pp")
         if mesh is not None and "cp" in axes:
             context = mesh.get_group("cp")
-        return StrategyMesh(strategy, self.rank, me, tensor, pipeline, context)
+        return StrategyMesh(strategy, self.rank, me, tensor, pipeline, context, self._experts(strategy))
+
+    def _experts(self, strategy: Strategy) -> ExpertGroup | None:
+        """This rank's group of ep, made with those of all ranks; None without ep."""
+        if strategy.ep == 1:
+            return None
+        groups = {ranks: self.of(ranks) for ranks in strategy.expert_groups()}
+        group = next(group for ranks, group in groups.items() if self.rank in ranks)
+        assert group is not None
+        return ExpertGroup(group, strategy.ep, strategy.expert_shard(self.rank))
 
     def _own(self, strategy: Strategy, axis: str) -> dist.ProcessGroup | None:
         """This rank's group on an axis; makes those of all ranks."""

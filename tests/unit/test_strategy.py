@@ -68,7 +68,6 @@ BAD_STRATEGIES = [
     ("dp2.0", "is not a strategy"),
     ("dp2 tp2", "is not a strategy"),
     ("DP2", "is not a strategy"),
-    ("ep2", "is not a strategy"),
     ("dp2xtp2", "is not a strategy"),
     ("dp٣", "is not a strategy"),
     ("dp2tp", "is not a strategy"),

@@ -1,0 +1,76 @@
+"""What makes of logits the loss of a micro-batch: the cross entropy, or a loss of the user's own, over vocabulary shards."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.data.idle import is_idle
+from hf_hotspa.parallel.loss import of_nothing, vocab_parallel_log_probabilities
+from hf_hotspa.parallel.mesh import TensorGroup
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, tokens_of
+from hf_hotspa.parallel.tensor_parallel import gather_shards
+
+LossOfLogits = Callable[[Tensor, slice], Tensor]
+"""Of logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
+
+
+@dataclass(frozen=True)
+class LogitLoss:
+    """The loss on a last stage.
+
+    Args:
+        tensor: The tensor-parallel group, over which the vocabulary is cut; None where it is whole.
+        own: A loss of the user's own; None for the cross entropy.
+        smoothing: Label smoothing of the cross entropy.
+        vocab_size: Logits of a token.
+        widths: Rows of the vocabulary in each shard, in the order of shards.
+    """
+
+    tensor: TensorGroup | None
+    own: TokenLoss | SequenceLoss | None
+    smoothing: float
+    vocab_size: int
+    widths: tuple[int, ...]
+
+    def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
+        """What makes of the logits of some tokens of a micro-batch their scaled loss; 0 where its `whole` pack is idle."""
+        tensor, own, labels = self.tensor, self.own, micro_batch.labels[0]
+        if is_idle(whole):
+            return of_nothing
+        first_row, group = (sum(self.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
+        if isinstance(own, SequenceLoss):
+            widths = self._logit_widths()
+
+            def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
+                whole = logits if tensor is None else gather_shards(logits, widths, tensor)
+                return own.of(whole, micro_batch, tokens, scale)
+
+            return of_sequences
+        if own is not None:
+            pack = tokens_of(micro_batch)
+
+            def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
+                log_probabilities = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
+                return own.of(log_probabilities, pack, tokens, scale)
+
+            return of_tokens
+
+        def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
+            smoothing, size = self.smoothing, self.vocab_size
+            log_probabilities = vocab_parallel_log_probabilities(
+                logits, labels[tokens], first_row, group, smoothing=smoothing, vocab_size=size
+            )
+            return log_probabilities.sum(dtype=torch.float64) * -scale
+
+        return cross_entropy
+
+    def _logit_widths(self) -> tuple[int, ...]:
+        """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
+        widths, left = [], self.vocab_size
+        for width in self.widths:
+            widths.append(min(width, max(left, 0)))
+            left -= width
+        return tuple(widths)

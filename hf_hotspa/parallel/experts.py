@@ -1,0 +1,289 @@
+"""Expert parallelism (`ep`): whole experts on each of N neighbouring ranks of a stage, and tokens that travel to them.
+
+Every rank routes its own tokens with the family's own router. Its pairs of a token and an expert are sorted by expert, the
+counts are exchanged (the one point of a layer where the host waits), the rows go to the ranks that hold their experts by
+an all-to-all, the family's own module computes them there, each with the weight 1, and a second all-to-all brings them back,
+where routing weights are applied and the experts of a token are added up (Lepikhin et al., 2021, "GShard", section 3.2;
+Fedus et al., 2022, "Switch Transformers", section 2.2; here without a capacity, so no token is dropped).
+
+Where the ranks of tp hold the same tokens each sends its share of them. A rank that gets no row stays in the graph:
+its all-to-all has a backward, which others wait for.
+
+Promises: what a module of experts returns, and the gradients to tokens and routing weights, are those of the family's own
+module with all experts, on every rank; the gradient of an expert is a part of the sum on each rank that holds it.
+What cannot promise that is refused by name (`unsupported_reason`).
+"""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
+
+from hf_hotspa.errors import ModelError
+from hf_hotspa.parallel.isolation import LayerKind
+from hf_hotspa.parallel.mesh import ExpertGroup, StrategyMesh, TensorGroup
+from hf_hotspa.parallel.sequence_parallel import all_gather
+from hf_hotspa.parallel.waiting import CLOCK
+
+_HIDDEN, _INDEX, _WEIGHTS = range(3)
+
+
+def is_fused(module: nn.Module) -> bool:
+    """Whether a module is one of transformers' fused experts: what its decorator `use_experts_implementation` makes."""
+    return all(hasattr(module, name) for name in ("has_gate", "is_transposed", "_apply_gate", "num_experts"))
+
+
+def fused_experts(modules: Mapping[str, nn.Module], layers: tuple[str, ...]) -> dict[str, int]:
+    """The modules of fused experts in the layers, by name, and how many experts each has."""
+    return {
+        name: int(module.num_experts)  # type: ignore[arg-type]
+        for name, module in modules.items()
+        if name.startswith(layers) and is_fused(module)
+    }
+
+
+def experts_per_token(config: PreTrainedConfig) -> int:
+    """Experts that compute a token; 1 where the config has none of the usual names for it."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), 1)
+
+
+def unsupported_reason(
+    family: str, modules: Mapping[str, nn.Module], layers: tuple[str, ...], kinds: Sequence[LayerKind]
+) -> str | None:
+    """Why the experts of a model cannot be divided over ranks, or None.
+
+    Args:
+        family: Its `model_type`.
+        modules: Its modules by name.
+        layers: What the names of layers begin with; one for each list of them.
+        kinds: How each layer treats the sequences of a pack.
+    """
+    found = fused_experts(modules, layers)
+    loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in found), None)
+    if loose is not None:
+        return (
+            f"{loose} of {family} ({type(modules[loose]).__name__}) is not one fused module of experts, so ep must be 1"
+        )
+    if not found:
+        return None  # a dense model, which has none to divide
+    if len(set(found.values())) > 1:
+        return f"the layers of {family} have {sorted(set(found.values()))} experts, not all as many, so ep must be 1"
+    for name, count in found.items():
+        module = modules[name]
+        arguments = list(inspect.signature(type(module).forward).parameters)[1:]
+        if len(arguments) != 3:
+            return f"{name} of {family} takes {arguments}, not tokens, experts and routing weights, so ep must be 1"
+        for leaf, parameter in module.named_parameters():
+            if "." in leaf or not parameter.dim() or parameter.shape[0] != count:
+                return f"{leaf} of {name} is not of single experts, so ep must be 1"
+        if any(isinstance(child, nn.ModuleList | nn.Identity) for child in module.children()):
+            return f"{name} of {family} has experts without weights, so ep must be 1"
+    if any(kind.alone for kind in kinds):
+        return (
+            f"layers of {family} are given one sequence of a pack at a time (for a convolution, a state, linear attention"
+            " or a mask of its own), and ranks that exchange tokens of experts keep step by packs, so ep must be 1"
+        )
+    return f"the layers of {family} run in cycles, so ep must be 1" if len(layers) > 1 else None
+
+
+class _Exchange(torch.autograd.Function):
+    """Rows [n, ...] to the ranks of a group, `sent[i]` of them to rank i; the gradients go the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+        ctx.sent, ctx.received, ctx.group = sent, received, group
+        return _exchanged(x, sent, received, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
+
+
+def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    out = x.new_empty(sum(received), *x.shape[1:])
+    with CLOCK.waiting:
+        dist.all_to_all_single(out, x.contiguous(), received, sent, group=group)
+    return out
+
+
+class _NoRows(torch.autograd.Function):
+    """What experts make of no rows, with all that they would have had a gradient for: so the graph goes on through it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.of_rows = rows.requires_grad
+        ctx.num_parameters = len(parameters)
+        return rows.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return gradients[0] if ctx.of_rows else None, *(None,) * ctx.num_parameters
+
+
+class _Shares:
+    """How rows that the ranks of a tensor-parallel group all hold are shared out among them.
+
+    Args:
+        num_rows: Rows that all hold.
+        tensor: The group.
+    """
+
+    def __init__(self, num_rows: int, tensor: TensorGroup) -> None:
+        self.group, self.size = tensor.group, tensor.size
+        cuts = [num_rows * i // self.size for i in range(self.size + 1)]
+        self.rows = [b - a for a, b in pairwise(cuts)]
+        position = dist.get_rank(self.group)
+        self.own = slice(cuts[position], cuts[position + 1])
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """The rows of all ranks."""
+        most = max(self.rows)
+        own = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
+        whole = x.new_empty(self.size * most, *x.shape[1:])
+        with CLOCK.waiting:
+            all_gather(whole, own.contiguous(), group=self.group)
+        parts = whole.view(self.size, most, *x.shape[1:])
+        return torch.cat([part[:rows] for part, rows in zip(parts, self.rows, strict=True)])
+
+
+class _OwnRows(torch.autograd.Function):
+    """This rank's share of several tensors; their whole gradients, gathered. One node: so ranks gather in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, shares: _Shares, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.shares = shares
+        ctx.needs = tuple(tensor.requires_grad for tensor in tensors)
+        return tuple(tensor[shares.own].clone() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return None, *(ctx.shares.gathered(g) if n else None for g, n in zip(gradients, ctx.needs, strict=True))
+
+
+class _AllRows(torch.autograd.Function):
+    """The rows of all ranks, which go on alike with them; backward this rank's own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shares: _Shares) -> Tensor:
+        ctx.shares = shares
+        return shares.gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        return gradients[0][ctx.shares.own].contiguous(), None
+
+
+class ExpertParallel:
+    """The experts of a replica on this rank.
+
+    Args:
+        group: The ranks that hold the experts between them.
+        shared: The tensor-parallel group, where its ranks hold the same tokens; None where each has its own.
+
+    Attributes:
+        num_rows: Rows that this rank's experts have computed forward since it was set to 0, of packs that are counted.
+        is_counting: Whether rows are counted now.
+        is_idle: Whether this rank's own tokens are padding, which is not counted anywhere.
+    """
+
+    def __init__(self, group: ExpertGroup, shared: TensorGroup | None) -> None:
+        self._group, self._shared = group, shared
+        self.num_rows = 0
+        self.is_counting = self.is_idle = False
+
+    @classmethod
+    def of(cls, mesh: StrategyMesh) -> "ExpertParallel | None":
+        """That of a replica; None where its strategy has no ep."""
+        if mesh.experts is None:
+            return None
+        return cls(mesh.experts, None if mesh.strategy.sp else mesh.tensor)
+
+    def divide(self, model: nn.Module, names: Iterable[str]) -> None:
+        """Makes some modules of experts those of this rank; a name without a module is of another stage."""
+        modules = dict(model.named_modules())
+        for name in names:
+            if name in modules:
+                self._wrap(modules[name])
+
+    def _wrap(self, module: Any) -> None:
+        """Makes a module of experts, whose parameters are (or become) those of this rank's shard, compute those of all."""
+        names = list(inspect.signature(type(module).forward).parameters)[1:]
+        count = int(module.num_experts)
+        module.num_experts = count // self._group.size
+        module.forward = partial(
+            self._run, forward=module.forward, names=names, num_experts=count, module=module, name=type(module).__name__
+        )
+
+    def _run(
+        self,
+        *args: Any,
+        forward: Callable[..., Tensor],
+        names: Sequence[str],
+        num_experts: int,
+        module: nn.Module,
+        name: str,
+        **kwargs: Any,
+    ) -> Tensor:
+        """What the module makes of all tokens here: see its forward."""
+        given = dict(zip(names, args, strict=False)) | kwargs
+        hidden, index, weights = (given[each] for each in names)
+        if index.shape != weights.shape or index.dim() != 2 or index.is_floating_point():
+            raise ModelError(
+                f"{name} is given experts {tuple(index.shape)} and routing weights {tuple(weights.shape)}",
+                why="ep needs the experts of each token, and a weight for each of them",
+                fix="leave ep out of this model's strategies, and report the model_type",
+            )
+        x = hidden.reshape(-1, hidden.shape[-1])
+        shares = None
+        if self._shared is not None:
+            shares = _Shares(len(x), self._shared)
+            x, weights = _OwnRows.apply(shares, x, weights)
+            index = index[shares.own]
+        y = self._of_tokens(x, index, weights, partial(self._local, forward, names, module), num_experts)
+        if shares is not None:
+            y = _AllRows.apply(y, shares)
+        return y.view_as(hidden)
+
+    def _of_tokens(
+        self, x: Tensor, index: Tensor, weights: Tensor, local: Callable[[Tensor, Tensor], Tensor], num_experts: int
+    ) -> Tensor:
+        """[t, h] of tokens that no other rank sends: `index` [t, k] int64 and `weights` [t, k] say by which experts."""
+        size, group, top_k = self._group.size, self._group.group, index.shape[1]
+        pairs = index.reshape(-1)
+        order = torch.argsort(pairs, stable=True)
+        counts = torch.bincount(pairs, minlength=num_experts).view(size, -1)
+        # beside the counts whether these rows are of a pack
+        told = torch.cat([counts, counts.new_full((size, 1), int(not self.is_idle))], 1)
+        heard = torch.empty_like(told)
+        with CLOCK.waiting:
+            dist.all_to_all_single(heard, told, group=group)
+        others = heard[:, :-1]
+        of_packs = others.sum(1) * heard[:, -1]
+        sent, received, counted = torch.stack([counts.sum(1), others.sum(1), of_packs]).tolist()
+        if self.is_counting:
+            self.num_rows += sum(counted)
+        rows = _Exchange.apply(x[order // top_k], sent, received, group)
+        experts = torch.arange(others.shape[1], device=x.device).repeat(size)
+        out = local(rows, experts.repeat_interleave(others.reshape(-1), output_size=sum(received)))
+        back = _Exchange.apply(out, received, sent, group)
+        weighted = back * weights.reshape(-1)[order][:, None]
+        # to the order of tokens, and summed as the family's own grouped products sum
+        return weighted[torch.argsort(order)].view(len(x), top_k, x.shape[1]).sum(1).to(x.dtype)
+
+    @staticmethod
+    def _local(
+        forward: Callable[..., Tensor], names: Sequence[str], module: nn.Module, rows: Tensor, experts: Tensor
+    ) -> Tensor:
+        """[n, h] of rows [n, h], each by one expert of this rank."""
+        if not len(rows):
+            out: Tensor = _NoRows.apply(rows, *module.parameters())
+            return out
+        given = {names[_HIDDEN]: rows, names[_INDEX]: experts[:, None], names[_WEIGHTS]: rows.new_ones(len(rows), 1)}
+        return forward(**given)

@@ -1,0 +1,68 @@
+"""Which degrees and options a strategy may have together, whatever the model. Plain data, no torch."""
+
+from typing import Any
+
+from hf_hotspa.errors import StrategyError
+
+DEGREES = ("dp", "cp", "tp", "pp", "ep")
+MAX_DEGREE = 1 << 20
+CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out"
+
+
+def check_strategy(strategy: Any) -> None:
+    """Refuses a strategy that cannot be.
+
+    Args:
+        strategy: A `Strategy`, which asks this when it is made.
+
+    Raises:
+        StrategyError: see there.
+    """
+    for axis in DEGREES:
+        degree = getattr(strategy, axis)
+        if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:
+            raise StrategyError(
+                f"{axis} degree {degree!r} is not an integer between 1 and {MAX_DEGREE}",
+                fix="write a strategy such as dp4tp2pp1",
+            )
+    if strategy.stage_size % strategy.ep:
+        raise StrategyError(
+            f"strategy {strategy} divides experts over {strategy.ep} ranks, and each of its stages has {strategy.stage_size}",
+            why="ep divides the experts of a layer over neighbouring ranks of its stage: dp * cp * tp of them",
+            fix="let ep divide dp * cp * tp: dp4ep4, dp4ep2, dp2tp2ep4",
+        )
+    if strategy.ep > 1 and (strategy.z or strategy.ck):
+        option = f"+z{strategy.z}" if strategy.z else f"+ck{strategy.ck}"
+        raise StrategyError(
+            f"strategy {strategy} has both experts over ranks (ep{strategy.ep}) and {option}",
+            why="ranks that exchange tokens keep step by packs, and their chunks, or the units of their layers, do not",
+            fix=f"leave {option} out, or ep{strategy.ep}",
+        )
+    if strategy.shard_order and sorted(strategy.shard_order) != list(range(strategy.tp)):
+        raise StrategyError(f"{strategy.shard_order} is not an order of the {strategy.tp} shards of {strategy}")
+    if strategy.sp and strategy.tp == 1:
+        raise StrategyError(
+            f"strategy {strategy} is sequence parallel without tensor parallelism",
+            why="sp divides the tokens over the ranks of tp",
+            fix="use tp2 or more, or leave +sp out",
+        )
+    if strategy.z not in (0, 2, 3):
+        raise StrategyError(
+            f"there is no +z{strategy.z}", fix="use +z2 or +z3, or leave it out: that is ZeRO's stage 1"
+        )
+    if strategy.ck < 0:
+        raise StrategyError(f"a chunk of {strategy.ck} tokens", fix=CHUNK_FIX)
+    if strategy.ck and strategy.z and (strategy.pp > 1 or strategy.kg):
+        raise StrategyError(
+            f"strategy {strategy} is fully sharded and {'a pipeline of token chunks' if strategy.pp > 1 else 'keeps graphs of chunks'}",
+            why="the units of all replicas keep step by packs, and replicas have unequal chunks",
+            fix=f"leave +z{strategy.z}{f', +ck{strategy.ck}' if strategy.pp > 1 else ''}{f' or +kg{strategy.kg}' if strategy.kg else ''} out",
+        )
+    if (strategy.kg or strategy.kh) and (not strategy.ck or strategy.pp > 1):
+        raise StrategyError(
+            f"strategy {strategy} has +kg or +kh {'in a pipeline' if strategy.ck else 'without token chunks'}",
+            why="a pipeline keeps the graphs of all chunks, and their keys and values with them"
+            if strategy.ck
+            else "they say how chunks of packs are kept",
+            fix="leave them out" if strategy.ck else "write +ck4096, too, or leave them out",
+        )

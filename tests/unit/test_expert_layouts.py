@@ -1,0 +1,196 @@
+"""Experts over ranks (`ep`): the grammar, who holds which expert, what it takes, and what is refused."""
+
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.experts import check_experts, exchange_seconds
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.errors import StrategyError, UnsupportedError
+from hf_hotspa.layout.placement import gradient_layout, master_layout, rank_slots, strategy_layout
+from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_vector
+from hf_hotspa.model.specs import describe_model
+from hf_hotspa.model.storage import from_storage, to_storage
+from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.strategy import Strategy, parse_buckets
+from tests.tiny_families import tiny_model_of
+
+EXPERTS, WIDTH, HIDDEN = 12, 6, 2
+STRATEGIES = [
+    "dp4ep4", "dp4ep2", "dp2tp2ep2", "dp2tp2ep4", "tp4ep4", "tp4ep2", "dp2pp2ep2", "dp3ep3pp2", "dp2tp3ep2", "dp2tp3ep6",
+    "tp6ep2", "dp2cp2ep4", "dp6ep4pp2tp2",
+]  # fmt: skip
+
+
+def vector_of(layers: int = 2) -> ParameterVector:
+    """Per layer: fused experts that tp cuts along rows and along columns, ones that it does not cut, and a norm."""
+    part = Part(WIDTH, WIDTH, WIDTH)
+    specs = []
+    for layer in range(layers):
+        at = f"layers.{layer}"
+        up, down = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+        specs += [
+            ParameterSpec(f"{at}.up", up, "float32", layer, 1, (part, part), experts=EXPERTS),
+            ParameterSpec(f"{at}.down", down, "float32", layer, 2, (part,), experts=EXPERTS),
+            ParameterSpec(f"{at}.bias", (EXPERTS, 3), "float32", layer, experts=EXPERTS),
+            ParameterSpec(f"{at}.norm", (HIDDEN,), "float32", layer),
+        ]
+    return build_vector(specs, [1] * layers, 0)
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_grammar_groups_and_layout(text):
+    strategy = Strategy.parse(text)
+    assert Strategy.parse(str(strategy)) == strategy
+    assert f"ep{strategy.ep}" in str(strategy)
+    groups = strategy.expert_groups()
+    assert sorted(rank for group in groups for rank in group) == list(range(strategy.world_size))
+    for group in groups:
+        assert [strategy.expert_shard(rank) for rank in group] == list(range(strategy.ep))
+        assert len({strategy.coord(rank).pp for rank in group}) == 1
+    across = any(len({strategy.coord(rank).dp for rank in group}) > 1 for group in groups)
+    assert strategy.keeps_step == across
+    assert strategy.layout.ep == strategy.ep
+    assert strategy.layout != replace(strategy, ep=1).layout
+
+
+def test_ep_1_is_no_other_strategy():
+    assert Strategy.parse("dp2tp2ep1") == Strategy.parse("dp2tp2")
+    assert str(Strategy.parse("dp2ep1")) == "dp2tp1pp1"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("dp2ep4", "divides experts over 4 ranks, and each of its stages has 2"),
+        ("dp2pp2ep4", "each of its stages has 2"),
+        ("ep2", "each of its stages has 1"),
+        ("dp4ep3", "divides experts over 3 ranks"),
+        ("dp4ep0", "ep degree 0"),
+        ("dp4ep4+z2", "(ep4) and +z2"),
+        ("dp4ep4+z3", "(ep4) and +z3"),
+        ("tp4ep2+ck8", "(ep2) and +ck8"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_a_fix(text, says):
+    with pytest.raises(StrategyError) as caught:
+        Strategy.parse(text)
+    assert says in caught.value.what
+    assert caught.value.fix
+
+
+@pytest.mark.parametrize("text", STRATEGIES)
+def test_each_rank_holds_whole_experts_and_adds_the_gradient_of_all_that_it_holds(text):
+    strategy, vector = Strategy.parse(text), vector_of()
+    layout, gradients = strategy_layout(vector, strategy), gradient_layout(vector, strategy)
+    for rank in range(strategy.world_size):
+        slots = rank_slots(vector, strategy, rank)
+        of_slots = sorted((i.start, i.stop, i.offset) for slot in slots for i in slot.intervals())
+        placed = sorted((i.start, i.stop, i.offset) for i in layout.holdings[rank])
+        assert _elements(of_slots) == _elements(placed)
+        assert sum(slot.numel for slot in slots) == sum(layout.sizes[rank])
+        added = _elements([(i.start, i.stop, i.offset) for i in gradients.holdings[rank]])
+        for slot in slots:
+            if not slot.spec.experts:
+                continue
+            # the elements of its experts, in local storage order
+            numbers = torch.arange(slot.spec.numel).view(slot.spec.shape)
+            stored = to_storage(numbers, slot.spec.shard_dim)
+            places = {int(n): slot.spec.offset + at for at, n in enumerate(stored)}
+            first = EXPERTS // strategy.ep * strategy.expert_shard(rank)
+            mine = numbers[first : first + EXPERTS // strategy.ep]
+            assert slot.shape == tuple(mine.shape)
+            held = [element for i in slot.intervals() for element in range(i.start, i.stop)]
+            local = from_storage(torch.tensor(held), slot.shape, slot.spec.shard_dim)
+            assert torch.equal(local, mine.clone().apply_(places.get))
+            assert set(held) <= added.keys()
+    for spec in vector.specs:
+        if spec.experts:
+            copies = [sum(i.start <= at < i.stop for held in layout.holdings for i in held) for at in range(spec.offset, spec.stop)]  # fmt: skip
+            assert set(copies) == {strategy.stage_size // strategy.ep}
+
+
+def _elements(rows):
+    return {start + i: offset + i for start, stop, offset in rows for i in range(stop - start)}
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), list(product(("dp4", "tp4", "dp2tp2ep2", "dp4ep4"), ("dp4ep4", "tp4ep2", "tp4")))
+)
+def test_a_switch_to_and_from_experts_over_ranks_is_an_ordinary_plan(first, second):
+    """Plans are proved when they are made: each element arrives once, from a rank that has it."""
+    vector, cluster = vector_of(), Cluster(4, 2)
+    one, other = (strategy_layout(vector, Strategy.parse(name)) for name in (first, second))
+    widths = [4] * len(vector.segments)
+    plan = plan_load(one, other, cluster, widths)
+    plan.validate(one, other)
+    assert (plan.wire_bytes(widths) == 0) == (one.holdings == other.holdings or first == "dp4")
+    returned, master = gradient_layout(vector, Strategy.parse(second)), master_layout(vector, 4)
+    plan_return(returned, master, cluster, widths).validate(returned, master)
+
+
+def test_memory_of_experts_is_divided_by_ep():
+    vector, shape = vector_of(), describe_model(tiny_model_of("mixtral")).shape
+    sizes = ModelSizes(shape, "float32", vector=vector)
+    of_experts = sum(spec.numel for spec in vector.specs if spec.experts) * 4
+    rest = vector.numel * 4 - of_experts
+    for text in ("dp4", "dp4ep2", "dp4ep4", "tp4ep4", "dp6tp2ep12", "dp3ep3"):
+        strategy = Strategy.parse(text)
+        (stage,) = sizes.stages(strategy)
+        expected = rest + of_experts // strategy.ep
+        assert stage.weight_bytes == stage.gradient_bytes == expected, text
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "gpt_oss"])
+def test_sizes_from_a_shape_are_those_of_the_layout(family):
+    description = describe_model(tiny_model_of(family, torch.float32))
+    exact = ModelSizes(description.shape, "float32", vector=description.vector)
+    from_shape = ModelSizes(description.shape, "float32")
+    of_experts = 4 * sum(spec.numel for spec in description.vector.specs if spec.experts)
+    for text, share in (("dp4ep4", 4), ("dp4ep2", 2)):
+        strategy, plain = Strategy.parse(text), Strategy.parse("dp4")
+        for sizes in (exact, from_shape):
+            (apart,), (whole,) = sizes.stages(strategy), sizes.stages(plain)
+            saved = whole.weight_bytes - apart.weight_bytes
+            assert math.isclose(saved, of_experts * (1 - 1 / share), rel_tol=1e-3), (text, sizes)
+
+
+def test_time_counts_the_exchange_of_tokens_and_that_replicas_keep_step():
+    shape = describe_model(tiny_model_of("mixtral")).shape
+    assert (shape.num_experts, shape.experts_per_token) == (8, 2)
+    assert exchange_seconds(Strategy.parse("dp4"), shape, 1.0, 1.0) == (0.0, 0.0)
+    assert exchange_seconds(Strategy.parse("dp4ep4"), shape, 1.0, 0.0) == (4 * 2 * 3 / 4, 0.0)
+    assert exchange_seconds(Strategy.parse("tp4ep4"), shape, 1.0, 0.0) == (2 * 3 / 4, 0.0)
+    time = TimeModel.analytic(ModelSizes(shape, "bfloat16"), load_hardware("a100-80g"))
+    uneven = [((8,), (64000,)), ((64000,), (8,)), ((8,),), ((8,),)]
+    alone, together = (time.phase_seconds(Strategy.parse(name), uneven) for name in ("dp4", "dp4ep4"))
+    # two long packs that follow one another, where a replica alone has one of them
+    assert together > 1.5 * alone > 0
+
+
+def test_families_without_experts_that_can_be_divided_are_refused_by_name():
+    for family, says in (
+        ("llama", "llama has no experts"),
+        ("llama4_text", "is not one fused module"),
+        ("qwen3_next", "qwen3_next"),
+    ):
+        shape = describe_model(tiny_model_of(family)).shape
+        assert says in Strategy.parse("dp4ep4").unsupported_reason(shape), family
+    shape = describe_model(tiny_model_of("mixtral")).shape
+    assert Strategy.parse("dp8ep8").unsupported_reason(shape) is None
+    assert Strategy.parse("dp3ep3").unsupported_reason(shape) == "ep3 does not divide the 8 experts of a layer"
+
+
+@pytest.mark.parametrize(("schedule", "flexible"), [("gpipe", False), ("1f1b", False), ("auto", True)])
+def test_what_has_not_been_made_exact_with_it_is_refused(schedule, flexible):
+    buckets = parse_buckets("dp2pp2ep2:64")
+    check_experts(buckets, "auto")
+    with pytest.raises(UnsupportedError) as caught:
+        check_experts(buckets, schedule, flexible)
+    assert caught.value.fix
