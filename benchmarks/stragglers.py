@@ -1,14 +1,16 @@
-"""One slow device of four: what `hotspa_stragglers` makes of it, against no answer and against no slow device.
+"""Slow devices: what `hotspa_stragglers` makes of them, against no answer and against no slow device.
 
-    python benchmarks/stragglers.py
-    python benchmarks/stragglers.py --chi 4 --hidden 128 --json out/stragglers.json
+    python benchmarks/stragglers.py                                  # one slow rank of four
+    python benchmarks/stragglers.py --part four                      # 8, 6, 4 and 2 times as slow on four of eight ranks
+    python benchmarks/stragglers.py --part table                     # what migration costs where no rank is slow
     HOTSPA_BENCHMARK_SLOW=2:3.5 python benchmarks/stragglers.py      # rank 2 takes 3.5 times as long
 
-Four processes, all sides in turn on the same weights and rows, in one run. Every product of a linear that tp cuts sleeps
-for its size, on the slow rank `chi` times as long, so that the cores are never the limit; under `dp4` every forward sleeps for its
-tokens, three times as long as a product does (the backward is two more). Every side finds the slow rank by itself, by what its
-mini-batches measured, and the first ones are not counted. The numbers of the paper (arXiv 2401.11469, Table I: 8 GPUs, tree
-collectives) stand beside as ratios.
+All sides in turn in one run: mini-batch by mini-batch, each with weights, optimizer and decisions of its own from the same start, on the
+same rows. Every product of a linear that tp cuts sleeps for its size, on a slow rank `chi` times as long, so that the cores are never the
+limit; under `dp4` every forward sleeps for its tokens, three times as long as a product does (the backward is two more). Every side finds
+the slow ranks by itself, by what its mini-batches measured, and the first ones are not counted. What it took to look at the variation of
+weights (once a period) is not counted either. The numbers of the paper (arXiv 2401.11469: 8 V100, ViT-1B, tree collectives) stand
+beside as ratios.
 """
 
 import argparse
@@ -16,16 +18,20 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from worlds import run_world
 
 from hf_hotspa.data.collator import PackedBucketCollator
+from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
@@ -33,29 +39,44 @@ from hf_hotspa.parallel.flexible_work import Exchange
 from hf_hotspa.parallel.waiting import PRODUCTS, ProductClock
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.stragglers import ratios
+from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"
-RANKS, WARM = 4, 4
+WARM, PERIOD, LENGTH, LEARNING_RATE = 4, 2, 16, 3e-3
 MIGRATION = {
     "migrate": Exchange.BROADCAST,
     "migrate, own reduces": Exchange.UNMERGED,
     "migrate, scatter and gather": Exchange.SCATTER,
 }
-PAPER = {"broadcast and reduce": 1.268, "scatter and gather": 2.134}
-"""Table I, one slow task, half of its columns: seconds by those without migration, on GPUs of equal speed."""
+RESIZING = {"resize Rd": "rd", "resize Pri": "pri", "resize PriDiffR": "pridiffr", "resize PriDiffE": "pridiffe"}
+FOUR = (8.0, 6.0, 4.0, 2.0)
+TABLE = {
+    ("broadcast and reduce", 1): (1.139, 1.209, 1.268, 1.340),
+    ("scatter and gather", 1): (1.282, 1.681, 2.134, 2.582),
+    ("broadcast and reduce", 4): (1.976, 2.268, 2.676, 2.984),
+    ("scatter and gather", 4): (2.088, 2.603, 3.212, 3.850),
+}
+"""Table I: seconds by those without migration, on GPUs of equal speed, for 1/4, 1/2, 3/4 and all columns of so many tasks."""
+TABLE_SHARES = (0.25, 0.5, 0.75, 0.95)
+PAPER = """the paper, one slow GPU of eight (Figs. 9, 10): without an answer the seconds of an epoch grow in proportion to chi; with Pri, PriDiffR and SEMI
+nearly flat; at chi = 8 Pri is 3.5 times as fast as no answer, PriDiffE 2.1 times; PriDiffR up to 4 % below Pri (chi = 2);
+migration alone is between, far from the ideal at large chi. Accuracy lost: Pri 1.3 %, PriDiffE 0.3 %; SEMI much less than PriDiffR."""
+PAPER_FOUR = "the paper (Fig. 11, four of eight GPUs at chi = 8, 6, 4, 2): lambda = 0 is PriDiffR, 4 is migration alone, the best is 3."
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--part", choices=("one", "four", "table"), nargs="+", default=["one"])
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128])
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--rows", type=int, default=64, help="rows of 16 tokens in a mini-batch")
     parser.add_argument("--rounds", type=int, default=3, help="mini-batches of each side that count")
-    parser.add_argument("--usual", type=float, default=0.3, help="seconds of products of a usual rank in a mini-batch")
+    parser.add_argument("--usual", type=float, default=0.4, help="seconds of products of a usual rank in a mini-batch")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
@@ -74,15 +95,17 @@ def slow_rank(chi: float) -> tuple[int, float]:
     return int(rank), float(times)
 
 
-def make_model(hidden: int, layers: int, vocab_size: int = 64, longest: int = 64) -> LlamaForCausalLM:
+def make_model(
+    hidden: int, layers: int, vocab_size: int = 64, longest: int = 64, num_heads: int = 4
+) -> LlamaForCausalLM:
     """A decoder of the proportions of a ViT: an MLP of about four times the width, as many heads as it takes."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=hidden,
         intermediate_size=4 * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
+        num_attention_heads=num_heads,
+        num_key_value_heads=num_heads,
         vocab_size=vocab_size,
         max_position_embeddings=longest,
     )
@@ -126,115 +149,264 @@ class Sleep:
         Replica.forward = forwards  # type: ignore[method-assign,assignment]
 
 
-def measure(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each side; on every rank, and the same on all."""
-    slow, times = slow_rank(chi)
-    model = make_model(hidden, options.layers)
-    tokens = options.rows * 16
-    size = options.layers * (4 * hidden * hidden + 3 * hidden * 4 * hidden) * tokens * 3 // RANKS
-    sleep = Sleep(options.usual / size, options.usual * RANKS / tokens)
-    sleep.install()
-    generator = torch.Generator().manual_seed(0)
-    rows = [{"input_ids": torch.randint(0, 64, (16,), generator=generator).tolist()} for _ in range(options.rows)]
-    read = [read_row(row, index, DEFAULT_RULES) for index, row in enumerate(rows)]
-    table = SequenceTable.of_rows(read, DEFAULT_RULES)
-    engines = {
-        name: HotSPaEngine(model, parse_buckets(f"{name}:16@{tokens}"), EngineOptions(flexible=True))
-        for name in ("tp4", "dp4")
-    }
-    sides: dict[str, Callable[[], float]] = {}
-    found: dict[str, list[float]] = {}
-    detected: dict[str, int] = {}
-    losses: dict[str, float] = {}
+@dataclass(frozen=True)
+class Answer:
+    """One side.
 
-    def add(name: str, strategy: str, chi: float, answer: str, exchange: Exchange = Exchange.BROADCAST) -> None:
-        engine = engines[strategy]
-        pace = engine.device_pace(answer if answer in GIVING else None)
-        collate = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=64)
-        steps = 0
+    Args:
+        strategy: tp or dp.
+        mode: Of `hotspa_stragglers`.
+        slow: Whether devices are slow.
+        exchange: How columns migrate.
+        columns: Which are left out.
+        migrating: Of several slow ranks so many migrate, whatever equation 3 finds: the paper's lambda.
+    """
 
-        def step() -> float:
-            nonlocal steps
-            steps += 1
-            sleep.times = chi if rank == slow else 1.0
-            speeds = pace.devices.speeds() if answer == "balance" else None
-            plan = plan_mini_batch(range(len(rows)), table, engine.buckets, speeds=speeds)
-            for runner in engine.phases.values():
-                if (work := runner.replica.flexible) is not None:
-                    work.exchange = exchange
-                    work.give((0.0,) * work.size)
-                    work.resized = 0.0
-            if pace.giving is not None:
-                engine.give(pace.giving.shares, pace.giving.to_nobody)
-            mini_batch = collate.of_plan(plan, dict(enumerate(read)))
-            engine.agreement.barrier()
-            begin = time.perf_counter()
-            report = engine.forward_backward(mini_batch, steps - 1)
-            seconds = time.perf_counter() - begin
-            report, event = pace.trained(plan, report)
-            if event is not None and slow in event.slow:
-                detected.setdefault(name, steps)
-            if pace.giving is not None:
-                pace.giving.decide(pace.devices.known, pace.devices.slow)
-            losses[name] = report.loss
-            return seconds
+    strategy: str
+    mode: str = "off"
+    slow: bool = True
+    exchange: Exchange = Exchange.BROADCAST
+    columns: str = "pri"
+    migrating: int | None = None
 
-        sides[name], found[name] = step, []
 
-    for strategy in engines:
-        add(f"{strategy}: none slow", strategy, 1.0, "off")
-        add(f"{strategy}: off", strategy, times, "off")
-    for name, exchange in MIGRATION.items():
-        add(f"tp4: {name}", "tp4", times, "migrate", exchange)
-    add("tp4: resize (not exact)", "tp4", times, "resize")
-    add("dp4: balance", "dp4", times, "balance")
-    for number in range(WARM + options.rounds):
-        for name, step in sides.items():
-            seconds = step()
-            if number >= WARM:
-                found[name].append(seconds)
-    for engine in engines.values():
-        engine.close()
-    exact = [loss for name, loss in losses.items() if "not exact" not in name]
-    if max(exact) - min(exact) > 1e-4 * losses["tp4: off"]:
-        raise SystemExit(f"the losses differ: {losses}")
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    # the best of any division: none of the products for tp, which gives them to three others; sequences for dp
-    ideal = {"tp4": times * RANKS / (times * (RANKS - 1) + 1), "dp4": times * RANKS / (times * (RANKS - 1) + 1)}
+class Measured:
+    """The world of a benchmark on this rank: a model, an engine a strategy, rows, and the sleeps."""
+
+    def __init__(self, rank: int, world_size: int, hidden: int, strategies: str, options: argparse.Namespace) -> None:
+        self.rank, self.tokens = rank, options.rows * LENGTH
+        self.model = make_model(hidden, options.layers, num_heads=max(world_size, 4))
+        size = options.layers * (4 * hidden * hidden + 3 * hidden * 4 * hidden) * self.tokens * 3 // world_size
+        self.sleep = Sleep(options.usual / size, options.usual * world_size / self.tokens)
+        self.sleep.install()
+        generator = torch.Generator().manual_seed(0)
+        rows = [
+            {"input_ids": torch.randint(0, 64, (LENGTH,), generator=generator).tolist()} for _ in range(options.rows)
+        ]
+        self.rows = [read_row(row, index, DEFAULT_RULES) for index, row in enumerate(rows)]
+        self.table = SequenceTable.of_rows(self.rows, DEFAULT_RULES)
+        self.engines = {
+            name: HotSPaEngine(
+                self.model, parse_buckets(f"{name}{world_size}:{LENGTH}@{self.tokens}"), EngineOptions(flexible=True)
+            )
+            for name in strategies.split(",")
+        }
+
+    def close(self) -> None:
+        """Ends the engines."""
+        for engine in self.engines.values():
+            engine.close()
+
+
+class Side:
+    """One way to answer, with weights and knowledge of its own.
+
+    Attributes:
+        given: Shares that are given away whatever is found; None to decide.
+        seconds: Of each mini-batch.
+        found_after: The mini-batch after which all slow ranks were known.
+        loss: Of the last mini-batch.
+        shares: For each rank what it gave away and what it left out in the last mini-batch.
+    """
+
+    def __init__(self, world: Measured, answer: Answer, chis: Mapping[int, float]) -> None:
+        self.world, self.answer, self.chis = world, answer, chis if answer.slow else {}
+        self.engine = engine = world.engines[answer.strategy]
+        self.pace = engine.device_pace(answer.mode if answer.mode in GIVING else None)
+        self.collate = PackedBucketCollator(engine.buckets, rank=world.rank, vocab_size=64)
+        self.optimizer = torch.optim.AdamW(engine.parameter_groups(), lr=LEARNING_RATE)
+        self.resizing = Resizing(answer.columns, "zero", PERIOD)
+        self.statistics = ColumnStatistics(engine, self.resizing)
+        self.weights = [w.clone() if w is not None else None for w in engine.master.weights]
+        self.tensors: dict[str, torch.Tensor] = {}
+        self.given: dict[str, tuple[float, ...]] | None = None
+        self.seconds: list[float] = []
+        self.found_after: int | None = None
+        self.loss, self.shares = 0.0, ""
+        world.sleep.times = 1.0
+        if answer.mode == "semi":
+            assert self.pace.giving is not None
+            pretest(engine, self.pace.giving)
+
+    def step(self) -> None:
+        """One mini-batch."""
+        world, engine, number = self.world, self.engine, len(self.seconds)
+        world.sleep.times = self.chis.get(world.rank, 1.0)
+        for weight, own in zip(engine.master.weights, self.weights, strict=True):
+            if weight is not None and own is not None:
+                weight.copy_(own)
+        for work in engine.flexible_works().values():
+            work.exchange, work.resizing = self.answer.exchange, self.resizing
+            work.give((0.0,) * work.size)
+            work.resized = 0.0
+        self.statistics.load(self.tensors)
+        self.statistics.begin(number, PERIOD)
+        giving = self.pace.giving
+        if giving is not None:
+            engine.give(giving.shares, giving.resized)
+        elif self.given is not None:
+            engine.give(self.given)
+        speeds = self.pace.devices.speeds() if self.answer.mode == "balance" else None
+        plan = plan_mini_batch(range(len(world.rows)), world.table, engine.buckets, speeds=speeds)
+        mini_batch = self.collate.of_plan(plan, dict(enumerate(world.rows)))
+        engine.agreement.barrier()
+        begin = time.perf_counter()
+        report = engine.forward_backward(mini_batch, number)
+        self.seconds.append(time.perf_counter() - begin)
+        self.shares = self._shares(report)
+        report, _ = self.pace.trained(plan, report)
+        if self.found_after is None and self.chis and self.chis.keys() <= self.pace.devices.slow:
+            self.found_after = number + 1
+        if giving is not None and self.answer.migrating is not None:
+            with patch.object(ratios, "num_migrating", lambda *_: self.answer.migrating):
+                giving.decide(self.pace.devices.known, self.pace.devices.slow)
+        elif giving is not None:
+            giving.decide(self.pace.devices.known, self.pace.devices.slow)
+        self.loss, self.tensors = report.loss, self.statistics.tensors()
+        engine.clip_grad_norm_(1.0)
+        self.optimizer.step()
+        for weight, own in zip(engine.master.weights, self.weights, strict=True):
+            if weight is not None and own is not None:
+                own.copy_(weight)
+
+    def _shares(self, report: Any) -> str:
+        giving = self.pace.giving
+        if giving is None or report.ranks is None:
+            return ""
+        (given,) = giving.shares.values()
+        left = [row[0][-1] for row in report.ranks.phases]
+        both = {rank: (given[rank], left[rank]) for rank in self.chis}
+        return ", ".join(
+            " + ".join([f"{g:.2f} migrates"] * (g > 0) + [f"{p:.2f} left out"] * (p > 0)) or "all"
+            for g, p in both.values()
+        )
+
+
+def take_turns(sides: Mapping[str, Side], rounds: int) -> None:
+    """Mini-batch by mini-batch, one side after the other."""
+    for _ in range(WARM + rounds):
+        for side in sides.values():
+            side.step()
+
+
+def found(sides: Mapping[str, Side]) -> dict[str, Any]:
+    """What the sides took and came to."""
     return {
-        "hidden": hidden,
-        "chi": times,
-        "seconds": medians,
-        "all_seconds": found,
-        "ideal": {name: ratio * medians[f"{name}: none slow"] for name, ratio in ideal.items()},
-        "found_after": detected,
-        "loss": losses,
+        name: {
+            "seconds": statistics.median(side.seconds[WARM:]),
+            "all_seconds": side.seconds,
+            "found_after": side.found_after,
+            "loss": side.loss,
+            "shares": side.shares,
+            "strategy": side.answer.strategy,
+            "exact": side.answer.mode not in ("resize", "semi"),
+        }
+        for name, side in sides.items()
     }
 
 
-def show(result: dict[str, Any]) -> None:
+def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
+    """One slow rank of four, every answer."""
+    slow, times = slow_rank(chi)
+    world = Measured(rank, world_size, hidden, "tp,dp", options)
+    answers = {"tp4: none slow": Answer("tp", slow=False), "tp4: off": Answer("tp")}
+    answers |= {f"tp4: {name}": Answer("tp", "migrate", exchange=exchange) for name, exchange in MIGRATION.items()}
+    answers |= {f"tp4: {name}": Answer("tp", "resize", columns=columns) for name, columns in RESIZING.items()}
+    answers |= {"tp4: semi": Answer("tp", "semi"), "tp4: semi, PriDiffR": Answer("tp", "semi", columns="pridiffr")}
+    answers |= {
+        "dp4: none slow": Answer("dp", slow=False),
+        "dp4: off": Answer("dp"),
+        "dp4: balance": Answer("dp", "balance"),
+    }
+    sides = {name: Side(world, answer, {slow: times}) for name, answer in answers.items()}
+    take_turns(sides, options.rounds)
+    result = found(sides)
+    world.close()
+    losses = [side["loss"] for side in result.values() if side["exact"]]
+    if max(losses) - min(losses) > 1e-3 * losses[0]:
+        raise SystemExit(f"the losses of exact sides differ: {losses}")
+    # the best of any exact division: none of the products for tp, which gives them to three others; sequences for dp
+    ratio = times * world_size / (times * (world_size - 1) + 1)
+    ideal = {s: ratio * result[f"{s}4: none slow"]["seconds"] for s in ("tp", "dp")}
+    return {
+        "what": f"hidden {hidden}, one of four ranks takes {times:g} times as long",
+        "ideal": ideal,
+        "sides": result,
+    }
+
+
+def four_of_eight(rank: int, world_size: int, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Four slow ranks of eight: lambda of them migrate, the others are resized."""
+    world = Measured(rank, world_size, hidden, "tp", options)
+    answers = {"tp8: none slow": Answer("tp", slow=False), "tp8: off": Answer("tp")}
+    answers |= {f"tp8: lambda {x}": Answer("tp", "semi", migrating=x) for x in range(len(FOUR) + 1)}
+    answers |= {"tp8: semi (equation 3)": Answer("tp", "semi")}
+    sides = {name: Side(world, answer, dict(enumerate(FOUR))) for name, answer in answers.items()}
+    take_turns(sides, options.rounds)
+    result = found(sides)
+    world.close()
+    ratio = world_size / (sum(1.0 / chi for chi in FOUR) + world_size - len(FOUR))
+    what = f"hidden {hidden}, four of eight ranks take 8, 6, 4 and 2 times as long"
+    return {"what": what, "ideal": {"tp": ratio * result["tp8: none slow"]["seconds"]}, "sides": result}
+
+
+def table_of_migration(rank: int, world_size: int, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
+    """Table I: no rank is slow, and columns migrate all the same."""
+    world = Measured(rank, world_size, hidden, "tp", options)
+    side = Side(world, Answer("tp"), {})
+    exchanges = {"broadcast and reduce": Exchange.BROADCAST, "scatter and gather": Exchange.SCATTER}
+    cells = {("none", 0, 0.0): []}
+    cells |= {(name, nu, share): [] for name in exchanges for nu in (1, 4) for share in TABLE_SHARES}
+    (strategy,) = side.engine.phases
+    for number in range(options.rounds + 1):
+        for (name, nu, share), seconds in cells.items():
+            side.answer = Answer("tp", exchange=exchanges.get(name, Exchange.BROADCAST))
+            side.given = {str(strategy): tuple(share if r < nu else 0.0 for r in range(world_size))}
+            side.step()
+            if number:
+                seconds.append(side.seconds[-1])
+    world.close()
+    medians = {key: statistics.median(seconds) for key, seconds in cells.items()}
+    whole = medians.pop(("none", 0, 0.0))
+    by = [[*key, seconds, seconds / whole] for key, seconds in medians.items()]
+    return {"what": f"hidden {hidden}, eight ranks of equal speed", "whole_s": whole, "cells": by}
+
+
+def show(result: Mapping[str, Any]) -> None:
     """One configuration as a table."""
-    print(f"\nhidden {result['hidden']}, one rank takes {result['chi']:g} times as long")
-    print(f"{'side':<34}{'s a mini-batch':>16}{'by none slow':>14}{'by ideal':>10}{'found after':>13}")
-    for name, seconds in result["seconds"].items():
-        strategy = name.split(":")[0]
-        none, ideal = result["seconds"][f"{strategy}: none slow"], result["ideal"][strategy]
-        after = result["found_after"].get(name, "")
-        print(f"{name:<34}{seconds:>16.3f}{seconds / none:>14.2f}{seconds / ideal:>10.2f}{after!s:>13}")
+    print(f"\n{result['what']}")
+    if "cells" in result:
+        print(f"nothing given: {result['whole_s']:.3f} s a mini-batch; by it, and the paper's")
+        for name, nu, share, seconds, ratio in result["cells"]:
+            paper = TABLE[name, nu][TABLE_SHARES.index(share)]
+            print(f"{name:<22}{nu} give {share:4.2f}{seconds:>10.3f} s{ratio:>8.3f}{paper:>8.3f}")
+        return
+    heads = ("s a mini-batch", "by none slow", "by ideal", "off by it", "found after", "loss")
+    print(f"{'side':<34}" + "".join(f"{head:>15}" for head in heads) + "  shares of slow ranks")
+    for name, side in result["sides"].items():
+        prefix, seconds = name.split(":")[0], side["seconds"]
+        none, off = (result["sides"][f"{prefix}: {other}"]["seconds"] for other in ("none slow", "off"))
+        values = (f"{seconds:.3f}", f"{seconds / none:.2f}", f"{seconds / result['ideal'][side['strategy']]:.2f}")
+        values += (f"{off / seconds:.2f}x", str(side["found_after"] or ""), f"{side['loss']:.4f}")
+        exact = "" if side["exact"] else " (not exact)"
+        print(f"{name + exact:<34}" + "".join(f"{value:>15}" for value in values) + f"  {side['shares']}")
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     """Measures, prints and writes."""
     options = parse_options(arguments)
     results = []
-    for hidden in options.hidden:
-        for chi in options.chi:
-            results.append(run_world(RANKS, measure, hidden, chi, options))
+    for part in options.part:
+        for hidden in options.hidden:
+            if part == "one":
+                for chi in options.chi:
+                    results.append(run_world(4, one_of_four, hidden, chi, options))
+                    show(results[-1])
+                continue
+            measure = four_of_eight if part == "four" else table_of_migration
+            results.append(run_world(8, measure, hidden, options))
             show(results[-1])
-    print(
-        "\nthe paper, no slow GPU, half of one task's columns given away, by none given: "
-        + ", ".join(f"{name} {ratio}" for name, ratio in PAPER.items())
-    )
+        print("\n" + {"one": PAPER, "four": PAPER_FOUR, "table": "the paper: Table I"}[part])
     given = {key: value for key, value in vars(options).items() if key != "json"}
     result = {"options": given, "runs": results}
     if options.json:

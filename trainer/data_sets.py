@@ -11,6 +11,7 @@ from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.per_row import PerRow
@@ -86,6 +87,7 @@ class DataSets:
         buckets: tuple[Bucket, ...],
         mini_batch_size: int,
         drop_last: bool = False,
+        speeds: SpeedHistory | None = None,
     ) -> StreamRows:
         """The mini-batches of a stream."""
         args, shape = self._args, engine.description.shape
@@ -102,4 +104,5 @@ class DataSets:
             collate=self._collate(),
             drop_last=drop_last,
             tokenizer=self._tokenizer(),
+            speeds=speeds,
         )

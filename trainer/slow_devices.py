@@ -82,22 +82,9 @@ class DeviceWatch:
                 _IMPUTED[imputation],
             )
 
-    def start(self, stream: bool) -> SpeedHistory | None:
-        """The speeds for a walk through a data set from its beginning; what is known last stays.
-
-        Args:
-            stream: Whether the data set is one.
-
-        Raises:
-            UnsupportedError: it is, and packs are to be divided by speed.
-        """
+    def start(self) -> SpeedHistory | None:
+        """The speeds for a walk through a data set or a stream from its beginning; what is known last stays."""
         if self.speeds is not None:
-            if stream:
-                raise UnsupportedError(
-                    f"hotspa_stragglers={self.mode} cannot divide the packs of a stream",
-                    why="mini-batches of a stream are planned when their rows have been read, by an even division",
-                    fix="use hotspa_stragglers=watch, or a data set with random access",
-                )
             self.speeds.restart()
         return self.speeds
 

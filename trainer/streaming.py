@@ -30,6 +30,7 @@ from hf_hotspa.data.prepare import check_masks
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.rows.features import DEFAULT_RULES, Row, RowRules, read_row
+from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.per_row import PerRow
 from hf_hotspa.trainer.rows import as_it_is, tokenized_rows
@@ -51,6 +52,7 @@ class StreamRows(Dataset[Any]):
         drop_last: Leave out a last mini-batch that is not full.
         tokenizer: Tokenises rows without `input_ids`.
         any_rank: Whether any rank says so; a collective call.
+        speeds: By which the packs of each mini-batch are divided over replicas; None divides evenly.
 
     Attributes:
         ended: The passes, counted from 0, in which the stream was read to its end.
@@ -72,6 +74,7 @@ class StreamRows(Dataset[Any]):
         collate: PerRow | None = None,
         drop_last: bool = False,
         tokenizer: Any = None,
+        speeds: SpeedHistory | None = None,
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
@@ -81,7 +84,8 @@ class StreamRows(Dataset[Any]):
         )
         self.whole = False
         self._rank, self._any_rank, self._rules, self._drop_last = rank, any_rank, rules, drop_last
-        self._tokenizer, self._collate = tokenizer, collate
+        self._tokenizer, self._collate, self._speeds = tokenizer, collate, speeds
+        self._made = 0  # mini-batches of the run, over all passes
         self._stream: Iterator[Any] | None = None
         self._next = 0
         self._epoch, self.ended = 0, set[int]()
@@ -100,6 +104,7 @@ class StreamRows(Dataset[Any]):
     def go_on_from(self, place: StreamPlace) -> None:
         """The mini-batch that is asked for next is the one behind this place."""
         self._resumed, self.ended = place, set(place.ended)
+        self._made = sum(place.mini_batches)
 
     def __getitems__(self, numbers: list[int]) -> dict[str, Any]:
         """The mini-batch of this number; torch's fetcher calls this with what the batch sampler yields.
@@ -132,11 +137,14 @@ class StreamRows(Dataset[Any]):
         if error is None:
             try:
                 rows = self._read(examples)
-                mini_batch = self._collator.of_rows(rows)
+                mini_batch = self._collator.of_rows(
+                    rows, self._speeds.of(self._made) if self._speeds is not None else None
+                )
             except HotspaError as cause:
                 error = self._located(cause, number)
         if error is not None:
             mini_batch = MiniBatch(MiniBatchPlan((), 0, len(examples)), (), error)
+        self._made += 1
         item: dict[str, Any] = {"mini_batch": mini_batch, "place": (self._epoch, number)}
         if self.whole and mini_batch.error is None:
             item["rows"] = dict(enumerate(rows))

@@ -234,10 +234,12 @@ class HotSPaTrainer(
         shape = engine.description.shape
         self._stream_progress = None
         streams = is_stream(self.train_dataset)
-        speeds = self._devices.start(streams) if self._devices is not None else None
+        speeds = self._devices.start() if self._devices is not None else None
         if streams:
             size = self.get_total_train_batch_size(args)
-            rows = self._data.stream(engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last)
+            rows = self._data.stream(
+                engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last, speeds
+            )
             self._stream_progress = StreamProgress(rows)
             return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
         dataset, table = self._data.train(self.train_dataset)

@@ -25,6 +25,7 @@ from hf_hotspa.packing.context_cuts import Piece
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket
 
 
@@ -277,16 +278,18 @@ class PackedBucketCollator:
             data["where"] = f"{data['where'] or 'a row'}, counted within the mini-batch"
             return MiniBatch(MiniBatchPlan((), 0, len(features)), (), HotspaError.from_dict(data))
 
-    def of_rows(self, rows: Sequence[Row]) -> MiniBatch:
+    def of_rows(self, rows: Sequence[Row], speeds: Speeds | None = None) -> MiniBatch:
         """The mini-batch of rows that have been read, with a digest of all their tokens.
+
+        Args:
+            speeds: By which packs are divided over replicas; evenly when None.
 
         Raises:
             HotspaError: it cannot be planned. What is wrong with the rows of one rank only is carried.
         """
         table = SequenceTable.of_rows(rows, self.rules)
-        plan = plan_mini_batch(
-            range(len(rows)), table, self.buckets, quadratic_cost=self.quadratic_cost, policy=self.policy
-        )
+        indices, cost = range(len(rows)), self.quadratic_cost
+        plan = plan_mini_batch(indices, table, self.buckets, quadratic_cost=cost, policy=self.policy, speeds=speeds)
         return replace(self.of_plan(plan, dict(enumerate(rows))), content=content_digest(rows))
 
     def packs_of(self, plan: MiniBatchPlan) -> tuple[tuple[Pack, ...], ...]:

@@ -102,12 +102,32 @@ def bits_and_calls(rank, world_size):
         engine.close()
     plain, untouched = found[:2]
     same = plain[0] == untouched[0] and all(torch.equal(g, untouched[1][name]) for name, g in plain[1].items())
-    return same, counted, model.config.num_hidden_layers
+    return same, counted, model.config.num_hidden_layers, bf16_differences(model, rows)
+
+
+def bf16_differences(model, rows):
+    """How far the gradients in bf16 are from those in fp32, as a part of their norm: plain, and with each exchange."""
+    found = {}
+    for name, dtype, shares, exchange in (
+        ("fp32", None, (0.0,) * 4, Exchange.BROADCAST),
+        ("plain", torch.bfloat16, (0.0,) * 4, Exchange.BROADCAST),
+        *((exchange.name, torch.bfloat16, SHARES["two"], exchange) for exchange in Exchange),
+    ):
+        engine = make_engine(model, "tp4:40@200", flexible=True, compute_dtype=dtype)
+        give(engine, shares, exchange)
+        engine.forward_backward(make_mini_batch(engine, rows))
+        found[name] = torch.cat([g.flatten().double() for g in engine.full_gradients().values()])
+        engine.close()
+    fp32 = found.pop("fp32")
+    return {name: float((g - fp32).norm() / fp32.norm()) for name, g in found.items()}
 
 
 def test_nothing_given_is_bit_equal_and_merging_saves_a_collective_for_each_product():
-    same, counted, num_layers = run_ranks(4, bits_and_calls)[0]
+    same, counted, num_layers, of_bf16 = run_ranks(4, bits_and_calls)[0]
     assert same
+    plain_bf16 = of_bf16.pop("plain")
+    assert 0.0 < plain_bf16 < 0.1
+    assert all(error < 2 * plain_bf16 for error in of_bf16.values()), (plain_bf16, of_bf16)
     plain = counted[False, False, "BROADCAST"]
     assert counted[True, False, "BROADCAST"] == plain
     merged, unmerged = counted[True, True, "BROADCAST"], counted[True, True, "UNMERGED"]

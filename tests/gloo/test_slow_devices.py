@@ -125,7 +125,8 @@ def balanced_runs(rank, world_size, runs):
         with said_to_take(rank, is_slow):
             rows = [row for row in random_rows(200, 160, longest=60) if len(row["input_ids"]) >= 20][:36]
             rows = [{name: values[:20] for name, values in row.items()} for row in rows]
-            trainer = make_trainer(folder, world_size, rows=rows, **options)
+            data = Dataset.from_list(rows).to_iterable_dataset() if folder.endswith("stream") else rows
+            trainer = make_trainer(folder, world_size, rows=data, **options)
             busiest = Keeper()
             trainer.add_callback(busiest)
             losses = train(trainer, resume)
@@ -141,14 +142,20 @@ def test_balance_gives_slow_replicas_less_and_goes_on_bit_for_bit(tmp_path):
     points = (5, 6, 9)
     runs = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
+    runs += [(str(tmp_path / "stream"), None, common)]
+    runs += [(str(tmp_path / "6stream"), str(tmp_path / "stream" / "checkpoint-6"), common)]
     runs += [(str(tmp_path / "even"), None, {**common, "hotspa_stragglers": "watch", "save_strategy": "no"})]
-    (losses, slow, busiest), *resumed, (even, same, evenly) = run_ranks(4, balanced_runs, runs)[0]
+    found = run_ranks(4, balanced_runs, runs)[0]
+    (losses, slow, busiest), *resumed, streamed, streamed6, (even, same, evenly) = found
     assert slow == same
     # known after the fifth and the ninth mini-batch, and two are planned ahead
     assert [a == b for a, b in zip(busiest, evenly, strict=True)] == [
         step not in (7, 8, 9, 10) for step in range(1, 12)
     ]
     assert all(abs(losses[step] - even[step]) <= 1e-5 * even[step] for step in losses)
+    assert streamed[1:] == (slow, busiest)  # a mini-batch of a stream has as many rows of one length
+    assert streamed6[0] == {step: loss for step, loss in streamed[0].items() if step > 6}
+    assert contents(newest(tmp_path / "6stream")) == contents(newest(tmp_path / "stream"))
     for point, (found, _, _) in zip(points, resumed, strict=True):
         assert found == {step: loss for step, loss in losses.items() if step > point}
         assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))
@@ -158,11 +165,9 @@ def refused(rank, world_size, folder):
     from hf_hotspa.errors import HotspaError
 
     found = []
-    streamed = Dataset.from_list(random_rows(8, 160, longest=60)).to_iterable_dataset()
     for number, options in enumerate(
         (
             {"hotspa_strategies": "tp2:60", "hotspa_stragglers": "balance"},
-            {"hotspa_strategies": "dp2:60", "hotspa_stragglers": "balance", "rows": streamed},
             {"hotspa_strategies": "dp2:60", "hotspa_stragglers": "migrate"},
         )
     ):
@@ -177,8 +182,7 @@ def refused(rank, world_size, folder):
 def test_answers_that_have_nothing_to_divide_are_refused(tmp_path):
     for found in run_ranks(2, refused, str(tmp_path)):
         assert "no strategy has replicas (dp1tp2pp1)" in found[0]
-        assert "cannot divide the packs of a stream" in found[1]
-        assert "no strategy is tensor parallel (dp2tp1pp1)" in found[2]
+        assert "no strategy is tensor parallel (dp2tp1pp1)" in found[1]
 
 
 # -- migrate ------------------------------------------------------------------------------------------------------------

@@ -26,9 +26,11 @@ from hf_hotspa.stragglers.ratios import (
     divide_semi,
     excess_ratio,
     excess_ratios,
+    fitted_line,
     migrated_share,
     num_migrating,
     settled_ratios,
+    settled_semi,
     undone,
 )
 from hf_hotspa.stragglers.speeds import SpeedHistory, replica_speeds
@@ -104,6 +106,41 @@ def test_algorithm_2_with_several_lets_the_slowest_three_migrate():
 
 
 # -- columns ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_line_through_samples_of_costs_is_never_negative():
+    assert fitted_line([(1.0, 3.0), (2.0, 5.0), (3.0, 7.0)]) == pytest.approx((1.0, 2.0))
+    assert fitted_line([(1.0, 5.0), (2.0, 3.0), (3.0, 4.0)]) == pytest.approx((4.0, 0.0))  # falls: noise
+    assert fitted_line([(1.0, 0.0), (2.0, 2.0)]) == pytest.approx((0.0, 0.8))  # begins below 0
+
+
+def test_where_any_message_costs_more_than_leaving_everything_out_nothing_migrates():
+    assert migrated_share(100.0, 4, PretestCurves(1.0, 0.01, 0.1, 0.1, send_static_s=2.5)) == 0.0
+    dear = PretestCurves(1.0, 0.01, 0.1, 0.1, send_static_s=0.5)
+    beta = migrated_share(100.0, 4, dear)
+    left = dear.static_s + dear.extract_s * 100.0 * (1.0 - beta)
+    assert left == pytest.approx(dear.send(100.0 * beta) + dear.compute_s * 100.0 * beta / 3)
+
+
+@pytest.mark.parametrize("seconds", [(4.0, 1.0, 1.0, 1.0), (8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0)])
+def test_semi_settles_where_all_are_done_at_once(seconds):
+    """Whoever migrates, is resized, or takes columns; the paper's own choice of who does what stays."""
+    curves = PretestCurves(0.0, 0.2, 0.3, 1.0)
+    loads, tasks = [1.0] * len(seconds), range(len(seconds))
+    first = divide_semi(seconds, seconds, loads, curves)
+    work = settled_semi(seconds, seconds, loads, curves)
+    assert [w.migrated > 0.0 for w in work] == [w.migrated > 0.0 for w in first]
+    assert [w.resized > 0.0 for w in work] == [w.resized > 0.0 for w in first]
+    assert any(w.migrated for w in work)
+    assert any(w.resized for w in work)
+    helpers = [task for task in tasks if work[task].migrated == 0.0]
+    taken = sum(w.migrated for w in work) / len(helpers)
+    now = [
+        t * (1.0 - w.migrated - w.resized + (taken if task in helpers else 0.0))
+        for task, (t, w) in enumerate(zip(seconds, work, strict=True))
+    ]
+    assert now == pytest.approx([min(now)] * len(now), rel=1e-6)
+    assert 1.0 < now[0] < 1.6
 
 
 def test_columns_that_were_left_out_keep_their_statistics():
