@@ -22,7 +22,7 @@ from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.strategy import Strategy, legal_strategies, strategies_with_options
+from hf_hotspa.strategy import Strategy, context_strategies, legal_strategies, strategies_with_options
 from tests.checkpoints import memory_folder
 from tests.families import tiny_model
 from tests.gloo import test_faults, test_switch_gloo
@@ -37,6 +37,8 @@ from tests.training_runs import STEPS, contents, make_trainer, newest, train
 from tests.worlds import make_engine, make_mini_batch
 
 TIMEOUT_S = 500.0
+_SHORT = 7
+"""Every so manieth strategy is in the short form: no divisor of how many options a degree has, so that all take part."""
 
 
 @dataclass(frozen=True)
@@ -74,12 +76,11 @@ Figures = dict[str, float | int | str]
 
 
 def strategies(ranks: int, family: str) -> list[Strategy]:
-    """Every strategy that exists for a model: all degrees with all options, chunks and `+z2`, `+z3` one at a time."""
+    """Every strategy that exists for a model: all degrees, cp too, with all options, and chunks beside no other option."""
     shape = describe_model(tiny_model(family)).shape
-    plain = legal_strategies(ranks, shape)
-    options: tuple[dict[str, Any], ...] = ({"ck": 24}, {"z": 2}, {"z": 3})
-    more = [replace(strategy, **option) for strategy in plain for option in options]
-    return strategies_with_options(ranks, shape) + [s for s in more if s.unsupported_reason(shape) is None]
+    chunked = [replace(strategy, ck=24) for strategy in legal_strategies(ranks, shape)]
+    found = strategies_with_options(ranks, shape) + [s for s in chunked if s.unsupported_reason(shape) is None]
+    return found + context_strategies(found, shape)
 
 
 def exact(stage: Stage) -> Figures:
@@ -88,7 +89,7 @@ def exact(stage: Stage) -> Figures:
     families = ("qwen3_qk_norm_tied",) if stage.short else ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused")
     for family in families:
         found = [f"{strategy}:40@64" for strategy in strategies(stage.ranks, family)]
-        buckets = found[1::5] if stage.short else found
+        buckets = found[1::_SHORT] if stage.short else found
         for dtype in (torch.float64,) if stage.short else (torch.float64, torch.float32):
             check_errors(stage.run(errors_of_rank, family, dtype, buckets, SWITCHES), dtype)
             count += len(buckets)

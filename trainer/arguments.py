@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.costs.context import WAYS
+from hf_hotspa.costs.context import WAYS, check_way
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
@@ -295,6 +295,7 @@ class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
             check_launch(self.hotspa_buckets, self.world_size)
         check_policy(self.hotspa_overlong)
         check_schedule(self.hotspa_pipeline_schedule)
+        check_way(self.hotspa_context_parallel)
         if self.hotspa_staging_mb < 1:
             raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
         check_planner(self.hotspa_planner)
