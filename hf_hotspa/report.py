@@ -65,6 +65,8 @@ class PhaseReport:
         hidden_unit_return_s: The same for their gradients.
         unit_load_bytes: Bytes that weights of units moved between ranks, summed over ranks; not in `load_bytes`.
         unit_return_bytes: The same for their gradients.
+        context: How ranks of cp attended to each other's tokens: `ulysses`, `allgather` or `ring`; empty without cp. What
+            that took is in `others_s` of `RankMeasures`.
     """
 
     strategy: str
@@ -90,6 +92,7 @@ class PhaseReport:
     hidden_unit_return_s: float = 0.0
     unit_load_bytes: int = 0
     unit_return_bytes: int = 0
+    context: str = ""
 
     @property
     def seconds(self) -> float:

@@ -18,7 +18,7 @@ Plain data, no torch.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
@@ -269,21 +269,6 @@ def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy
         for rc in (0, 1)
         for z in ((0, 2, 3) if world_size > 1 and model.z_unsupported_reason is None else (0,))
     ]
-
-
-def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """The strategies that divide the tokens of packs over some or all of the replicas of given ones: every cp above 1 that
-    divides their dp and runs the model, with their other degrees and options.
-
-    Their weights lie as those of the given ones, see `Strategy.layout`.
-    """
-    found = (
-        replace(strategy, dp=strategy.dp // cp, cp=cp)
-        for strategy in strategies
-        for cp in range(2, strategy.dp + 1)
-        if strategy.cp == 1 and strategy.dp % cp == 0
-    )
-    return [strategy for strategy in found if strategy.unsupported_reason(model) is None]
 
 
 def most_in_flight(strategy: Strategy, pack_tokens: int, longest: int) -> int:

@@ -380,10 +380,8 @@ class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
                 )
 
     def _check_auto(self) -> None:
-        for name, fix in (
-            ("hotspa_longest", "use at least 1 token, or leave it out"),
-            ("hotspa_max_buckets", "use 3, say"),
-        ):
+        fixes = {"hotspa_longest": "use at least 1 token, or leave it out", "hotspa_max_buckets": "use 3, say"}
+        for name, fix in fixes.items():
             if (value := getattr(self, name)) is not None and value < 1:
                 raise HotspaConfigError(f"{name} is {value}", fix=fix)
 

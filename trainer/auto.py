@@ -10,7 +10,7 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
@@ -36,7 +36,6 @@ from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
-from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
@@ -47,10 +46,11 @@ from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
-from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
+from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
 from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs
+from hf_hotspa.trainer.searched import measured_strategies, searched_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -172,7 +172,7 @@ def prepare_auto(
     Args:
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
         mini_batch_size: Rows of a mini-batch.
-        may_chunk: Whether the loss can be computed in chunks of tokens (`+ck`).
+        may_chunk: Whether the loss can be computed of parts of sequences: in chunks of tokens (`+ck`), and divided (cp).
 
     Raises:
         HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
@@ -201,7 +201,7 @@ def prepare_auto(
             ),
         )
         every = args.hotspa_recompute_every
-        strategies = searched_strategies(description.shape, args)
+        strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
         calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
         vector = description.vector.with_measured(measured_costs(calibration, description, args))
         description = replace(description, vector=vector)
@@ -252,19 +252,6 @@ def measured_costs(
     if args.full_determinism and args.hotspa_calibration in (None, MEASURE):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
-
-
-def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments) -> list[Strategy]:
-    """Every strategy that a run may have, with every choice of options."""
-    every = args.hotspa_recompute_every
-    options = strategies_with_options(args.world_size, shape)
-    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
-    return list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
-
-
-def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
-    """What is measured of them: what options change follows from the others."""
-    return list(dict.fromkeys(replace(s, sp=False, rc=0, z=0) for s in strategies))
 
 
 @contextmanager

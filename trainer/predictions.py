@@ -37,9 +37,9 @@ from hf_hotspa.trainer.auto import (
     measured_costs,
     memory_limit,
     processes_of_a_node,
-    searched_strategies,
     trained_config,
 )
+from hf_hotspa.trainer.searched import searched_strategies
 
 logger = logging.getLogger(__name__)
 
@@ -65,18 +65,21 @@ class Predictions:
     Args:
         engine: Knows the model and the buckets.
         known: What is known of the machine.
+        may_divide: Whether the loss can be computed of parts of sequences (cp).
 
     Attributes:
         single: The best single strategy that fits; None before `compare_with_single`, and where none does.
         singles: Gives all that fit, the fastest as predicted first; none before `compare_with_single`.
     """
 
-    def __init__(self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments) -> None:
+    def __init__(
+        self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments, may_divide: bool = True
+    ) -> None:
         self._args, self._known, self._engine = args, known, engine
         cost = cost_model(known.calibration, engine.description, args)
         # as the engine does, which does not know of it
         self._cost = replace(cost, time=replace(cost.time, cut_by=engine.description.shape.quadratic_cost))
-        legal = searched_strategies(engine.description.shape, args)
+        legal = searched_strategies(engine.description.shape, args, may_divide=may_divide)
         self._legal = [s for s in legal if self._cost.time.knows(s)]
         self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
         self.single: SingleStrategy | None = None

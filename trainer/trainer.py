@@ -181,16 +181,17 @@ class HotSPaTrainer(
         weights = self._source.weights_folder(self.model)
         calibration = None if args.hotspa_auto else find_calibration(self.model, args)
         loss = self._own_loss()
+        in_parts = not isinstance(loss, SequenceLoss)
         if args.hotspa_auto:
-            size, may_chunk = self.get_total_train_batch_size(args), not isinstance(loss, SequenceLoss)
-            self._auto = prepare_auto(self.model, args, self._tables_for_auto, size, may_chunk=may_chunk)
+            size = self.get_total_train_batch_size(args)
+            self._auto = prepare_auto(self.model, args, self._tables_for_auto, size, may_chunk=in_parts)
         buckets = self._auto.buckets if self._auto is not None else given_buckets(args)
         known_costs = self._auto or calibration
         stage_costs = known_costs.stage_costs if known_costs is not None else None
         options = engine_options(args, loss, stage_costs, self._auto.time if self._auto is not None else None)
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
-        self._predictions = Predictions(self.engine, calibration, args) if calibration is not None else None
+        self._predictions = Predictions(self.engine, calibration, args, in_parts) if calibration is not None else None
         self._devices = watch_devices(self.engine, args)
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes

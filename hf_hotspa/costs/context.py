@@ -14,7 +14,7 @@ Plain data, no torch: the engine, the cost models and `auto` ask the same functi
 import math
 from collections.abc import Iterable
 
-from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -102,7 +102,7 @@ def choose_way(strategy: Strategy, shape: ModelShape, way: str = AUTO) -> str:
 
 
 def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: str, element_bytes: int) -> float:
-    """What one layer holds of other ranks' keys and values while it attends; nothing of it outlives the layer.
+    """What one layer holds of all ranks' keys and values while it attends; nothing of it outlives the layer.
 
     Args:
         row_tokens: Tokens of the pack that a rank has.
@@ -116,8 +116,23 @@ def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: 
     wide = max(4, element_bytes)
     if chosen == RING:  # two blocks, and the gradients of two
         return pairs * 2 * (element_bytes + wide)
-    # as they come and in the order of the pieces, and the gradients of both
-    return pairs * strategy.cp * 2 * (element_bytes + wide)
+    # as they come and in the order of the pieces, or with their gradients; these on their way, and in the wider dtype in
+    # which they are summed
+    return pairs * strategy.cp * (2 * element_bytes if wide == element_bytes else 1.5 * element_bytes + wide)
+
+
+def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_bytes: int) -> float:
+    """What a layer keeps of a token until its backward because key/value heads are repeated; nothing but with Ulysses.
+
+    Args:
+        way: One of `WAYS`.
+        element_bytes: Of the compute dtype.
+    """
+    heads = local_heads(strategy, shape)
+    if strategy.cp == 1 or heads is None or choose_way(strategy, shape, way) != ULYSSES:
+        return 0.0
+    width = shape.attention_size / shape.num_attention_heads * element_bytes
+    return 2 * heads[1] * (head_repeats(*heads, strategy.cp) - 1) * width
 
 
 def exchange_seconds(
@@ -137,6 +152,17 @@ def exchange_seconds(
     width = shape.attention_size / shape.num_attention_heads / shape.hidden_size
     messages = {ULYSSES: 4, GATHER: 3, RING: 3 * (strategy.cp - 1)}[chosen]
     return exchanged_elements(chosen, *heads, strategy.cp) * width * token_s, messages * latency_s
+
+
+def runs_context(
+    strategy: Strategy, shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool = False
+) -> bool:
+    """Whether `check_context` lets a strategy with cp pass; the arguments are described there."""
+    try:
+        _check_strategy(strategy, shape, way, schedule, device_type, flexible)
+    except HotspaError:
+        return False
+    return True
 
 
 def check_context(
@@ -163,33 +189,39 @@ def check_context(
                 f"bucket {bucket} has packs of {bucket.capacity} tokens, and cp{strategy.cp} divides them over {strategy.cp} ranks",
                 fix=f"use dp{strategy.cp} in the place of cp{strategy.cp}, or longer packs",
             )
-        if flexible:
-            raise UnsupportedError(
-                f"strategy {strategy} beside ranks that give work away (hotspa_stragglers)",
-                why="they have not been made exact together",
-                fix="use hotspa_stragglers=balance or watch",
-            )
-        if strategy.kg or strategy.kh:
-            raise UnsupportedError(
-                f"strategy {strategy}: kept graphs (+kg) or keys and values in host memory (+kh) with cp",
-                why="they have not been made exact together",
-                fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp in the place of cp",
-            )
-        if (chosen := choose_way(strategy, shape, way)) == RING and strategy.ck:
-            raise UnsupportedError(
-                f"the way {RING!r} of {strategy}",
-                why="chunks would need the keys and values of those before them on the ring, too",
-                fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
-            )
-        if chosen == RING and device_type != "cpu":
-            raise UnsupportedError(
-                f"the way {RING!r} of {strategy} on {device_type}",
-                why="its blocks are computed by a kernel for CPU",
-                fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
-            )
-        if strategy.pp > 1 and schedule in ("1f1b", "gpipe"):
-            raise UnsupportedError(
-                f"the pipeline schedule {schedule!r} under {strategy}",
-                why="it wants packs of one shape, and the rows of a pack's ranks differ by some tokens",
-                fix="leave the schedule at 'auto' (hotspa_pipeline_schedule)",
-            )
+        _check_strategy(strategy, shape, way, schedule, device_type, flexible)
+
+
+def _check_strategy(
+    strategy: Strategy, shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool
+) -> None:
+    if flexible:
+        raise UnsupportedError(
+            f"strategy {strategy} beside ranks that give work away (hotspa_stragglers)",
+            why="they have not been made exact together",
+            fix="use hotspa_stragglers=balance or watch",
+        )
+    if strategy.kg or strategy.kh:
+        raise UnsupportedError(
+            f"strategy {strategy}: kept graphs (+kg) or keys and values in host memory (+kh) with cp",
+            why="they have not been made exact together",
+            fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp in the place of cp",
+        )
+    if (chosen := choose_way(strategy, shape, way)) == RING and strategy.ck:
+        raise UnsupportedError(
+            f"the way {RING!r} of {strategy}",
+            why="chunks would need the keys and values of those before them on the ring, too",
+            fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
+        )
+    if chosen == RING and device_type != "cpu":
+        raise UnsupportedError(
+            f"the way {RING!r} of {strategy} on {device_type}",
+            why="its blocks are computed by a kernel for CPU",
+            fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
+        )
+    if strategy.pp > 1 and schedule in ("1f1b", "gpipe"):
+        raise UnsupportedError(
+            f"the pipeline schedule {schedule!r} under {strategy}",
+            why="it wants packs of one shape, and the rows of a pack's ranks differ by some tokens",
+            fix="leave the schedule at 'auto' (hotspa_pipeline_schedule)",
+        )

@@ -18,7 +18,7 @@ from functools import cached_property
 
 from hf_hotspa.costs.breakdown import MemoryBreakdown, round_up, size
 from hf_hotspa.costs.chunks import carried_bytes, tokens_at_a_time
-from hf_hotspa.costs.context import gathered_bytes
+from hf_hotspa.costs.context import gathered_bytes, repeated_bytes
 from hf_hotspa.costs.experts import returned_bytes
 from hf_hotspa.costs.sizes import MasterSizes, ModelSizes, StageSizes, dtype_bytes, loss_chunk_tokens
 from hf_hotspa.errors import DeviceMemoryError
@@ -181,7 +181,8 @@ class MemoryModel:
         kept_layers = sizes.num_layers if not strategy.rc else 1
         layers += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
         layers += carried_bytes(strategy, shape, sizes.num_layers, longest, width)
-        layers += gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width)
+        # a layer that attends and the logits are never there at the same time
+        layers += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
         if in_flight and not last:
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2
@@ -249,16 +250,17 @@ class MemoryModel:
         return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
     def _layer_bytes(self, strategy: Strategy) -> float:
-        """Bytes of a token in one layer that keeps all its activations, measured where possible."""
+        """Bytes of a token in one layer that keeps all its activations, measured where possible (without cp)."""
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
+        repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
         if not strategy.sp and tp in measured:
-            return measured[tp]
+            return measured[tp] + repeated
         if strategy.sp and 1 in measured:
             # all is divided, but for what the two blocks gather
             gathered = 2 * shape.hidden_size * element_bytes
-            return (measured[1] - gathered) / tp + gathered
-        return activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes)
+            return (measured[1] - gathered) / tp + gathered + repeated
+        return activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes) + repeated
 
     def largest_pack(
         self,

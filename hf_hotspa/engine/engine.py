@@ -345,9 +345,11 @@ class HotSPaEngine:
             raise_non_finite(mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where)
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
-        frozen = [self.phases[mini_batch.phases[index].bucket.strategy].frozen_bytes for index in order]
+        runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
+        frozen = [runner.frozen_bytes for runner in runners]
+        ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
         return step_report(
-            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen
+            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen, ways
         )
 
     def evaluation(self) -> Evaluation:

@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -115,6 +116,7 @@ def step_report(
     total_s: float,
     ranks: Tensor | None = None,
     frozen_bytes: Sequence[int] | None = None,
+    contexts: Sequence[str] | None = None,
 ) -> StepReport:
     """The report of a mini-batch.
 
@@ -127,7 +129,9 @@ def step_report(
         total_s: Wall seconds on this rank.
         ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
         frozen_bytes: For each phase in that order the bytes of frozen weights that were moved; none when None.
+        contexts: For each phase in that order `PhaseReport.context`; no phase has cp when None.
     """
+    nothing = [""] * len(order)
     return StepReport(
         step=step,
         loss=loss,
@@ -139,8 +143,10 @@ def step_report(
         num_dropped=plan.num_dropped,
         num_empty=plan.num_empty,
         phases=tuple(
-            _phase_report(plan.phases[index], measured, frozen)
-            for index, measured, frozen in zip(order, measures.unbind(1), frozen_bytes or [0] * len(order), strict=True)
+            replace(_phase_report(plan.phases[index], measured, frozen), context=context)
+            for index, measured, frozen, context in zip(
+                order, measures.unbind(1), frozen_bytes or [0] * len(order), contexts or nothing, strict=True
+            )
         ),
         total_s=total_s,
         ranks=None

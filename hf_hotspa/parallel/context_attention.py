@@ -165,30 +165,40 @@ class _CutTokens:
             return [x.index_select(2, self.keys) for x in tensors]
         started = [gathered(x[0].transpose(0, 1).index_select(0, self.mine), self.most, self.context) for x in tensors]
         found = []
-        for (work, whole), x in zip(started, tensors, strict=True):
+        for x in tensors:
+            work, whole = started.pop(0)  # is let go of as soon as it was used
             with CLOCK.waiting:
                 work.wait()
             rows = torch.cat([x[0].transpose(0, 1), whole.flatten(0, 1)])
+            del work, whole
             found.append(rows.index_select(0, self.keys).transpose(0, 1)[None])
+            del rows
         return found
 
-    def returned(self, *gradients: Tensor) -> list[Tensor]:
-        """The gradients [1, K, before + t, D] of this rank's keys, summed over all that saw them, of [1, K, S, D] each."""
+    def returned(self, gradients: list[Tensor]) -> list[Tensor]:
+        """The gradients [1, K, before + t, D] of this rank's keys, summed over all that saw them, of [1, K, S, D] each.
+
+        What is given is taken out of the list, and let go of as soon as it was used: it is as large as the pack.
+        """
         if not self.most:
             return [torch.zeros_like(x[:, :, : self.row]).index_add_(2, self.keys, x) for x in gradients]
-        started = []
-        for grad in gradients:
-            wide = torch.promote_types(grad.dtype, torch.float32)
-            x = grad[0].transpose(0, 1).to(wide)
+        started, dtype = [], gradients[0].dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        while gradients:
+            x = gradients.pop(0)[0].transpose(0, 1).to(wide)
             rows = x.new_zeros(self.row + self.context.size * self.most, *x.shape[1:]).index_add_(0, self.keys, x)
-            others = rows[self.row :].view(self.context.size, self.most, *x.shape[1:]).to(grad.dtype)
-            started.append((*scattered_sum(others, self.context), others, rows[: self.row]))
+            others = rows[self.row :].view(self.context.size, self.most, *x.shape[1:]).to(dtype)
+            own = rows[: self.row].clone()
+            del x, rows
+            started.append((*scattered_sum(others, self.context), others, own))
+            del others
         found = []
-        for (work, parts, _, own), grad in zip(started, gradients, strict=True):
+        while started:
+            work, parts, _, own = started.pop(0)
             with CLOCK.waiting:
                 work.wait()
-            total = parts.sum(0, dtype=own.dtype)[: len(self.mine)]
-            found.append(own.index_add(0, self.mine, total).transpose(0, 1)[None].to(grad.dtype))
+            total = parts.sum(0, dtype=wide)[: len(self.mine)]
+            found.append(own.index_add_(0, self.mine, total).transpose(0, 1)[None].to(dtype))
         return found
 
 
@@ -216,7 +226,9 @@ class _Gathered(torch.autograd.Function):
         of_query, of_keys, of_values, of_sinks = ctx.kernel.backward(
             gradients[0], query, keys, values, sinks, out, total
         )
-        return of_query, *tokens.returned(of_keys, of_values), of_sinks, None, None
+        given = [of_keys, of_values]
+        del keys, values, of_keys, of_values
+        return of_query, *tokens.returned(given), of_sinks, None, None
 
 
 class GatheredAttention:

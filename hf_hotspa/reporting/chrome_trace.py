@@ -83,13 +83,14 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     for phase, row in zip(report.phases, phases, strict=True):
         measured = dict(zip(MEASURES, row, strict=True))
         named = {"strategy": phase.strategy, "step": step}
+        way = {"context_parallel": phase.context} if phase.context else {}
         start = at = agreed + measured["start_s"]
         for name in _SPANS:
             others = {"with_other_ranks_s": measured["others_s"]} if name == "compute_s" else {}
             span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named, **others)
             at += measured[name]
         counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}
-        span(_PHASE, phase.strategy, start, at - start, step=step, **counts)
+        span(_PHASE, phase.strategy, start, at - start, step=step, **counts, **way)
         computed = start + measured["load_s"] + measured["compute_s"]
         load_s, return_s = measured["load_busy_s"], measured["return_busy_s"]
         if load_s > 0:

@@ -200,7 +200,7 @@ class RunLogWriter:
 _BEFORE = {"capacity_tokens": "room_tokens"}
 """Names under which the first records have a field."""
 
-_LATER: dict[str, Any] = {"frozen_bytes": 0, "single": None, "single_s": None}
+_LATER: dict[str, Any] = {"frozen_bytes": 0, "context": "", "single": None, "single_s": None}
 """Fields that the first records do not have, and what they count as there."""
 
 # -- reading ----------------------------------------------------------------------------------------------------------

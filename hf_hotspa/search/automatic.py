@@ -17,6 +17,7 @@ from hf_hotspa.packing.bucketing import check_lengths, cut_rows
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.context import that_pay
 from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.search import search
@@ -121,11 +122,12 @@ def make_auto_plan(
         return capacities.tokens(strategy, capacities.arena(strategy))
 
     top = _longest([table, *evaluated], shape, longest, policy, max(map(tokens, strategies)))
+    sample, size = _sample(table, top, policy, mini_batch_size)
+    strategies = that_pay(strategies, sample, size, top, tokens, shape.quadratic_cost)
     if may_chunk:
         schedule = cost.memory.options.schedule
         strategies = with_chunks(strategies, top, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
     switch = cost.switch_seconds(strategies)
-    sample, size = _sample(table, top, policy, mini_batch_size)
     try:
         choice = search(
             sample,

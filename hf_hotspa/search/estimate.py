@@ -111,7 +111,7 @@ class LengthTable:
         total = sum(times * load for times, load in zip(costs.values(), loads, strict=True))
         if pp > 1:
             hop = time.hop(strategy)
-            passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs)
+            passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
             seconds = slowest + (total - slowest) / each + passing + self._alone_seconds(costs, capacity, pp) / dp
         through = sum([cost * times for cost, times in costs.items()], Cost())
         seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
@@ -119,7 +119,7 @@ class LengthTable:
             moving = each * time.streams.pack_s(strategy)
             seconds = seconds + moving if math.isfinite(time.slots) else np.maximum(seconds, moving)
         if strategy.world_size > time.slots:
-            seconds = np.maximum(seconds, total * spread * strategy.tp / time.slots)
+            seconds = np.maximum(seconds, total * spread * strategy.tp * strategy.cp / time.slots)
         mean: Array = self._weights @ np.where(self._used, seconds + time.fixed_s, 0.0)
         mean[self.edges[self._high] > max(capacity, longest)] = np.inf
         return mean

@@ -23,6 +23,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
+from hf_hotspa.search.context import divided, that_pay
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
 from hf_hotspa.search.long_sequences import with_chunks
@@ -170,7 +171,8 @@ class Setup:
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
         options = strategies_with_options(self.world_size, self.model.shape)
-        return list(dict.fromkeys(map(self.with_options, options)))
+        plain = list(dict.fromkeys(map(self.with_options, options)))
+        return [*plain, *divided(plain, self.model.shape, schedule=self.schedule)]
 
     def with_options(self, strategy: Strategy) -> Strategy:
         """A strategy with its own options and those that are asked for of all."""
@@ -274,6 +276,7 @@ def make_plan(
     def tokens(strategy: Strategy) -> int:
         return capacities.tokens(strategy, capacities.arena(strategy))
 
+    strategies = that_pay(strategies, drawn, mini_batch_size, top, tokens, shape.quadratic_cost)
     strategies = with_chunks(strategies, top, tokens, shape, schedule=setup.schedule)
     choice = search(
         drawn,

@@ -40,9 +40,9 @@ EXACT_PHASES = 600
 """Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
 _MOST_EDGES = 24
 _SEQUENCES_EVALUATED = 2048
-_KEPT = 24
+_KEPT = 32
 """Pools kept of each arena and number of phases, by estimate."""
-_PATIENCE = 8
+_PATIENCE = 7
 """Pools that are simulated in vain before the search ends."""
 _STEPS = (-1, 1, -2, 2, -4, 4, -8, 8)
 """By how many candidates an edge is moved at a time."""
@@ -129,6 +129,10 @@ _Phases = tuple[tuple[Strategy, int, int, int], ...]
 
 _Estimated = tuple[tuple[Strategy, int, int, float], ...]
 """`(strategy, low, high, estimated seconds)` of each phase, by length."""
+
+
+def _ranks_of_a_replica(strategy: Strategy) -> int:
+    return strategy.tp * strategy.cp * strategy.pp
 
 
 def _total(phases: _Estimated) -> float:
@@ -249,7 +253,7 @@ class _Search:
             timed.append((seconds, strategy, tokens))
             most = min(most, seconds * (1 + plain_margin))
         near = [each for each in timed if each[0] <= most]
-        _, strategy, tokens = min(near, key=lambda each: (each[1].tp * each[1].pp if plain_margin else 0, each[0]))
+        _, strategy, tokens = min(near, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0]))
         return ((strategy, *whole, tokens),)
 
     def _candidates(self) -> list[_Phases]:

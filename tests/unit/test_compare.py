@@ -159,6 +159,14 @@ def test_phase_and_switch_spans_make_up_the_step(with_ranks):
             assert all(e["ts"] >= t.start_s * 1e6 - 1 for e in own if e["cat"] != "mini-batch")
 
 
+def test_phases_with_context_parallelism_say_how_ranks_attended():
+    step = _traced()[0]
+    phases = tuple(replace(p, context="ring" if p.strategy == LONG else "") for p in step.report.phases)
+    events = trace_events([replace(step, report=replace(step.report, phases=phases))])["traceEvents"]
+    shown = {e["name"]: e["args"].get("context_parallel") for e in events if e.get("cat") == "phases"}
+    assert shown == {SHORT: None, LONG: "ring"}
+
+
 def test_an_empty_trace():
     assert trace_events([])["traceEvents"] == []
 
