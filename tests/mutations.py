@@ -451,6 +451,13 @@ MUTATIONS = [
         "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[optimizers]",
     ),
     Mutation(
+        "num_steps of accelerate counts twice",
+        "hf_hotspa/trainer/accumulation.py",
+        'values["gradient_accumulation_steps"] = steps if steps != 1 else given.get',
+        'values["gradient_accumulation_steps"] = steps if steps != 1 else 2 * given.get',
+        "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[arguments]",
+    ),
+    Mutation(
         "evaluation sets are not looked at before the first step",
         "hf_hotspa/trainer/trainer.py",
         "return [self._data.train(self.train_dataset)[1], *evaluated]",

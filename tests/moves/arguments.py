@@ -17,10 +17,12 @@ def _accumulation(kit: Kit) -> Seen:
 
 
 def _accumulation_of_accelerate(kit: Kit) -> Seen:
+    # the mini-batch is what the number of steps makes of it: 8 rows, on one process and on two
     config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
-    changes = {"hotspa_mini_batch_size": MINI_BATCH} if not kit.stock else {}
-    args = kit.arguments(per_device_train_batch_size=3, accelerator_config=config, **changes)
-    return kit.train(kit.trainer(args=args, train_dataset=kit.rows(18)))
+    args = kit.arguments(
+        per_device_train_batch_size=4 // kit.world_size, accelerator_config=config, hotspa_mini_batch_size=None
+    )
+    return kit.train(kit.trainer(args=args, train_dataset=kit.rows(16)))
 
 
 def _accumulation_read(kit: Kit) -> Seen:
