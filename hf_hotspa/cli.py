@@ -27,10 +27,11 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
+from hf_hotspa.reporting.pictures import check_pictures
 from hf_hotspa.search.histogram import DISTRIBUTIONS
 from hf_hotspa.search.lengths import LONGEST
 from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup, make_estimate, make_plan
-from hf_hotspa.search.tables import calibration_text, check_plot, estimate_text, plan_text, save_plot
+from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import version_of
 
@@ -181,7 +182,7 @@ def _setup(args: argparse.Namespace) -> Setup:
 
 def _plan(args: argparse.Namespace) -> tuple[PlannedSetup, str]:
     if args.plot:
-        check_plot()
+        check_pictures()
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read
     lengths = args.lengths if args.dataset is None else data_counts(args, args.model)
     plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)

@@ -1,4 +1,7 @@
-"""The main charts as PNG files for papers and slides, where matplotlib is installed (the extra `report`)."""
+"""Charts as PNG files for papers and slides, where matplotlib is installed (the extra `report`).
+
+Owns everything that is asked of matplotlib, and the main charts of a run.
+"""
 
 import os
 from pathlib import Path
@@ -21,8 +24,8 @@ def check_pictures() -> None:
         import matplotlib  # noqa: F401  # optional
     except ImportError as error:
         raise HotspaConfigError(
-            "pictures need matplotlib, which is not installed",
-            fix="pip install 'hf-hotspa[report]'; the page needs none",
+            f"pictures need matplotlib, and it cannot be imported: {error}",
+            fix="pip install matplotlib, or ask for no picture: the page and the text hold the same figures",
         ) from error
 
 
@@ -74,17 +77,28 @@ def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
     return paths
 
 
-def _axes(label: str) -> Any:
+def new_axes(x_label: str, y_label: str, size: tuple[float, float] = _SIZE) -> Any:
+    """The axes of a figure of its own, of `size` inches; `axes.figure.savefig` writes it.
+
+    Raises:
+        HotspaConfigError: matplotlib is not installed.
+    """
+    check_pictures()
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZE, layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.set_xlabel("step")
-    axes.set_ylabel(label)
-    axes.grid(alpha=0.3)
+    axes.set_xlabel(x_label)
+    axes.set_ylabel(y_label)
     axes.set_axisbelow(True)
+    return axes
+
+
+def _axes(label: str) -> Any:
+    axes = new_axes("step", label)
+    axes.grid(alpha=0.3)
     return axes
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.fitting import fit_costs
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.reporting.pictures import new_axes
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.plan import limit_text, memory_table
 from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup
@@ -161,40 +162,18 @@ def estimate_text(estimate: Estimate) -> str:
     return "\n".join(lines)
 
 
-def check_plot() -> None:
-    """Says early whether a picture can be made.
-
-    Raises:
-        HotspaConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401  # optional
-    except ImportError as error:
-        raise HotspaConfigError(
-            f"a plot needs matplotlib, and it cannot be imported: {error}",
-            fix="pip install matplotlib, or leave --plot out: the text has the same histogram",
-        ) from None
-
-
 def save_plot(planned: PlannedSetup, path: str | os.PathLike[str]) -> None:
     """Writes the histogram with the edges of buckets as a PNG.
 
     Raises:
         HotspaConfigError: matplotlib is not installed, or the file cannot be written.
     """
-    check_plot()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4), layout="constrained")
-    axes = figure.add_subplot()
+    axes = new_axes("tokens of a sequence", "sequences", size=(8, 4))
     low, high = min(planned.lengths), planned.plan.longest + 1
     steps = 60
     bins = sorted({low * (high / low) ** (i / steps) for i in range(steps + 1)})
     axes.hist(planned.lengths, bins=bins, color="0.6")
     axes.set_xscale("log", base=2)
-    axes.set_xlabel("tokens of a sequence")
-    axes.set_ylabel("sequences")
     axes.set_title(f"{planned.setup.model.name}, {planned.setup.nodes} x {planned.setup.devices_per_node} devices")
     for bucket in planned.plan.choice.buckets:
         axes.axvline(bucket.longest, color="C3")
@@ -203,7 +182,7 @@ def save_plot(planned: PlannedSetup, path: str | os.PathLike[str]) -> None:
             transform=axes.get_xaxis_transform(),
         )  # fmt: skip
     try:
-        FigureCanvasAgg(figure).print_png(os.fspath(path))
+        axes.figure.savefig(os.fspath(path), format="png")
     except OSError as error:
         raise HotspaConfigError(
             f"the plot cannot be written: {error.strerror or error}", where=str(path), fix="give another path"
