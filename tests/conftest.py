@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
@@ -35,11 +36,15 @@ _GLOO_FOLDER = Path(__file__).parent / "gloo"
 
 
 class GlooCheck:
-    """Counts what became of the tests marked `gloo`."""
+    """Counts what became of the tests marked `gloo`; where pytest-xdist spreads them, in its controller.
+
+    Worker processes run the tests and know what was deselected; the controller hears of each report, and of the rest when
+    a worker ends.
+    """
 
     def __init__(self, required: bool) -> None:
         self.required = required
-        self.ids: set[str] = set()
+        self.collected = False
         self.passed: set[str] = set()
         self.skipped: set[str] = set()
         self.deselected: set[str] = set()
@@ -49,16 +54,17 @@ class GlooCheck:
         for item in items:
             if _GLOO_FOLDER in item.path.parents:
                 item.add_marker(pytest.mark.gloo)
-            if item.get_closest_marker("gloo"):
-                self.ids.add(item.nodeid)
+            self.collected |= item.get_closest_marker("gloo") is not None
 
     def pytest_deselected(self, items: Sequence[pytest.Item]) -> None:
         for item in items:
-            if item.nodeid in self.ids and not (item.get_closest_marker("slow") or item.get_closest_marker("gpu")):
+            marks = {mark.name for mark in item.iter_markers()}
+            if "gloo" in marks and not marks & {"slow", "gpu"}:
                 self.deselected.add(item.nodeid)
 
     def pytest_collection_finish(self, session: pytest.Session) -> None:
-        if any(item.nodeid in self.ids for item in session.items) and not session.config.option.collectonly:
+        chosen = any(item.get_closest_marker("gloo") for item in session.items)
+        if chosen and not session.config.option.collectonly:
             from tests.harness import warm_up
 
             warm_up()
@@ -68,12 +74,20 @@ class GlooCheck:
             self.skipped.add(report.nodeid)
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.nodeid not in self.ids:
+        if "gloo" not in report.keywords:
             return
+        self.collected = True
         if report.skipped and not hasattr(report, "wasxfail"):
             self.skipped.add(report.nodeid)
         elif report.passed and report.when == "call":
             self.passed.add(report.nodeid)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any, error: object) -> None:
+        """In the controller: a worker has ended."""
+        seen = getattr(node, "workeroutput", {}).get("gloo_check", {})
+        self.collected |= seen.get("collected", False)
+        self.deselected |= set(seen.get("deselected", ()))
 
     def complaints(self) -> list[str]:
         """Why the session does not count as one that ran the multi-process tests."""
@@ -87,7 +101,10 @@ class GlooCheck:
 
     @pytest.hookimpl(trylast=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and self.complaints():
+        output = getattr(session.config, "workeroutput", None)
+        if output is not None:  # this is a worker: the controller judges
+            output["gloo_check"] = {"collected": self.collected, "deselected": sorted(self.deselected)}
+        elif session.exitstatus == pytest.ExitCode.OK and not session.config.option.collectonly and self.complaints():
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -95,7 +112,7 @@ class GlooCheck:
             return
         for text in self.complaints():
             terminalreporter.write_line(f"FAILED gloo check (HOTSPA_REQUIRE_GLOO=1): {text}", red=True)
-        if self.ids:
+        if self.collected:
             terminalreporter.write_line(f"gloo tests: {len(self.passed)} passed, {len(self.skipped)} skipped")
 
 

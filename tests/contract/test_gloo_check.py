@@ -52,12 +52,15 @@ def _session(folder: Path, gloo_tests: str, arguments: list[str], required: str)
     (tests / "unit" / "test_unit.py").write_text("import sys\ndef test_ran(): assert 'torch' not in sys.modules\n")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
     env = {**os.environ, "HOTSPA_REQUIRE_GLOO": required}
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=240)
 
 
+@pytest.mark.parametrize("spread", [[], ["-n", "2"]], ids=["one process", "spread over workers"])
 @pytest.mark.parametrize(("gloo_tests", "arguments", "code", "says"), CASES.values(), ids=CASES.keys())
-def test_gloo_check(tmp_path: Path, gloo_tests: str, arguments: list[str], code: int, says: str) -> None:
-    done = _session(tmp_path, gloo_tests, arguments, required="1")
+def test_gloo_check(
+    tmp_path: Path, gloo_tests: str, arguments: list[str], code: int, says: str, spread: list[str]
+) -> None:
+    done = _session(tmp_path, gloo_tests, [*arguments, *spread], required="1")
     assert done.returncode == code, done.stdout + done.stderr
     assert says in done.stdout
 
