@@ -24,6 +24,8 @@ LAUNCH_ARGS ?= --multi_gpu --num_machines 1 --num_processes $(PROCESSES) --mixed
 	--main_process_port 0
 
 PYTEST_ARGS ?=
+# Worlds of processes that are tested at a time. Ranks wait for each other a good deal, so two fill two cores.
+TEST_WORLDS ?= 2
 OLDEST_ARGS ?=
 BENCH_SCRIPTS ?= benchmarks/step.py benchmarks/switch.py benchmarks/slow_link.py benchmarks/planner.py
 BENCH_ARGS ?=
@@ -68,7 +70,8 @@ test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones r
 	@failed=0; \
 	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --durations 10 tests/unit tests/contract \
 		$(PYTEST_ARGS) || failed=1; \
-	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" --durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
+	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORLDS) --dist worksteal \
+		--durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
 	exit $$failed
 
 .PHONY: test-slow
