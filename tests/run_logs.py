@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.report import PhaseReport, RankMeasures, RunFacts, StepReport
+from hf_hotspa.report import MEASURES, PhaseReport, RankMeasures, RunFacts, StepReport
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.reporting.run_log import RunLogWriter
 
@@ -35,7 +35,7 @@ def made_report(
     rows, start = [], 0.0
     for p in phases:
         spans = [p.load_s, p.compute_s, p.wait_s, p.return_s, p.hidden_load_s, 0.0, 1e6, 2e6, start, p.compute_s / 10]
-        rows.append([*spans, *[0.0] * 7])
+        rows.append([*spans, *[0.0] * (len(MEASURES) - len(spans))])
         start += p.seconds + p.wait_s
     ranks = RankMeasures([0.01] * world_size, [(5 + rank) << 20 for rank in range(world_size)], [rows] * world_size)
     return StepReport(

@@ -57,16 +57,16 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         agree_s = report.ranks.agree_s
         # the main process began at start_s and agreed agree_s[0] later, at the same moment as everybody
         agreed = traced.start_s + agree_s[0]
-        begin, phases = agreed - agree_s[rank], report.ranks.phases[rank]
+        begin = agreed - agree_s[rank]
+        phases = [dict(zip(MEASURES, row, strict=True)) for row in report.ranks.phases[rank]]
     else:
         begin = agreed = traced.start_s
-        phases, start = list[list[float]](), 0.0
+        phases, start = [], 0.0
         for p in report.phases:
-            spans = [p.load_s, p.compute_s, p.wait_s, p.return_s]
-            phases.append(
-                [*spans, p.load_s + p.hidden_load_s, p.return_s + p.hidden_return_s, 0.0, 0.0, start, *[0.0] * 8]
-            )
-            start += sum(spans)
+            known = {name: getattr(p, name) for name in _SPANS}
+            busy = {"load_busy_s": p.load_s + p.hidden_load_s, "return_busy_s": p.return_s + p.hidden_return_s}
+            phases.append({**dict.fromkeys(MEASURES, 0.0), **known, **busy, "start_s": start})
+            start += sum(known.values())
     end = traced.start_s + report.total_s
     step = traced.step
     events: list[dict[str, Any]] = []
@@ -80,8 +80,7 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
     if agreed > begin:
         span(_INSIDE, "agreement", begin, agreed - begin, step=step)
     last = agreed
-    for phase, row in zip(report.phases, phases, strict=True):
-        measured = dict(zip(MEASURES, row, strict=True))
+    for phase, measured in zip(report.phases, phases, strict=True):
         named = {"strategy": phase.strategy, "step": step}
         way = {"context_parallel": phase.context} if phase.context else {}
         start = at = agreed + measured["start_s"]
