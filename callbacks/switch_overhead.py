@@ -15,6 +15,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from hf_hotspa.report import PhaseReport, RunFacts, StepReport
 from hf_hotspa.reporting.terminal import once, text_table
+from hf_hotspa.strategy import Strategy
 
 _HEADER = (
     "strategy", "packs", "sequences", "tokens", "compute s", "wait s", "load+return s", "hidden s", "MB moved", "share",
@@ -87,6 +88,9 @@ class _Totals:
     unit_s: float = 0.0
     hidden_unit_s: float = 0.0
     unit_bytes: int = 0
+    expert_mean: float = 0.0
+    expert_most: int = 0
+    expert_dropped: int = 0
     wait_s: float = 0.0
     predicted_s: float = 0.0
     measured_s: float = 0.0
@@ -126,6 +130,10 @@ class _Totals:
             self.unit_s += phase.unit_s
             self.hidden_unit_s += phase.hidden_unit_s
             self.unit_bytes += phase.unit_bytes
+            if phase.expert_tokens:
+                self.expert_mean += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
+            self.expert_most += phase.busiest_expert_tokens
+            self.expert_dropped += phase.dropped_expert_tokens
             self.by_strategy[phase.strategy].add(phase)
             if phase.predicted_s is not None:
                 self.predicted_s += phase.predicted_s
@@ -144,8 +152,8 @@ class SwitchOverheadCallback(TrainerCallback):
     step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
     `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. Of fully sharded
     strategies apart from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the computation waiting
-    for them) and `hotspa/hidden_unit_s`. `hotspa/wait_s` (waiting for
-    the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
+    for them) and `hotspa/hidden_unit_s`. Of experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the
+    mean), and with a capacity `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
     `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
     phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
@@ -210,6 +218,10 @@ class SwitchOverheadCallback(TrainerCallback):
             metrics["hotspa/unit_s"] = totals.unit_s / totals.steps
             metrics["hotspa/hidden_unit_s"] = totals.hidden_unit_s / totals.steps
             metrics["hotspa/unit_mb"] = totals.unit_bytes / totals.steps / 1e6
+        if totals.expert_mean:
+            metrics["hotspa/expert_load"] = totals.expert_most / totals.expert_mean
+        if self._whole_run.expert_dropped:
+            metrics["hotspa/dropped_expert_tokens"] = totals.expert_dropped / totals.steps
         if totals.measured_s > 0:
             metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
             metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s

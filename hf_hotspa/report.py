@@ -27,10 +27,13 @@ MEASURES = (
     "unit_return_bytes",
     "products_s",
     "left_out",
+    "expert_tokens",
+    "dropped_tokens",
 )
 """What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
 is the part of `compute_s` that went by in collectives and messages of the strategy, `products_s` that of matrix products that
-can migrate (0 where none can), `left_out` the share of these that this rank left out (0 in an exact run)."""
+can migrate (0 where none can), `left_out` the share of these that this rank left out (0 in an exact run);
+`expert_tokens` and `dropped_tokens` are what its experts computed under ep, and did not compute because of their capacity."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ class PhaseReport:
         unit_return_bytes: The same for their gradients.
         context: How ranks of cp attended to each other's tokens: `ulysses`, `allgather` or `ring`; empty without cp. What
             that took is in `others_s` of `RankMeasures`.
+        expert_tokens: Tokens that experts computed under ep, counted once for each expert of a token and each layer.
+        busiest_expert_tokens: Those of them on the busiest rank; `RankMeasures.phases` has each rank's.
+        dropped_expert_tokens: Tokens that experts did not compute because of their capacity, counted alike.
     """
 
     strategy: str
@@ -93,6 +99,9 @@ class PhaseReport:
     unit_load_bytes: int = 0
     unit_return_bytes: int = 0
     context: str = ""
+    expert_tokens: int = 0
+    busiest_expert_tokens: int = 0
+    dropped_expert_tokens: int = 0
 
     @property
     def seconds(self) -> float:

@@ -30,6 +30,7 @@ FACTS = (
     "ck_unsupported_reason",
     "cp_unsupported_reason",
     "z_unsupported_reason",
+    "ep_unsupported_reason",
     "whole",
     "layer_factor",
 )

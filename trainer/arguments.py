@@ -36,6 +36,7 @@ _NOT_NEGATIVE = {
     "hotspa_max_failed_saves": "use 0 to stop at the first one",
     "hotspa_trace_steps": "use 0 for no trace, or some; 3 is the default",
     "hotspa_skip_non_finite": "use 0 to skip none, or a small number",
+    "hotspa_expert_capacity": "use 0 for no limit, or 1.25, say",
 }
 
 AUTO = "auto"
@@ -121,6 +122,7 @@ class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
     hotspa_context_parallel: str = field(
         default="auto", metadata={"help": "How ranks of cp attend; auto is what moves least.", "choices": list(WAYS)}
     )
+    hotspa_expert_capacity: float = field(default=0.0, metadata={"help": "Tokens of an expert, per mean; 0: no limit."})
     hotspa_staging_mb: int = field(
         default=16, metadata={"help": "Size of each of the two staging buffers of a switch, in MiB."}
     )

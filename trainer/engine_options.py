@@ -46,6 +46,7 @@ def engine_options(
         offload_master=args.hotspa_offload == "master",
         flexible=args.hotspa_stragglers in GIVING,
         context_parallel=args.hotspa_context_parallel,
+        expert_capacity=args.hotspa_expert_capacity or None,
         attention_dropout=args.hotspa_attention_dropout is None,
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},

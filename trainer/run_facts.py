@@ -61,6 +61,7 @@ def run_facts(
             "planner": args.hotspa_planner,
             "pipeline_schedule": args.hotspa_pipeline_schedule,
             "context_parallel": args.hotspa_context_parallel,
+            "expert_capacity": args.hotspa_expert_capacity,
             "stragglers": args.hotspa_stragglers,
             "overlap_load": engine.overlap.load,
             "overlap_return": engine.overlap.return_gradients,

@@ -4,9 +4,10 @@ A rank sends each of its tokens to the ranks of its k experts, and gets k rows b
 taken as equal, as the balance losses of families make them: how unequal a router is shows in the report of a step only.
 """
 
+import math
 from collections.abc import Iterable
 
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -37,16 +38,40 @@ def returned_bytes(strategy: Strategy, shape: ModelShape, element_bytes: int) ->
     return shape.experts_per_token * shape.hidden_size * element_bytes / strategy.tp
 
 
-def check_experts(buckets: Iterable[Bucket], schedule: str, flexible: bool = False) -> None:
-    """Refuses strategies with ep that cannot run.
+def check_capacity(factor: float | None) -> None:
+    """Refuses a capacity factor that is none.
+
+    Raises:
+        HotspaConfigError: it is not a number above 0.
+    """
+    if factor is not None and not 0 < factor < math.inf:
+        raise HotspaConfigError(
+            f"the capacity factor of experts is {factor}",
+            where="hotspa_expert_capacity",
+            fix="use a number such as 1.25, or leave it out: no token is dropped",
+        )
+
+
+def check_experts(
+    buckets: Iterable[Bucket],
+    shape: ModelShape,
+    schedule: str,
+    flexible: bool = False,
+    capacity: float | None = None,
+) -> None:
+    """Refuses strategies with ep that cannot run, and a capacity of experts where it would not be that of whole packs.
 
     Args:
         schedule: That of pipelines, see `packing.pipeline_order`.
         flexible: Whether ranks of tp may give work away.
+        capacity: The capacity factor; None for none.
 
     Raises:
-        UnsupportedError: the schedule is not ours, or ranks give work away.
+        UnsupportedError: the schedule is not ours, ranks give work away, the model has no experts whose tokens can be
+            counted, or a strategy computes parts of packs.
     """
+    if capacity is not None:
+        _check_capacity(buckets, shape, schedule)
     for strategy in (bucket.strategy for bucket in buckets):
         if strategy.ep == 1:
             continue
@@ -61,4 +86,24 @@ def check_experts(buckets: Iterable[Bucket], schedule: str, flexible: bool = Fal
                 f"the pipeline schedule {schedule!r} under {strategy}",
                 why="ranks of several replicas exchange tokens, and must run their packs in one order",
                 fix="leave the schedule at 'auto' (hotspa_pipeline_schedule)",
+            )
+
+
+def _check_capacity(buckets: Iterable[Bucket], shape: ModelShape, schedule: str) -> None:
+    if shape.ep_unsupported_reason or not shape.num_experts:
+        raise UnsupportedError(
+            "a capacity of experts (hotspa_expert_capacity)",
+            why=(shape.ep_unsupported_reason or f"{shape.family} has no experts").removesuffix(", so ep must be 1"),
+            fix="leave hotspa_expert_capacity out",
+        )
+    for strategy in (bucket.strategy for bucket in buckets):
+        parts = {"cp": strategy.cp > 1, "+sp": strategy.sp, "+ck": strategy.ck > 0}
+        found = next((name for name, is_there in parts.items() if is_there), None)
+        if found or (strategy.pp > 1 and schedule in ("1f1b", "gpipe")):
+            raise UnsupportedError(
+                f"a capacity of experts (hotspa_expert_capacity) under {strategy}"
+                + ("" if found else f" with the pipeline schedule {schedule!r}"),
+                why="which tokens are dropped is decided for a whole pack, and "
+                + (f"{found} computes parts of packs" if found else "it pads packs to one shape"),
+                fix=f"leave {found} out" if found else "leave the schedule at 'auto' (hotspa_pipeline_schedule)",
             )

@@ -173,6 +173,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
             f"{config.family} cannot be trained: {known['refused']}", where=where, fix="use a model of another family"
         )
     mlp, width = config.mlp(hidden)
+    num_experts, of_experts = config.experts(hidden)
     counted = 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
     shape = ModelShape(
         family=config.family,
@@ -191,6 +192,10 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         ck_unsupported_reason=known.get("ck_unsupported_reason"),
         cp_unsupported_reason=known.get("cp_unsupported_reason"),
         z_unsupported_reason=known.get("z_unsupported_reason"),
+        ep_unsupported_reason=known.get("ep_unsupported_reason"),
+        num_experts=num_experts,
+        experts_per_token=(config.get("num_experts_per_tok") or 1) if num_experts else 0,
+        expert_parameters=round(of_experts * known.get("layer_factor", 1)),
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
@@ -253,11 +258,20 @@ class _Config:
         width = self.get("intermediate_size") or data.get("n_inner") or data.get("ffn_dim") or 4 * hidden
         if type(width) is not int or not 0 < width < _MOST:
             raise ModelError(f"the MLP width is {width!r} instead of a positive integer", where=self.where, fix=_HOW)
-        names = ("num_local_experts", "num_experts", "n_routed_experts")
-        experts = next((value for name in names if data.get(name) and (value := self.get(name))), 0)
-        if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
+        experts, routed = self.experts(hidden)
+        if not experts:
             return matrices * hidden * width, width
         each = self.get("moe_intermediate_size") or width
         shared = [self.get(name) if data.get(name) else 0 for name in _SHARED]
         shared_width = (shared[0] or 0) * each + (shared[1] or 0)
-        return matrices * hidden * (experts * each + shared_width) + experts * hidden, 0
+        return routed + matrices * hidden * shared_width + experts * hidden, 0
+
+    def experts(self, hidden: int) -> tuple[int, int]:
+        """Experts of one layer that a router chooses from, 0 for a dense model; and their parameters."""
+        data, matrices = self.data, 3 if self.gated else 2
+        names = ("num_local_experts", "num_experts", "n_routed_experts")
+        experts = next((value for name in names if data.get(name) and (value := self.get(name))), 0)
+        if experts <= 1 or any(data.get(switch) is False for switch in _SWITCHES):
+            return 0, 0
+        each = self.get("moe_intermediate_size") or self.get("intermediate_size") or 4 * hidden
+        return experts, matrices * hidden * experts * each

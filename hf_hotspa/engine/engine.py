@@ -135,7 +135,8 @@ class HotSPaEngine:
                 check_chunks(options.pipeline_schedule, bucket.strategy)
             given = options.context_parallel, options.pipeline_schedule, self.device.type, options.flexible
             check_context(self.buckets, description.shape, *given)
-            check_experts(self.buckets, options.pipeline_schedule, options.flexible)
+            shape, capacity = description.shape, options.expert_capacity
+            check_experts(self.buckets, shape, options.pipeline_schedule, options.flexible, capacity)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank, self.device)
             return description

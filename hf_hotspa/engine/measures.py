@@ -35,6 +35,8 @@ class PhaseMeasure(NamedTuple):
         unit_return_bytes: Bytes sent by returns of units.
         products_s: The part in matrix products, where these can migrate; else 0.
         left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
+        expert_tokens: Tokens that its experts have computed under ep, each once for every expert and layer; else 0.
+        dropped_tokens: Tokens that experts have not computed, with a capacity, counted alike; once for a replica's stage.
     """
 
     load_s: float
@@ -55,6 +57,8 @@ class PhaseMeasure(NamedTuple):
     unit_return_bytes: float = 0.0
     products_s: float = 0.0
     left_out: float = 0.0
+    expert_tokens: float = 0.0
+    dropped_tokens: float = 0.0
 
 
 class Observer:
@@ -185,4 +189,7 @@ def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> Phas
         hidden_unit_return_s=max(0.0, least.unit_return_busy_s - most.unit_return_s),
         unit_load_bytes=int(total.unit_load_bytes),
         unit_return_bytes=int(total.unit_return_bytes),
+        expert_tokens=int(total.expert_tokens),
+        busiest_expert_tokens=int(most.expert_tokens),
+        dropped_expert_tokens=int(total.dropped_tokens),
     )

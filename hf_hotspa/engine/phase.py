@@ -165,7 +165,14 @@ class PhaseRunner:
             *units,
             products_s,
             flexible.left_share if flexible is not None else 0.0,
+            *self._of_experts(),
         )
+
+    def _of_experts(self) -> tuple[float, float]:
+        """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
+        experts, capacity = self.replica.experts, self.replica.capacity
+        dropped = capacity.num_dropped if capacity is not None and self.mesh.coord.tp == 0 else 0
+        return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
 
     def _synchronize(self) -> None:
         device = self.replica.device

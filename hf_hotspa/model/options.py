@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 
 from hf_hotspa.costs.context import check_way
+from hf_hotspa.costs.experts import check_capacity
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.stages import StageCosts
@@ -49,6 +50,8 @@ class EngineOptions:
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        expert_capacity: How many tokens of a pack one expert computes at most, times the mean (`parallel.expert_capacity`);
+            None for all, which is exact.
         context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
             (`costs.context`).
         staging_bytes: Bound of each of the two staging buffers of a switch.
@@ -102,10 +105,12 @@ class EngineOptions:
     stage_costs: StageCosts | None = None
     pair_costs: Mapping[int, float] = field(default_factory=dict)
     context_parallel: str = "auto"
+    expert_capacity: float | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)
         check_way(self.context_parallel)
+        check_capacity(self.expert_capacity)
         check_planner(self.planner)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
             if not 0 < seconds <= LONGEST_TIMEOUT_S:

@@ -29,6 +29,7 @@ from hf_hotspa.parallel.attention import PackedSequences, Prefix
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
+from hf_hotspa.parallel.expert_capacity import ExpertCapacity
 from hf_hotspa.parallel.experts import ExpertParallel
 from hf_hotspa.parallel.flexible_linear import make_flexible
 from hf_hotspa.parallel.flexible_work import FlexibleWork
@@ -66,6 +67,7 @@ class Replica:
         flexible: What the ranks of its tensor-parallel group give away; None where they cannot.
         context: How the ranks of cp divide packs; None where cp is 1.
         experts: How tokens travel to the ranks of ep; None where ep is 1.
+        capacity: How many tokens an expert computes at most; None for all.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
         begin_pass: Called by whoever runs the replica before each forward, and before each backward.
     """
@@ -111,11 +113,15 @@ class Replica:
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._is_flexible = options.flexible
         self.flexible: FlexibleWork | None = None
-        self.experts = ExpertParallel.of(mesh)
+        factor = options.expert_capacity
+        self.capacity = None if factor is None else ExpertCapacity(factor)
+        self.experts = ExpertParallel.of(mesh, self.capacity)
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
+        if self.capacity is not None and self.experts is None:
+            self.capacity.limit(self.model, description.experts)
         self._logit_loss = LogitLoss(
             mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths
         )
@@ -247,6 +253,8 @@ class Replica:
         self.losses = []
         if self.experts is not None:
             self.experts.num_rows = 0
+        if self.capacity is not None:
+            self.capacity.num_dropped = 0
         if self._router_loss is not None:
             self._router_loss.reset()
         for parameter, slot in self.parameters:
@@ -298,6 +306,8 @@ class Replica:
             self._router_loss.clear()
         if self.experts is not None:
             self.experts.is_counting, self.experts.is_idle = True, is_idle(whole)
+        if self.capacity is not None:
+            self.capacity.is_counting = not is_idle(whole)
         inputs: dict[str, Any] = {
             "position_ids": micro_batch.position_ids,
             "attention_mask": None,
@@ -324,6 +334,8 @@ class Replica:
         self._after_forward()
         if self.experts is not None:
             self.experts.is_counting = False  # a layer that is computed again in the backward has been counted
+        if self.capacity is not None:
+            self.capacity.is_counting = False
         if with_loss:
             self.check_weights()
         pack.check_calls(self._num_attentions, type(self.model).__name__)

@@ -4,7 +4,7 @@ Every rank routes its own tokens with the family's own router. Its pairs of a to
 counts are exchanged (the one point of a layer where the host waits), the rows go to the ranks that hold their experts by
 an all-to-all, the family's own module computes them there, each with the weight 1, and a second all-to-all brings them back,
 where routing weights are applied and the experts of a token are added up (Lepikhin et al., 2021, "GShard", section 3.2;
-Fedus et al., 2022, "Switch Transformers", section 2.2; here without a capacity, so no token is dropped).
+Fedus et al., 2022, "Switch Transformers", section 2.2; without a capacity, `parallel.expert_capacity`, none is dropped).
 
 Where the ranks of tp hold the same tokens each sends its share of them. A rank that gets no row stays in the graph:
 its all-to-all has a backward, which others wait for.
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_hotspa.errors import ModelError
+from hf_hotspa.parallel.expert_capacity import ExpertCapacity
 from hf_hotspa.parallel.isolation import LayerKind
 from hf_hotspa.parallel.mesh import ExpertGroup, StrategyMesh, TensorGroup
 from hf_hotspa.parallel.sequence_parallel import all_gather
@@ -186,6 +187,7 @@ class ExpertParallel:
     Args:
         group: The ranks that hold the experts between them.
         shared: The tensor-parallel group, where its ranks hold the same tokens; None where each has its own.
+        capacity: The most tokens of a pack that an expert computes; None for all.
 
     Attributes:
         num_rows: Rows that this rank's experts have computed forward since it was set to 0, of packs that are counted.
@@ -193,17 +195,17 @@ class ExpertParallel:
         is_idle: Whether this rank's own tokens are padding, which is not counted anywhere.
     """
 
-    def __init__(self, group: ExpertGroup, shared: TensorGroup | None) -> None:
-        self._group, self._shared = group, shared
+    def __init__(self, group: ExpertGroup, shared: TensorGroup | None, capacity: ExpertCapacity | None = None) -> None:
+        self._group, self._shared, self._capacity = group, shared, capacity
         self.num_rows = 0
         self.is_counting = self.is_idle = False
 
     @classmethod
-    def of(cls, mesh: StrategyMesh) -> "ExpertParallel | None":
+    def of(cls, mesh: StrategyMesh, capacity: ExpertCapacity | None = None) -> "ExpertParallel | None":
         """That of a replica; None where its strategy has no ep."""
         if mesh.experts is None:
             return None
-        return cls(mesh.experts, None if mesh.strategy.sp else mesh.tensor)
+        return cls(mesh.experts, None if mesh.strategy.sp else mesh.tensor, capacity)
 
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
         """Makes some modules of experts those of this rank; a name without a module is of another stage."""
@@ -241,24 +243,36 @@ class ExpertParallel:
                 fix="leave ep out of this model's strategies, and report the model_type",
             )
         x = hidden.reshape(-1, hidden.shape[-1])
+        kept = None if self._capacity is None else self._capacity.kept(index, num_experts)
         shares = None
         if self._shared is not None:
             shares = _Shares(len(x), self._shared)
             x, weights = _OwnRows.apply(shares, x, weights)
-            index = index[shares.own]
-        y = self._of_tokens(x, index, weights, partial(self._local, forward, names, module), num_experts)
+            index, kept = index[shares.own], None if kept is None else kept[shares.own]
+        y = self._of_tokens(x, index, weights, kept, partial(self._local, forward, names, module), num_experts)
         if shares is not None:
             y = _AllRows.apply(y, shares)
         return y.view_as(hidden)
 
     def _of_tokens(
-        self, x: Tensor, index: Tensor, weights: Tensor, local: Callable[[Tensor, Tensor], Tensor], num_experts: int
+        self,
+        x: Tensor,
+        index: Tensor,
+        weights: Tensor,
+        kept: Tensor | None,
+        local: Callable[[Tensor, Tensor], Tensor],
+        num_experts: int,
     ) -> Tensor:
-        """[t, h] of tokens that no other rank sends: `index` [t, k] int64 and `weights` [t, k] say by which experts."""
+        """[t, h] of tokens that no other rank sends: `index` [t, k] int64 and `weights` [t, k] say by which experts.
+
+        Where `kept` [t, k] is False, no expert computes, and 0 is added.
+        """
         size, group, top_k = self._group.size, self._group.group, index.shape[1]
         pairs = index.reshape(-1)
         order = torch.argsort(pairs, stable=True)
-        counts = torch.bincount(pairs, minlength=num_experts).view(size, -1)
+        if kept is not None:
+            order = order[kept.reshape(-1)[order]]
+        counts = torch.bincount(pairs[order], minlength=num_experts).view(size, -1)
         # beside the counts whether these rows are of a pack
         told = torch.cat([counts, counts.new_full((size, 1), int(not self.is_idle))], 1)
         heard = torch.empty_like(told)
@@ -275,7 +289,8 @@ class ExpertParallel:
         back = _Exchange.apply(out, received, sent, group)
         weighted = back * weights.reshape(-1)[order][:, None]
         # to the order of tokens, and summed as the family's own grouped products sum
-        return weighted[torch.argsort(order)].view(len(x), top_k, x.shape[1]).sum(1).to(x.dtype)
+        whole = weighted.new_zeros(len(pairs), x.shape[1]).index_copy(0, order, weighted)
+        return whole.view(len(x), top_k, x.shape[1]).sum(1).to(x.dtype)
 
     @staticmethod
     def _local(

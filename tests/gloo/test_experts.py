@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.strategy import Strategy
 from tests.family_sweep import gradient_errors
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
@@ -78,6 +79,24 @@ SOME = ("deepseek_v3", "gpt_oss", "granitemoe", "glm4_moe")
 def test_other_families():
     """Shared experts and latent attention, biases and interleaved halves, one fused linear, layers without experts."""
     check(run_ranks(4, errors_of, SOME, ["dp4ep4:24@32"]))
+
+
+EVERY = (
+    *("afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
+    *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa"),
+    *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2"),
+    *("mixtral", "olmoe", "qwen3_moe", "solar_open"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", EVERY)
+def test_every_family_under_each_layout_that_it_has_a_plan_for(family):
+    shape = describe_model(tiny_model_of(family)).shape
+    layouts = ["dp4ep4", "dp2tp2ep2", "dp2pp2ep2", "tp4ep4"]
+    legal = [f"{name}:24@32" for name in layouts if Strategy.parse(name).unsupported_reason(shape) is None]
+    assert f"{layouts[0]}:24@32" in legal
+    check(run_ranks(4, errors_of, (family,), legal))
 
 
 SWITCHED = "dp4:3@24,dp4ep4:6@24,dp2tp2ep2:15@32,tp4:24@32,dp2pp2ep2:40@44,tp4ep4:50@54,dp2cp2ep2+rc:60@64"

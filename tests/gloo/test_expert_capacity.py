@@ -1,0 +1,123 @@
+"""A capacity of experts: loss, gradients and what is dropped equal one process with the same rule; the report says loads."""
+
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.parallel.expert_capacity import ExpertCapacity
+from hf_hotspa.report import MEASURES
+from tests.families import tiny_model
+from tests.family_sweep import gradient_errors
+from tests.gloo.test_experts import rows_of
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, reference_step
+from tests.tiny_families import tiny_model_of
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+LENGTHS = [13, 24, 17, 20, 15, 22]  # a pack of 24 tokens holds one of them
+STRATEGIES = ["dp4ep4:24", "dp4ep2+rc:24", "dp4:24", "tp4:24", "tp4ep4:24", "dp2tp2ep2:24", "dp2pp2ep2:24"]
+NO_DROPS = 8.0  # as many as there are experts
+
+
+def with_rule(model, factor):
+    """The plain model's experts with the rule, a token and an expert at a time; what was dropped is counted."""
+    dropped = []
+
+    def forward(hidden, index, weights, own, num_experts):
+        most, taken, weights = math.ceil(factor * index.numel() / num_experts), [0] * num_experts, weights.clone()
+        for token, experts in enumerate(index.tolist()):
+            for place, expert in enumerate(experts):
+                taken[expert] += 1
+                if taken[expert] > most:
+                    weights[token, place] = 0.0
+                    dropped.append((token, expert))
+        return own(hidden, index, weights)
+
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.forward = partial(forward, own=module.forward, num_experts=module.num_experts)
+    return dropped
+
+
+def errors_of(rank, world_size, family, factors):
+    found = {}
+    for factor in factors:
+        plain, model = tiny_model_of(family), tiny_model_of(family)
+        rows = rows_of(LENGTHS, model.config.vocab_size, 3)
+        dropped = with_rule(plain, factor)
+        loss, gradients = reference_step(plain, rows)
+        without, _ = reference_step(model, rows)
+        model.zero_grad(set_to_none=True)
+        for buckets in STRATEGIES:
+            engine = make_engine(model, buckets, expert_capacity=factor)
+            mini_batch = make_mini_batch(engine, rows)
+            assert all(len(pack.lengths) == 1 for packs in mini_batch.plan.phases[0].replicas for pack in packs)
+            with exact_in_double(torch.float64):
+                report = engine.forward_backward(mini_batch)
+            error = max(abs(report.loss - loss) / loss, *gradient_errors(engine.full_gradients(), gradients).values())
+            (phase,) = report.phases
+            column = MEASURES.index("expert_tokens")
+            per_rank = [int(measured[0][column]) for measured in report.ranks.phases]
+            found[factor, buckets] = error, phase.dropped_expert_tokens, phase.expert_tokens, per_rank
+            assert phase.busiest_expert_tokens == max(per_rank)
+            engine.close()
+        found[factor] = len(dropped), abs(loss - without)
+    return found
+
+
+@pytest.mark.parametrize("family", ["mixtral", pytest.param("qwen3_moe", marks=pytest.mark.slow)])
+def test_loss_gradients_and_drops_are_those_of_one_process_with_the_same_rule(family):
+    factors = (0.5, 1.0, 1.25, NO_DROPS)
+    results = run_ranks(4, errors_of, family, factors)
+    pairs = 4 * 2 * sum(LENGTHS)  # layers, and experts of a token
+    for factor in factors:
+        dropped, difference = results[0][factor]
+        assert (dropped == 0) == (difference == 0.0) == (factor == NO_DROPS)
+        assert dropped < pairs
+        for buckets in STRATEGIES:
+            for found in results:
+                error, own, computed, per_rank = found[factor, buckets]
+                assert error <= 1e-11, (factor, buckets)
+                assert own == dropped, (factor, buckets)
+                assert computed == (pairs - dropped if "ep" in buckets else 0) == sum(per_rank), (factor, buckets)
+    most, less = results[0][0.5][0], results[0][1.25][0]
+    assert most > less > 0
+
+
+def test_the_rule_keeps_the_first_tokens_of_each_expert():
+    index = torch.tensor([[0, 1], [0, 2], [0, 1], [3, 0]])
+    capacity = ExpertCapacity(1.0)
+    assert capacity.kept(index, 4).tolist() == [[True, True], [True, True], [False, True], [True, False]]
+    assert capacity.num_dropped == 0
+    capacity.is_counting = True
+    capacity.kept(index, 4)
+    assert capacity.num_dropped == 2
+    assert ExpertCapacity(4.0).kept(index, 4).all()
+
+
+@pytest.mark.parametrize("factor", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_factor_that_is_none_is_refused(factor):
+    with pytest.raises(HotspaConfigError, match="capacity factor of experts"):
+        EngineOptions(expert_capacity=factor)
+
+
+@pytest.mark.parametrize(
+    ("model", "buckets", "schedule", "says"),
+    [
+        ("llama_gqa_bias", "dp1:24", "auto", "llama has no experts"),
+        ("mixtral", "dp1+ck8:24", "auto", "+ck computes parts of packs"),
+        ("llama4_text", "dp1:24", "auto", "is not one fused module"),
+    ],
+)
+def test_where_packs_are_not_whole_or_experts_unknown_it_is_refused_by_name(model, buckets, schedule, says):
+    model = tiny_model(model) if model == "llama_gqa_bias" else tiny_model_of(model)
+    with pytest.raises(UnsupportedError) as caught:
+        make_engine(model, buckets, expert_capacity=1.0, pipeline_schedule=schedule)
+    assert says in str(caught.value)
+    assert caught.value.fix
