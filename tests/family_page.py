@@ -12,6 +12,7 @@ GROUPS = {
     "pp": ("pp4", "dp2pp2"),
     "tp and pp": ("tp2pp2",),
     "cp": ("dp2cp2", "cp4"),
+    "+z3": ("dp4+z3", "dp4+rc+z3"),
     "switched": ("mix",),
 }
 """The columns of the table, and the strategies of the sweep behind each."""
@@ -21,7 +22,7 @@ _HEAD = """# Families
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
 of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
 that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
-of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; those without cp switched inside one mini-batch). What is not exact is refused, with
+of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; the plain ones without cp switched inside one mini-batch). What is not exact is refused, with
 an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
 
 Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
@@ -32,8 +33,8 @@ memory. Layers that run one sequence of a pack at a time gain less from packing.
 The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
 `python -m tests.family_sweep qwen3` runs one family.
 
-| family | | dp | tp | pp | tp and pp | cp | switched | notes |
-|---|---|---|---|---|---|---|---|---|
+| family | | dp | tp | pp | tp and pp | cp | +z3 | switched | notes |
+|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -72,12 +73,19 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| | families | exact under dp | tp | pp | cp | switched |", "|---|---|---|---|---|---|---|"]
+    lines = ["| | families | exact under dp | tp | pp | cp | +z3 | switched |", "|---|---|---|---|---|---|---|---|"]
     kinds = {"dense": False, "mixture of experts": True}
     for kind, mixture in kinds.items():
         rows = [row for row in families.values() if row.get("mixture", False) == mixture]
         cells = []
-        for group, plan in (("dp", None), ("tp", "tp_plan"), ("pp", "pp_plan"), ("cp", None), ("switched", None)):
+        for group, plan in (
+            ("dp", None),
+            ("tp", "tp_plan"),
+            ("pp", "pp_plan"),
+            ("cp", None),
+            ("+z3", None),
+            ("switched", None),
+        ):
             planned = [row for row in rows if plan is None or row[plan]]
             cells.append(f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}")
         lines.append(f"| {kind} | {len(rows)} | " + " | ".join(cells) + " |")

@@ -29,7 +29,18 @@ from tests.tiny_families import is_mixture, planned_families, tiny_config_of, ti
 from tests.worlds import make_engine, make_mini_batch
 
 RESULTS = Path(__file__).parent / "data" / "family_sweep.json"
-NUM_ROWS = {"dp4": 16, "dp2tp2": 8, "tp4": 4, "dp2pp2": 8, "tp2pp2": 4, "pp4": 6, "dp2cp2": 8, "cp4": 4}
+NUM_ROWS = {
+    "dp4": 16,
+    "dp2tp2": 8,
+    "tp4": 4,
+    "dp2pp2": 8,
+    "tp2pp2": 4,
+    "pp4": 6,
+    "dp2cp2": 8,
+    "cp4": 4,
+    "dp4+z3": 16,
+    "dp4+rc+z3": 16,
+}
 """Rows of each strategy's mini-batch: two a pack, two packs a replica, three for the longest pipeline."""
 MIX = "mix"
 _SHORTEST = 7
@@ -112,7 +123,7 @@ def _run(rank: int, model: Any, legal: Sequence[str]) -> dict[str, dict[str, Any
     references = {s: (_num_labels(rows[s]), *reference_step(model, rows[s])) for s in legal} if rank == 0 else {}
     model.zero_grad(set_to_none=True)
     batches = {s: (rows[s], [s]) for s in legal}
-    mixed = [s for s in legal if "cp" not in s]
+    mixed = [s for s in legal if "cp" not in s and "+" not in s]
     if len(mixed) > 1:
         batches[MIX] = ([row for s in mixed for row in rows[s]], mixed)
     found = {}
