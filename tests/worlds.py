@@ -15,8 +15,8 @@ from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.strategy import parse_buckets
-from tests.oracle import exact_in_double, relative_error
+from hf_hotspa.strategy import Bucket, parse_buckets
+from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
 
 
 def make_engine(
@@ -66,3 +66,31 @@ def worst_error(
     got = engine.full_gradients()
     assert got.keys() == {name for name, g in gradients.items() if g is not None}
     return max(abs(report.loss - loss) / abs(loss), *(relative_error(got[n], gradients[n]) for n in got)), report
+
+
+def worst_error_with_logits(model: PreTrainedModel, buckets: str, num_rows: int, **options: Any) -> float:
+    """The largest relative error of two mini-batches that run in all buckets, trained, and evaluated with the logits of
+    every row.
+
+    Args:
+        num_rows: Rows of a mini-batch, of up to 60 tokens.
+        options: Those of `EngineOptions`.
+    """
+    engine, errors, ran = make_engine(model, buckets, **options), list[float](), set[Bucket]()
+    for seed in range(2):  # the second mini-batch reuses all buffers
+        rows = random_rows(num_rows, model.config.vocab_size, longest=60, seed=seed)
+        loss, gradients = reference_step(model, rows)
+        mini_batch = make_mini_batch(engine, rows)
+        ran |= {phase.bucket for phase in mini_batch.phases}
+        errors.append(worst_error(engine, mini_batch, loss, gradients)[0])
+        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
+            found = evaluation.run(mini_batch, with_logits=True)
+        errors.append(abs(found.loss_sum / found.num_labels - loss) / loss)
+        assert sorted(found.logits) == [(row, 0) for row in range(num_rows)]
+        with torch.no_grad(), exact_in_double(torch.float64):
+            for (row, _), logits in found.logits.items():
+                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
+                errors.append(relative_error(logits, expected))
+    engine.close()
+    assert len(ran) == len(engine.buckets)
+    return max(errors)

@@ -20,7 +20,7 @@ from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -116,23 +116,7 @@ HOT = "dp4:3@24,dp2cp2:6@24,cp4+ck7:15@32,cp2tp2+sp:40@44,cp2pp2:50@54,tp4:60@64
 
 def one_mini_batch(rank, world_size, way, options):
     model = tiny_model("llama_gqa_bias", torch.float64)
-    engine, errors = make_engine(model, HOT, context_parallel=way, **options), []
-    for seed in range(2):  # the second mini-batch reuses all buffers
-        rows = random_rows(30, model.config.vocab_size, longest=60, seed=seed)
-        reference = reference_step(model, rows)
-        mini_batch = make_mini_batch(engine, rows)
-        assert len(mini_batch.phases) == 6
-        errors.append(worst_error(engine, mini_batch, *reference)[0])
-        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
-            found = evaluation.run(mini_batch, with_logits=True)
-        errors.append(abs(found.loss_sum / found.num_labels - reference[0]) / reference[0])
-        assert sorted(found.logits) == [(row, 0) for row in range(30)]
-        with torch.no_grad(), exact_in_double(torch.float64):
-            for (row, _), logits in found.logits.items():
-                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
-                errors.append(relative_error(logits, expected))
-    engine.close()
-    return max(errors)
+    return worst_error_with_logits(model, HOT, 30, context_parallel=way, **options)
 
 
 @pytest.mark.parametrize(("way", "options"), [("ulysses", {}), ("allgather", OVERLAP)])

@@ -10,9 +10,9 @@ from tests.families import FAMILIES, tiny_model
 from tests.gloo import test_lora as lora
 from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+from tests.oracle import random_rows, reference_step
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -35,25 +35,7 @@ def test_every_strategy(family):
 
 
 def one_mini_batch(rank, world_size, family, options):
-    """Errors of two mini-batches of several strategies, trained and evaluated with logits."""
-    model = tiny_model(family, torch.float64)
-    engine, errors, ran = make_engine(model, HOT, **options), [], set()
-    for seed in range(2):  # the second one reuses all buffers
-        rows = random_rows(40, model.config.vocab_size, longest=60, seed=seed)
-        reference = reference_step(model, rows)
-        mini_batch = make_mini_batch(engine, rows)
-        ran |= {phase.bucket.strategy for phase in mini_batch.phases}
-        errors.append(worst_error(engine, mini_batch, *reference)[0])
-        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
-            found = evaluation.run(mini_batch, with_logits=True)
-        errors.append(abs(found.loss_sum / found.num_labels - reference[0]) / reference[0])
-        with torch.no_grad(), exact_in_double(torch.float64):
-            for (row, _), logits in found.logits.items():
-                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
-                errors.append(relative_error(logits, expected))
-    engine.close()
-    assert len(ran) == 6
-    return max(errors)
+    return worst_error_with_logits(tiny_model(family, torch.float64), HOT, 40, **options)
 
 
 @pytest.mark.parametrize("options", [LOSS, {**OVERLAP, "second_source": True, "devices_per_node": 2}], ids=str)

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.gloo
 HOT = {
     "cp": "dp2:16@32,cp2:60@64",
     "chunks": "dp2:16@32,dp2+ck13:32@40,pp2+ck24:60@64",
-    "fully sharded": "dp2:16@32,dp2+z2:32@40,dp2+rc+z3:60@64",
+    "fully sharded": "dp2+z3:16@32,dp2+rc+z2:32@40,pp2+z3:60@64",
 }
 kinds = pytest.mark.parametrize("kind", HOT)
 
@@ -45,14 +45,17 @@ class _Looks(TrainerCallback):
 
 def whole_run(rank, world, folder, strategies):
     looks = _Looks()
+    evaluated_under = {"hotspa_eval_strategy": "buckets"} if "+z" in strategies else {}
     trainer = make_trainer(
-        f"{folder}/{world}", world, hotspa_strategies=strategies, save_steps=STEPS, callbacks=[looks]
+        f"{folder}/{world}", world, hotspa_strategies=strategies, save_steps=STEPS, callbacks=[looks], **evaluated_under
     )
     looks.trainer = trainer
     rows = random_rows(7, 150, longest=60, seed=5)
     trainer.eval_dataset = rows
     evaluated = []
     losses = trainer.train() and [log["loss"] for log in trainer.state.log_history if "loss" in log]
+    num_streamed = sum("hotspa/unit_mb" in log for log in trainer.state.log_history)
+    assert num_streamed == (len(losses) if "+z" in strategies else 0)
     evaluated.append(trainer.evaluate()["eval_loss"])
     predicted = trainer.predict(rows)
     trainer.close_engine()
@@ -110,3 +113,17 @@ def test_mini_batches_are_skipped(folder, kind):
 def skipped(rank, world_size, folder, kind):
     non_finite.BUCKETS = HOT[kind]
     return non_finite.skip_world(rank, world_size, folder, 2, (0, 1, 4))
+
+
+def from_config(rank, world, folder):
+    """Strategies that say nothing, with DeepSpeed's stage 3 and with `fsdp`."""
+    found = []
+    for options in ({"deepspeed": {"zero_optimization": {"stage": 3}}}, {"fsdp": "shard_grad_op"}):
+        trainer = make_trainer(folder, world, hotspa_strategies="dp2:60@64", max_steps=1, save_steps=9, **options)
+        train(trainer)
+        found.append(trainer.last_report.phases[0].strategy)
+    return found
+
+
+def test_sharding_stages_of_others_are_run(folder):
+    assert run_ranks(2, from_config, str(folder)) == [["dp2tp1pp1+z3", "dp2tp1pp1+z2"]] * 2

@@ -25,7 +25,7 @@ from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
 from tests.tiny_families import planned_families, tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -118,23 +118,7 @@ def test_other_attentions(family):
 
 
 def one_mini_batch(rank, world_size, family, options):
-    model = tiny_model(family, torch.float64)
-    engine, errors = make_engine(model, HOT, **options), []
-    for seed in range(2):  # the second mini-batch reuses all buffers
-        rows = random_rows(30, model.config.vocab_size, longest=60, seed=seed)
-        reference = reference_step(model, rows)
-        mini_batch = make_mini_batch(engine, rows)
-        assert len(mini_batch.phases) == 5
-        errors.append(worst_error(engine, mini_batch, *reference)[0])
-        with exact_in_double(torch.float64), engine.evaluation() as evaluation:
-            found = evaluation.run(mini_batch, with_logits=True)
-        errors.append(abs(found.loss_sum / found.num_labels - reference[0]) / reference[0])
-        with torch.no_grad(), exact_in_double(torch.float64):
-            for (row, _), logits in found.logits.items():
-                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
-                errors.append(relative_error(logits, expected))
-    engine.close()
-    return max(errors)
+    return worst_error_with_logits(tiny_model(family, torch.float64), HOT, 30, **options)
 
 
 @pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["one after the other", "overlap"])
