@@ -124,6 +124,24 @@ def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "pp4 simulated" in capsys.readouterr().out
 
 
+def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Ours and both ways of FSDP2 that run on CPU; DeepSpeed is left to the whole run."""
+    command = ["--logs", str(tmp_path / "logs"), "--sides", "dp4", "FSDP2"]
+    found = run_quick("fully_sharded", tmp_path / "sharded.json", *command)
+    text = capsys.readouterr().out
+    ours, peers = {f"ours, dp4{z}" for z in ("", "+z2", "+z3")}, {"FSDP2, plain loop", "FSDP2 of transformers, Trainer"}
+    assert found["ratios"].keys() == ours | peers
+    for name in ours | peers:
+        side = found["sides"][name]
+        assert len(side["seconds"]) == found["options"]["steps"]
+        assert side["tokens"] == side["slots"] == 4 * 2 * 32 * 3
+        assert found["ratios"][name]["of +z3"] > 0
+        assert name in text
+    assert "distributed type MULTI_CPU" in found["sides"]["FSDP2 of accelerate, Trainer"]["reason"]
+    losses = [found["sides"][name]["loss"] for name in ours | peers]
+    assert max(losses) - min(losses) <= 1e-4 * min(losses)
+
+
 @pytest.mark.parametrize("nics", [(), ("--nics-per-node", "1")])
 def test_slow_link(tmp_path: Path, nics: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     found = run_quick("slow_link", tmp_path / "slow_link.json", *nics)
