@@ -44,7 +44,12 @@ class Cost:
 
 
 def costs_on_rank(
-    rank: int, world_size: int, dtype: torch.dtype, choices: Sequence[GradientDtypes], num_rows: int
+    rank: int,
+    world_size: int,
+    dtype: torch.dtype,
+    choices: Sequence[GradientDtypes],
+    num_rows: int,
+    buckets: str = BUCKETS,
 ) -> list[Cost]:
     """The costs of these choices, each in an engine of its own. The same mini-batch, the same weights."""
     model = tiny_model(FAMILY).bfloat16().float()  # numbers that bf16 holds: what remains is the computation
@@ -53,7 +58,7 @@ def costs_on_rank(
     whole = torch.cat([g.flatten() for g in expected.values()])
     found = []
     for gradients in choices:
-        engine = make_engine(model, BUCKETS, compute_dtype=dtype, gradients=gradients)
+        engine = make_engine(model, buckets, compute_dtype=dtype, gradients=gradients)
         mini_batch = make_mini_batch(engine, rows)
         report = engine.forward_backward(mini_batch)
         got = engine.full_gradients()
@@ -62,7 +67,7 @@ def costs_on_rank(
             Cost(
                 float(torch.linalg.vector_norm(difference) / torch.linalg.vector_norm(whole)),
                 max(len(packs) for phase in mini_batch.plan.phases for packs in phase.replicas),
-                sum(phase.return_bytes for phase in report.phases),
+                sum(phase.return_bytes + phase.unit_return_bytes for phase in report.phases),
                 engine._switching.arenas.gradients.num_bytes,
                 engine._switching.forecast.gradients,
                 report.loss,

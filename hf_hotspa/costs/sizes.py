@@ -18,7 +18,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.layout.units import Room, Units
+from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
@@ -82,7 +82,7 @@ class MasterSizes:
 
 
 def _held(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray[np.int64]:
-    """Bytes on each rank of segments [segments, ranks], of which those that share a slot are not there at a time."""
+    """Bytes on each rank of segments [segments, ranks], of which neighbouring units alone are there at a time."""
     units: dict[Room, NDArray[np.int64]] = {}
     total = np.zeros(num_bytes.shape[1], np.int64)
     for own, room in zip(num_bytes, rooms, strict=True):
@@ -90,9 +90,11 @@ def _held(num_bytes: NDArray[np.int64], rooms: Sequence[Room | None]) -> NDArray
             total += own
         else:
             units[room] = units.get(room, 0) + own
-    for slot in {slot for slot, _ in units}:
-        total += np.maximum.reduce([own for (its, _), own in units.items() if its == slot])
-    return total
+    return total + (np.maximum.reduce(sizes_of_neighbours(units)) if units else 0)
+
+
+def _of_neighbours(units: Sequence[int]) -> list[int]:
+    return sizes_of_neighbours(dict(enumerate(units)))
 
 
 @dataclass(frozen=True)
@@ -211,16 +213,16 @@ class ModelSizes:
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             norm = shape.hidden_size if last else 0
-            # by whether units come and go: two layers, and embedding and head in turns where they are not one
-            layers_held = {False: len(layers), True: min(len(layers), 2)}
-            numel = {
-                streams: count * layer + (min(ends, 1) if streams and not self.tied else ends) * vocabulary + norm
-                for streams, count in layers_held.items()
-            }
-            added = {streams: count * adapter for streams, count in layers_held.items()}
-            weights = numel[strategy.z == 3] + added[strategy.z == 3]
-            trained = (added if self.adapter is not None else numel)[strategy.z > 0]
-            stages.append(StageSizes(len(layers), weights * weight_bytes, trained * gradient_bytes))
+            kept = vocabulary if self.tied and ends else 0  # embedding and head are one weight, which stays
+            units = [vocabulary - kept] * first + [layer + adapter] * len(layers) + [vocabulary - kept + norm] * last
+            added = [0] * first + [adapter] * len(layers) + [0] * last
+            whole = len(layers) * (layer + adapter) + ends * vocabulary + norm
+            weights = kept + max(_of_neighbours(units)) if strategy.z == 3 else whole
+            if self.adapter is not None:
+                gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
+            else:
+                gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
+            stages.append(StageSizes(len(layers), weights * weight_bytes, gradients * gradient_bytes))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:

@@ -1,7 +1,7 @@
 """Seconds that fully sharded strategies (`+z2`, `+z3`) move their units, and how much of it the computation hides.
 
 Every pack loads all units for its forward pass and for its backward pass (`+z3`), and returns their gradients (`+z2`,
-`+z3`), but for the units that are in their slots already (`plan.units`). Transfers of all stages go one after the other.
+`+z3`), but for the units that are there already (`plan.units`). Transfers of all stages go one after the other.
 They hide behind the pass they belong to, as far as that is long enough; where ranks share cores nothing hides. Replicas
 keep step with the slowest, pack by pack.
 
@@ -64,7 +64,7 @@ class Streams:
         return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
 
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
-        """All transfers of a pack, less about half of what is in its slots already when passes turn round."""
+        """All transfers of a pack, less the two units that are there already whenever passes turn round."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
         kept = min(1.0, 4 / (len(self.sizes.layer_costs) + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)

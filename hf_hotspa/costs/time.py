@@ -285,7 +285,7 @@ class TimeModel:
             seconds = together.phase_seconds(plain, packs) if strategy.pp == 1 else 0.0
             chains = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
             backwards = max((sum(map(len, found)) for found in chains), default=1)
-            again = max((sum(len(chain) - 1 for chain in found) for found in chains), default=0)
+            again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in found) for found in chains), default=0)
             forward = self.forward_share * (backwards + again) / backwards
             backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
             share = forward / (forward + backward)

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Sequence
 import torch
 from torch import Tensor
 
-from hf_hotspa.layout.units import Room, Rooms
+from hf_hotspa.layout.units import Room, Rooms, sizes_of_neighbours
 
 _ALIGNMENT = 64
 """Buffers start on multiples of this many elements, so that vector loads and sends are aligned in every dtype."""
@@ -28,32 +28,31 @@ def _place(
     sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared | None = None
 ) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
     """Elements needed of each dtype, and the place of each buffer."""
-    inside: list[_Place | None] = []  # with starts from the begin of the slot, where there is one
+    inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
     needed: dict[torch.dtype, int] = {}
-    filled: dict[tuple[torch.dtype, Room], int] = {}
-    slots: dict[tuple[torch.dtype, int], int] = {}
+    filled: dict[torch.dtype, dict[Room, int]] = {}
     shared = rooms or [None] * len(sizes)
     for size, dtype, room in zip(sizes, dtypes, shared, strict=True):
         if not size or dtype is None:
             inside.append(None)
             continue
-        start = needed.get(dtype, 0) if room is None else filled.get((dtype, room), 0)
+        start = needed.get(dtype, 0) if room is None else filled.setdefault(dtype, {}).get(room, 0)
         end = start + -(-size // _ALIGNMENT) * _ALIGNMENT
         inside.append((dtype, start, size))
         if room is None:
             needed[dtype] = end
         else:
-            filled[dtype, room] = end
-            slots[dtype, room[0]] = max(end, slots.get((dtype, room[0]), 0))
-    first: dict[tuple[torch.dtype, int], int] = {}
-    for (dtype, slot), total in slots.items():
-        first[dtype, slot] = needed.get(dtype, 0)
-        needed[dtype] = first[dtype, slot] + total
+            filled[dtype][room] = end
+    first: dict[tuple[torch.dtype, Room], int] = {}
+    for dtype, units in filled.items():
+        begin = needed.get(dtype, 0)
+        end = needed[dtype] = begin + max(sizes_of_neighbours(units))
+        first |= {(dtype, room): end - size if room % 2 else begin for room, size in units.items()}
     places: list[_Place | None] = []
     for place, room in zip(inside, shared, strict=True):
         if place is not None and room is not None:
             dtype, start, size = place
-            place = dtype, first[dtype, room[0]] + start, size
+            place = dtype, first[dtype, room] + start, size
         places.append(place)
     return needed, places
 

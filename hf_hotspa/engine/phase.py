@@ -86,7 +86,7 @@ class PhaseRunner:
         self._stream: UnitStream | None = None
         if mesh.strategy.z:
             self._stream = UnitStream(self.replica, switching)
-            self.replica.begin_pass = self._stream.begin_pass
+            self.replica.begin_pass, self.replica.end_pass = self._stream.begin_pass, self._stream.end_pass
         self._rooms = switching.rooms(mesh.strategy)
         if overlap.load and mesh.strategy.z != 3:
             self._guard = WeightGuard(self.replica.model, self.replica.layers, self.replica.parameters)

@@ -1,4 +1,4 @@
-"""Streams the units of a replica through its slots: weights come just in time, gradients leave as soon as they are made.
+"""Streams the units of a replica through its memory for two of them: weights come just in time, gradients leave as soon as they are made.
 
 `UnitStream` runs the program of a phase (`plan.units`) on one rank. All transfers are submitted to the switch worker at
 the start, in the agreed order, each with a gate; the computation walks through its visits, and at the border between
@@ -11,8 +11,8 @@ How the borders are found:
 * backward: the gradient of a layer's output is there, and of the first layer's input for the embedding. Autograd runs
   what was made last first, and adds to leaves at once, so nothing of the layer behind is left to do then.
 
-Backward sees the right weights although their slot was used in between: a unit has one place, so what autograd has saved
-is a view of it, and the unit is there again before its backward begins. Views that are filled through the slot's own
+Backward sees the right weights although their memory was used in between: a unit has one place, so what autograd has saved
+is a view of it, and the unit is there again before its backward begins. Views that are filled through the arena's own
 buffer keep the version that autograd has seen.
 
 An order that the program does not have is an error before a wrong weight is read.
@@ -123,7 +123,7 @@ class UnitStream:
 
         Args:
             program: The same on all ranks.
-            weights: This rank's slots, by segment.
+            weights: This rank's buffers, by segment.
             gradients: The same for gradients.
             master: The master store.
         """
@@ -144,30 +144,42 @@ class UnitStream:
         """The next pass of this replica begins. Those before it that it has no part in are walked through."""
         if not self._is_running:
             return
-        self._close_pass()
-        own = self._replica.mesh.coord.dp
-        while self._passes:
-            current = self._passes.pop(0)
-            self._is_backward, self._left = current.is_backward, list(current.visits)
-            if own in current.replicas:
-                break
+        while self._passes and self._is_of_others(self._passes[0]):
+            self._take_pass()
             self._walk()
-        else:
+        if not self._passes:
             raise self._disordered("a pass that is not in the program")
+        self._take_pass()
         if self._is_backward and self._left:
             self._advance()
+
+    def end_pass(self) -> None:
+        """It is over. Forward passes behind it that this replica has no part in are walked through at once: its next one
+        may wait for another stage, and that for what these let go. Backward passes, in which walking may wait, come last.
+        """
+        if not self._is_running:
+            return
+        self._close_pass()
+        while self._passes and self._is_of_others(self._passes[0]) and not self._passes[0].is_backward:
+            self._take_pass()
+            self._walk()
+
+    def _is_of_others(self, one: StagePass) -> bool:
+        return self._replica.mesh.coord.dp not in one.replicas
+
+    def _take_pass(self) -> None:
+        current = self._passes.pop(0)
+        self._is_backward, self._left = current.is_backward, list(current.visits)
 
     def end(self) -> None:
         """The computation is over: what is left is walked through, and all transfers come to their end."""
         if not self._is_running:
             return
-        self._close_pass()
-        for current in self._passes:
-            self._is_backward, self._left = current.is_backward, list(current.visits)
-            if self._replica.mesh.coord.dp in current.replicas:
+        while self._passes:
+            if not self._is_of_others(self._passes[0]):
                 raise self._disordered("fewer passes than are in the program")
+            self._take_pass()
             self._walk()
-        self._passes = []
         for job in self._jobs:
             job.result()
         self._is_running = False

@@ -1,29 +1,37 @@
 """Units: the embedding, each layer and the head, as fully sharded strategies (`+z2`, `+z3`) load and return them.
 
 Owns which segments of a strategy are *streamed*, that is, are there for one unit at a time, in which unit each of them
-is, in which order a stage runs its units, and which units share memory. A stage has three *slots*: the embedding and
-the head take turns in one, layers of even and of odd index in the others. So the place of a unit never changes, two
-units that follow one another never share memory, and what comes next can be loaded while a unit computes.
+is, in which order a stage runs its units, and which units share memory. All units of a stage lie in one buffer, as large
+as two that follow one another: in the order of a forward pass, every second one begins at its start, the others end at its
+end. So the place of a unit never changes, *neighbours* never share memory, and what comes next can be loaded while a unit
+computes. All others are taken to share it.
 
 Weights that a unit shares with another one (tied embeddings) stay for the whole phase: they are *resident*. Plain data,
 no torch; ZeRO's stages 2 and 3 are those of Rajbhandari et al. (SC'20, section 5).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector
 from hf_hotspa.strategy import Strategy
 
-Room = tuple[int, int]
-"""`(slot, unit)`: segments of a unit lie one after the other in its slot, each unit from the start of the slot."""
+Room = int
+"""The number of a unit in the order of a forward pass. Segments of a unit lie one after the other."""
+
+N = TypeVar("N")
 
 
-def slot_of(unit: int) -> int:
-    """The slot of a unit."""
-    return 0 if unit in (EMBEDDING, HEAD) else 1 + unit % 2
+def sizes_of_neighbours(sizes: Mapping[Room, N]) -> list[N]:
+    """What each unit needs together with the one behind it; the largest of these is the size of a buffer for all.
+
+    Args:
+        sizes: Of each unit that there is.
+    """
+    return [own + sizes[room + 1] if room + 1 in sizes else own for room, own in sizes.items()]  # type: ignore[operator]
 
 
 def name_of_unit(unit: int) -> str:
@@ -64,6 +72,14 @@ class Units:
         }
         return {unit: segments for unit, segments in trained.items() if segments}
 
+    def room(self, unit: int) -> Room:
+        """Where a unit comes in a forward pass."""
+        return {EMBEDDING: 0, HEAD: len(self.vector.layer_costs) + 1}.get(unit, unit + 1)
+
+    def share(self, one: int, other: int) -> bool:
+        """Whether two units are not there at a time: a unit and itself, and all but neighbours."""
+        return abs(self.room(one) - self.room(other)) != 1
+
     def of_stage(self, strategy: Strategy, stage: int) -> tuple[int, ...]:
         """The units that a stage runs, in the order of their forward pass."""
         layers = range(len(self.vector.layer_costs))
@@ -88,8 +104,7 @@ class Units:
         """What shares memory under a strategy."""
         none: tuple[Room | None, ...] = (None,) * len(self.vector.segments)
         shared = tuple(
-            None if segment.index in self.resident else (slot_of(segment.unit), segment.unit)
-            for segment in self.vector.segments
+            None if segment.index in self.resident else self.room(segment.unit) for segment in self.vector.segments
         )
         return Rooms(shared if strategy.z == 3 else none, shared if strategy.z else none)
 
@@ -100,8 +115,7 @@ def _is_shared(spec: ParameterSpec) -> bool:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Which segments share memory, by segment: those of one slot do, where they are of different units; None for a
-    segment with memory of its own.
+    """Which segments share memory, by segment: the room of its unit; None for a segment with memory of its own.
 
     Args:
         weights: For weights.

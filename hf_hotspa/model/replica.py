@@ -69,7 +69,7 @@ class Replica:
         experts: How tokens travel to the ranks of ep; None where ep is 1.
         capacity: How many tokens an expert computes at most; None for all.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
-        begin_pass: Called by whoever runs the replica before each forward, and before each backward.
+        begin_pass, end_pass: Called around each forward and each backward; `end_pass` before another stage is waited for.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Replica:
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
+        self._gradients = options.gradients
         strategy, coord = mesh.strategy, mesh.coord
         self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank)
-        self._gradients = options.gradients
         self.context = ContextParallel.of(mesh, description.shape, options.context_parallel, options.pair_costs, device)
         mine = description.vector.stage_costs.stages(strategy.pp)[coord.pp]
         kinds = [description.layer_kinds[index] for index in mine]
@@ -100,6 +100,7 @@ class Replica:
         self.parameters = self._own_parameters(description)
         self.check_weights: Callable[[], None] = lambda: None
         self.begin_pass: Callable[[], None] = lambda: None
+        self.end_pass: Callable[[], None] = lambda: None
         for name, buffer in dict(self.model.named_buffers()).items():
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)

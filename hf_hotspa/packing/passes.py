@@ -2,8 +2,8 @@
 
 A unit's weights come to all replicas at a time, and its gradients leave all of them at a time, so replicas that run
 different packs must agree in which pass they meet. Here their passes are merged: the first pack of every replica, the
-second one, and so on; one that has fewer packs, or none, sits a pass out. A pack in chunks of tokens is several passes:
-forward passes that leave keys and values are met first, then forward and backward of a chunk. Stages of a pipeline run
+second one, and so on; one that has fewer packs, or none, sits a pass out. A pack in chunks of tokens is several passes;
+where some replicas go forward next and others backward, forward passes are met first. Stages of a pipeline run
 the passes of the longest replica in our own 1F1B. A pure function of the plan, the same on every rank; no torch.
 """
 
@@ -59,29 +59,28 @@ def beats(
     """
     if strategy.pp > 1:
         return _of_stages(strategy, replicas, most_tokens, is_trained)
-    return _of_chunks([_turns(strategy, packs, is_trained) for packs in replicas])
+    return _of_chunks([_passes(strategy, packs, is_trained) for packs in replicas])
 
 
-def _turns(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
-    """What a replica runs: a forward pass alone (False), or one that a backward pass follows (True)."""
-    if not strategy.ck:
-        return [is_trained] * len(packs)
-    turns = []
+def _passes(strategy: Strategy, packs: Sequence[Lengths], is_trained: bool) -> list[bool]:
+    """The passes of a replica, whether each is backward: those of `token_chunks.run_chain` for every chain of a pack."""
+    passes: list[bool] = []
     for lengths in packs:
-        for chain in cut_into_chains(lengths, strategy.ck):
-            turns += [False] * (len(chain) - 1) + [True] * len(chain) if is_trained else [False] * len(chain)
-    return turns
+        for chunks in map(len, cut_into_chains(lengths, strategy.ck)) if strategy.ck else (1,):
+            again = max(chunks - 1 - strategy.kg, 0)
+            passes += [False] * chunks
+            if is_trained:
+                passes += [True] * (chunks - again) + [False, True] * again
+    return passes
 
 
 def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
     beats: list[Beat] = []
     at = [0] * len(replicas)
-    while left := [r for r, turns in enumerate(replicas) if at[r] < len(turns)]:
+    while left := [r for r, passes in enumerate(replicas) if at[r] < len(passes)]:
         forward = [r for r in left if not replicas[r][at[r]]]
         now = tuple(forward or left)
-        beats.append((Pass(0, False, now),))
-        if not forward:
-            beats.append((Pass(0, True, now),))
+        beats.append((Pass(0, not forward, now),))
         for r in now:
             at[r] += 1
     return beats

@@ -46,6 +46,9 @@ class Stage(Protocol):
     def begin_pass(self) -> None:
         """A forward or a backward pass begins."""
 
+    def end_pass(self) -> None:
+        """It is over, and what follows may wait for another stage."""
+
     def tokens_kept(self, num_tokens: int) -> int:
         """Of a chunk of one sequence, the tokens whose keys and values are kept here."""
 
@@ -241,12 +244,12 @@ class Chunk:
             with_loss: See `Stage`.
         """
         stage.begin_pass()
-        if self._sequence is None:
-            return stage.forward(self.micro_batch, hidden, scale, None, with_loss)
-        carry = self._carry_of(stage, self._sequence, keeps)
+        carry = self._carry_of(stage, self._sequence, keeps) if self._sequence is not None else None
         out = stage.forward(self.micro_batch, hidden, scale, carry, with_loss)
-        carry.end()
-        self._carry = carry
+        if carry is not None:
+            carry.end()
+            self._carry = carry
+        stage.end_pass()
         return out
 
     def _carry_of(self, stage: Stage, sequence: _CutSequence, keeps: bool) -> _Carry:
@@ -270,6 +273,7 @@ class Chunk:
         stage.begin_pass()
         if roots:
             torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
+        stage.end_pass()
 
     def forget(self) -> None:
         """Lets go of keys, values and their gradients."""

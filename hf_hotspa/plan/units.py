@@ -1,8 +1,8 @@
 """The transfers of a phase that streams its units: all of them in the one order in which every rank takes part.
 
 From the passes of a phase (`packing.passes`) this makes, for each stage, the *visits*: a unit in a pass. A unit that is
-in its slot already is not loaded again, so that the last units of a forward pass serve the backward pass that
-follows, and the first ones the next pack. A load comes as early as its slot is free, two visits ahead at most; a return
+there already is not loaded again, so that the last two units of a forward pass serve the backward pass that
+follows, and the first two the next pack. A load comes as early as its memory is free, two visits ahead at most; a return
 comes right behind the visit that made the gradient.
 
 The order cannot make ranks wait in a circle: it is that of one run of all visits and transfers in which everything that
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from hf_hotspa.layout.units import Units, slot_of
+from hf_hotspa.layout.units import Units
 from hf_hotspa.packing.passes import Beat
 from hf_hotspa.strategy import Strategy
 
@@ -33,8 +33,9 @@ class Visit(NamedTuple):
     """One unit in one pass of a stage.
 
     Attributes:
-        load: The transfer that brings its weights; -1 where they are there.
-        opens: The transfers that may go on when it is over: loads into its slot, and the return of its gradient.
+        load: The transfer that brings its weights, or brought them for an earlier visit, which a replica may have had no
+            part in; -1 where they are there for the whole phase.
+        opens: The transfers that may go on when it is over: loads into its memory, and the return of its gradient.
         after: The return that must be over before its gradient buffer is used again; -1 for none.
     """
 
@@ -84,6 +85,7 @@ class _Draft:
         self.unit, self.is_backward, self.index = unit, is_backward, index
         self.free = -1
         self.loads = False
+        self.loaded_for = self
         self.load = self.after = -1
         self.opens: list[int] = []
 
@@ -98,18 +100,22 @@ class _Stage:
             (is_backward, replicas, backward if is_backward else forward) for is_backward, replicas in passes
         ]
         self.drafts: list[_Draft] = []
-        held: dict[int, int] = {}
-        last: dict[int, int] = {}
+        self._units = units
+        held: dict[int, _Draft] = {}  # unit -> the visit that it was loaded for
         for is_backward, _, visited in self.passes:
             for unit in visited:
-                draft, slot = _Draft(unit, is_backward, len(self.drafts)), slot_of(unit)
-                draft.loads = strategy.z == 3 and held.get(slot) != unit
-                draft.free = last.get(slot, -1)
-                held[slot], last[slot] = unit, draft.index
+                draft = _Draft(unit, is_backward, len(self.drafts))
+                if strategy.z == 3 and unit in held:
+                    draft.loaded_for = held[unit]
+                elif strategy.z == 3:
+                    draft.loads = True
+                    earlier = (other.index for other in reversed(self.drafts) if units.share(unit, other.unit))
+                    draft.free = next(earlier, -1)
+                    held = {other: visit for other, visit in held.items() if not units.share(unit, other)}
+                    held[unit] = draft
                 self.drafts.append(draft)
-        self._units = units
         self._waiting = [draft for draft in self.drafts if draft.loads]
-        self._returned: dict[int, int] = {}  # the last return out of a slot's gradients
+        self._returned: list[tuple[int, int]] = []
 
     def load_ahead(self, through: int, transfers: list[UnitTransfer]) -> None:
         """Adds the loads that may go when the visits up to `through` are over."""
@@ -125,9 +131,8 @@ class _Stage:
         draft = self.drafts[index]
         self.load_ahead(index, transfers)
         if draft.is_backward and draft.unit in self._units.trained:
-            slot = slot_of(draft.unit)
-            draft.after = self._returned.get(slot, -1)
-            self._returned[slot] = len(transfers)
+            draft.after = next((i for unit, i in reversed(self._returned) if self._units.share(unit, draft.unit)), -1)
+            self._returned.append((draft.unit, len(transfers)))
             draft.opens.append(len(transfers))
             transfers.append(UnitTransfer(draft.unit, False))
 
@@ -136,7 +141,7 @@ class _Stage:
         for is_backward, replicas, visited in self.passes:
             drafts = self.drafts[begin : begin + len(visited)]
             begin += len(visited)
-            visits = tuple(Visit(d.unit, d.load, tuple(d.opens), d.after) for d in drafts)
+            visits = tuple(Visit(d.unit, d.loaded_for.load, tuple(d.opens), d.after) for d in drafts)
             passes.append(StagePass(is_backward, replicas, visits))
         return tuple(passes)
 

@@ -72,6 +72,6 @@ def _that_hold(
 
 def _with_graphs(strategy: Strategy, longest: int) -> Iterator[Strategy]:
     chunks = -(-longest // strategy.ck)
-    for graphs in _GRAPHS if strategy.pp == 1 and not strategy.z else ():
+    for graphs in _GRAPHS if strategy.pp == 1 else ():
         if graphs < chunks:
             yield replace(strategy, kg=graphs)

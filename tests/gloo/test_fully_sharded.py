@@ -21,6 +21,7 @@ OVERLAP = {"overlap_load": True, "overlap_return": True}
 STRATEGIES = (
     "dp4+z2", "dp4+z3", "dp2tp2+z3", "dp2tp2+sp+z3", "dp2pp2+z3", "dp2pp2+z2", "dp4+rc+z3", "dp4+ck7+z3", "dp4+ck7+z2",
     "tp4+z3", "pp4+z3", "tp2pp2+rc2+z3", "tp2pp2+sp+z2", "dp2cp2+z3", "cp4+rc+z3", "cp2tp2+sp+z3", "cp2pp2+z2", "dp2cp2+ck9+z3",
+    "dp4+ck7+kg1+z3", "dp2tp2+ck7+kg2+kh+z2",
 )  # fmt: skip
 HOT = "dp4+z3:4@24,dp2tp2+z2:7@32,tp2pp2+z3:10@30,dp4+rc+z3:14@34,tp4:45@60,dp2tp2+ck11+z2:60@64"
 QUICK = ("llama_gqa_bias", "qwen3_qk_norm_tied")

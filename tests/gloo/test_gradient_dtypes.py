@@ -36,6 +36,18 @@ def test_what_each_pair_costs_in_bytes_and_error():
         assert all(cost.arena_bytes == cost.forecast_bytes for cost in (exact, wire, sums, both))
 
 
+def test_a_layer_at_a_time():
+    """With `+z2` and `+z3` a pack's gradient of a layer is rounded once, and all further sums are those of the master store."""
+    buckets = "dp4+z3:24@32,dp2pp2+z2:60@64"
+    for exact, wire, sums, both in run_ranks(4, costs_on_rank, torch.float32, EVERY, 64, buckets):
+        assert exact.packs >= 4
+        assert exact.error <= 1e-5
+        assert all(1e-5 < cost.error <= ULP / 2 for cost in (wire, sums, both))
+        assert (2 * wire.return_bytes, 2 * both.return_bytes) == (exact.return_bytes,) * 2
+        assert (2 * sums.arena_bytes, 2 * both.arena_bytes) == (exact.arena_bytes,) * 2
+        assert all(cost.arena_bytes == cost.forecast_bytes for cost in (exact, wire, sums, both))
+
+
 def test_the_cost_model_counts_the_same_bytes():
     """The formulas of docs/exactness.md: b bytes each for the parameters of the fullest rank, and for what is moved."""
     vector = describe_model(tiny_model(FAMILY), torch.bfloat16).vector

@@ -110,12 +110,13 @@ def test_the_stand_in_finds_what_is_wrong(name, wrong, text):
         drive(moved, targets, random.Random(0), devices=(DEVICE, HOST))
 
 
-def test_the_store_is_on_the_host_and_the_strategies_on_the_device():
+@pytest.mark.parametrize("z", ["", "+z2", "+z3"])
+def test_the_store_is_on_the_host_and_the_strategies_on_the_device(z):
     device = torch.device(DEVICE)
     options = EngineOptions(offload_master=True, overlap_load=False, overlap_return=False)
     groups = ProcessGroups(0, 1, device, timedelta(seconds=10))
     vector = describe_model(tiny_model("llama_gqa_bias"), None).vector
-    [bucket] = parse_buckets("dp1:64")
+    [bucket] = parse_buckets(f"dp1{z}:64")
     switching = Switching(vector, [bucket.strategy], Cluster(1, 1), groups, options, print)
     assert (switching.forecast.master_weights, switching.forecast.master_gradients) == (0, 0)  # of the device
     assert switching.forecast.weights > 0
@@ -123,14 +124,18 @@ def test_the_store_is_on_the_host_and_the_strategies_on_the_device():
     assert {p.device.type for p in master.parameters.values()} == {HOST}
     switching.prepare()
     pool, sizes = switching.pool, switching.pool.layout(bucket.strategy).rank_sizes(0)
-    weights, _ = switching.arenas.take_weights(sizes, switching.weight_dtypes)
-    gradients = switching.arenas.gradients.take(sizes, switching.gradient_dtypes)
+    rooms = switching.rooms(bucket.strategy)
+    weights, _ = switching.arenas.take_weights(sizes, switching.weight_dtypes, None, rooms.weights)
+    gradients = switching.arenas.gradients.take(sizes, switching.gradient_dtypes, rooms.gradients)
     assert {b.device.type for b in (*weights, *gradients) if b is not None} == {DEVICE}
-    run = switching.executor.run
+    run, units = switching.executor.run, pool.units
+    loads = [pool.load(bucket.strategy, None)]
+    returns = [pool.return_gradients(bucket.strategy)]
+    loads += [pool.of_unit(bucket.strategy, unit, True) for unit in units.segments] if z == "+z3" else []
+    returns += [pool.of_unit(bucket.strategy, unit, False) for unit in units.trained] if z else []
     with two_devices():
-        loaded = run(pool.load(bucket.strategy, None), master.weights, weights, switching.weight_dtypes, 1)
-        returned = run(
-            pool.return_gradients(bucket.strategy), gradients, master.gradients, switching.gradient_dtypes, epoch=2
-        )
-    assert loaded.local_bytes == returned.local_bytes == sum(p.nbytes for p in master.parameters.values())
+        loaded = [run(plan, master.weights, weights, switching.weight_dtypes, 1) for plan in loads]
+        returned = [run(plan, gradients, master.gradients, switching.gradient_dtypes, epoch=2) for plan in returns]
+    moved = {sum(stats.local_bytes for stats in each) for each in (loaded, returned)}
+    assert moved == {sum(p.nbytes for p in master.parameters.values())}
     assert {g.device.type for g in master.gradients if g is not None} == {HOST}
