@@ -421,6 +421,7 @@ def test_sides_follow_from_the_ranks(ranks: int, static: list[str]):
     names = [side.name for side in sides_of(ranks)]
     ours = [name.removeprefix("ours, ") for name in names if name.startswith("ours, ")]
     assert ours == [*static, "the paper's way", "auto"]
+    assert f"cp{ranks} of accelerate, FSDP2, flattened" in names
     assert {f"tp{ranks} of transformers, Trainer", f"DeepSpeed Ulysses (sp{ranks}), padded to the longest"} < set(names)
     assert len(set(names)) == len(names)
     check_launch(parse_buckets(paper_buckets(ranks, 4096)), ranks)

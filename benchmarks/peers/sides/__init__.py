@@ -68,6 +68,7 @@ def sides_of(ranks: int) -> tuple[Side, ...]:
         ),
         Side("FSDP2 of transformers, flattened", "fsdp", {"kind": "native"}, tuned=True),
         Side("FSDP2 of accelerate, flattened", "fsdp", {"kind": "accelerate"}),
+        Side(f"cp{ranks} of accelerate, FSDP2, flattened", "fsdp", {"kind": "context"}),
         Side(f"tp{ranks} of transformers, Trainer", "tensor_parallel", {"kind": "trainer"}),
         Side(
             f"tp{ranks} of transformers, plain loop, packed",

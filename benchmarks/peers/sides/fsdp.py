@@ -1,7 +1,8 @@
 """Fully sharded data parallelism (FSDP2) through the stock Trainer: the model's own, and accelerate's; and in a plain loop.
 
 The plain loop is torch's own `fully_shard` as its tutorial has it: every decoder layer, then the whole; a summed gradient
-that is reduced and scattered after every micro-batch, so that it is never whole.
+that is reduced and scattered after every micro-batch, so that it is never whole. The context parallelism of accelerate's
+`ParallelismConfig` needs its FSDP2.
 """
 
 from typing import Any
@@ -39,6 +40,10 @@ def run(work: Work, turns: Turns, kind: str) -> Any:
         model = make_model(work.model)
         wrapped = {"version": 2, "transformer_layer_cls_to_wrap": "LlamaDecoderLayer"}
         more = {"fsdp": True, "fsdp_config": wrapped}
+    if kind == "context":
+        from accelerate import ParallelismConfig
+
+        more["parallelism_config"] = ParallelismConfig(cp_size=work.ranks)
     trainer = Trainer(
         model=model,
         args=arguments(work, **more),
@@ -46,7 +51,7 @@ def run(work: Work, turns: Turns, kind: str) -> Any:
         data_collator=turns.counting(DataCollatorWithFlattening()),
         callbacks=[turns.callback()],
     )
-    if kind == "accelerate" and not trainer.is_fsdp_enabled:
+    if kind != "native" and not trainer.is_fsdp_enabled:
         raise RuntimeError(
             f"accelerate sets FSDP aside on CPU processes (distributed type {trainer.accelerator.distributed_type.value}, "
             "accelerate/state.py), and the Trainer would train with DDP without a word"
