@@ -3,21 +3,23 @@
     python benchmarks/long_sequences.py
     python benchmarks/long_sequences.py --tokens 4096 16384 --chunk 2048 --json out/long.json
 
-One process, one run, all sides in turn on the same weights and tokens: a Llama with the proportions of Llama-3.2-1B
-(hidden : MLP : keys and values : vocabulary), in fp32 on CPU. The peak is of resident memory above what was held before
-the step, without an optimizer; with `+kh` less the bytes that the keys, values and sums of their gradients take, as their
-owner counts them: on an accelerator they are in host memory. All of our sides compute the head in pieces of the same size.
-The losses must agree to 1e-4, or the program stops. `--quick` takes seconds.
+One process, one run, all sides in turn on the same weights and tokens, in fp32 on one core: Llamas with the proportions of
+Llama-3.2-1B (hidden : MLP : keys and values : vocabulary), two of them. Memory is measured on a narrow one, because attention
+to 64K tokens takes an hour on a wide one: the peak of resident memory above what was held before the step, without an
+optimizer; with `+kh` less the bytes that keys, values and the sums of their gradients take, as their owner counts them: on an
+accelerator they are in host memory. Time is measured on a wide one, in rounds in which every side has its turn; what
+is printed is the ratio of medians. All of our sides compute the head in pieces of the same size. The losses must agree to
+1e-4, or the program stops. Each aim is printed with what was measured, and whether it is met. `--quick` takes seconds.
 """
 
 import argparse
 import json
 import time
-from collections.abc import Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -30,34 +32,48 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.strategy import Bucket, Strategy
 
 STOCK = "stock, checkpointing"
+WHOLE, RECOMPUTED = Strategy(), Strategy(rc=1)
+KV_SHARE = 4  # query heads to a key/value head, and hidden size to MLP
+HEADS = 4  # at least
+VOCABULARY = 128256 / 2048  # rows to a hidden element
+
+OfSide = dict[int, dict[str, float]]
 
 
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 32768, 65536])
-    parser.add_argument("--chunk", type=int, default=2048, help="the most tokens of a chunk")
-    parser.add_argument("--head", type=int, default=1024, help="tokens whose logits our sides have at a time")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=256, help="a multiple of 256; 2048 is Llama-3.2-1B")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 65536], help="for memory")
+    parser.add_argument("--hidden", type=int, default=64, help="of the model for memory; 2048 is Llama-3.2-1B")
+    parser.add_argument("--layers", type=int, default=2, help="of the model for memory")
+    parser.add_argument("--chunk", type=int, default=1024, help="the most tokens of a chunk, for memory")
+    parser.add_argument("--head", type=int, default=256, help="tokens whose logits our sides have at a time")
+    parser.add_argument("--timed-tokens", type=int, default=8192)
+    parser.add_argument("--timed-hidden", type=int, default=256)
+    parser.add_argument("--timed-layers", type=int, default=4)
+    parser.add_argument("--timed-chunk", type=int, default=2048)
+    parser.add_argument("--timed-head", type=int, default=1024)
+    parser.add_argument("--rounds", type=int, default=3, help="in which every side is timed once")
     parser.add_argument("--json", type=Path, help="write the numbers there")
     parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.chunk, options.layers, options.head = [512, 1024], 128, 2, 64
+        options.tokens, options.chunk, options.head = [512, 2048], 128, 64
+        options.timed_tokens, options.timed_chunk, options.timed_layers, options.rounds = 512, 128, 2, 1
     return options
 
 
 def make_model(hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
     """A Llama with the proportions of Llama-3.2-1B, with random weights."""
     torch.manual_seed(0)
+    heads = max(HEADS, hidden // 64)
     config = LlamaConfig(
         hidden_size=hidden,
-        intermediate_size=4 * hidden,
+        intermediate_size=KV_SHARE * hidden,
         num_hidden_layers=layers,
-        num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 256,
-        vocab_size=hidden * 128256 // 2048,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // KV_SHARE,
+        vocab_size=int(hidden * VOCABULARY),
         max_position_embeddings=longest,
         tie_word_embeddings=True,
     )
@@ -66,60 +82,181 @@ def make_model(hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
     return model
 
 
-def stock_step(model: LlamaForCausalLM, ids: list[int]) -> float:
-    """Loss and gradients of the plain model with gradient checkpointing."""
-    tokens = torch.tensor([ids])
-    loss = model(input_ids=tokens, labels=tokens).loss
-    loss.backward()
-    model.zero_grad(set_to_none=True)
-    return float(loss.detach())
+def carried_bytes(options: argparse.Namespace) -> float:
+    """Keys and values of a token in all layers, and the sums of their gradients, in fp32."""
+    width = options.hidden / KV_SHARE
+    return options.layers * 2 * width * (4 + 4)
 
 
-def measure(options: argparse.Namespace) -> dict[str, dict[int, dict[str, float]]]:
+@dataclass(frozen=True)
+class Sides:
+    """The plain model and an engine on it, and how a step of each side is made.
+
+    Args:
+        model: With gradient checkpointing on.
+        engine: Knows all strategies.
+        strategies: Ours.
+    """
+
+    model: LlamaForCausalLM
+    engine: HotSPaEngine
+    strategies: tuple[Strategy, ...]
+
+    @classmethod
+    def of(cls, model: LlamaForCausalLM, strategies: Sequence[Strategy], head: int) -> "Sides":
+        """An engine with these strategies. Lengths of its buckets only tell them apart; packs are made by hand."""
+        first = model.config.max_position_embeddings + 1 - len(strategies)
+        buckets = [Bucket(strategy, tokens, tokens) for tokens, strategy in enumerate(strategies, first)]
+        engine = HotSPaEngine(model, buckets, EngineOptions(loss_chunk_tokens=head))
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        return cls(model, engine, tuple(strategies))
+
+    def steps(self, ids: list[int]) -> dict[str, Callable[[], float]]:
+        """By side, what computes loss and gradients of a sequence and returns the loss."""
+        steps: dict[str, Callable[[], float]] = {STOCK: lambda: self._stock(ids)}
+        return steps | {str(s): (lambda s=s: self._ours(ids, s)) for s in self.strategies}  # type: ignore[misc]
+
+    def host_bytes(self, side: str) -> int:
+        """Bytes that a side held in host memory at most."""
+        return 0 if side == STOCK else self.engine.phases[Strategy.parse(side)].host_bytes
+
+    def _stock(self, ids: list[int]) -> float:
+        tokens = torch.tensor([ids])
+        loss = self.model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        self.model.zero_grad(set_to_none=True)
+        return float(loss.detach())
+
+    def _ours(self, ids: list[int], strategy: Strategy) -> float:
+        bucket = Bucket(strategy, len(ids), len(ids))
+        collate = PackedBucketCollator([bucket], rank=0, vocab_size=self.model.config.vocab_size, quadratic_cost=0.0)
+        return float(self.engine.forward_backward(collate([{"input_ids": ids, "labels": ids}])).loss)
+
+
+def random_ids(tokens: int, vocab_size: int) -> list[int]:
+    """Random tokens, the same in every run."""
+    return torch.randint(0, vocab_size, (tokens,), generator=torch.Generator().manual_seed(tokens)).tolist()
+
+
+def check_losses(losses: dict[str, float], tokens: int) -> None:
+    """Stops where sides do not agree."""
+    if max(losses.values()) - min(losses.values()) > 1e-4 * min(losses.values()):
+        raise SystemExit(f"the losses of {tokens} tokens differ: {losses}")
+
+
+def measure_memory(options: argparse.Namespace) -> dict[str, OfSide]:
     """Peak, seconds and loss by side and tokens."""
-    longest = max(options.tokens)
-    model = make_model(options.hidden, options.layers, longest)
-    # lengths of the engine's buckets only tell the sides apart; packs are made by hand
     chunks = Strategy(ck=options.chunk)
-    strategies = [
-        Strategy(),
-        Strategy(rc=1),
-        chunks,
-        replace(chunks, kh=True),
-        replace(chunks, kg=-(-longest // options.chunk)),  # all graphs are kept
-    ]
-    buckets = [Bucket(s, longest + i, longest + i) for i, s in enumerate(strategies, 1 - len(strategies))]
-    engine = HotSPaEngine(model, buckets, EngineOptions(loss_chunk_tokens=options.head))
-    model.gradient_checkpointing_enable({"use_reentrant": False})
-
-    def ours(ids: list[int], strategy: Strategy) -> float:
-        collate = PackedBucketCollator(
-            [Bucket(strategy, longest, longest)], rank=0, vocab_size=model.config.vocab_size, quadratic_cost=0.0
-        )
-        return float(engine.forward_backward(collate([{"input_ids": ids, "labels": ids}])).loss)
-
-    sides: dict[str, partial[float]] = {STOCK: partial(stock_step, model)}
-    sides |= {str(strategy): partial(ours, strategy=strategy) for strategy in strategies}
-    memory, found = PeakMemory(torch.device("cpu")), {name: dict[int, dict[str, float]]() for name in sides}
-    generator = torch.Generator().manual_seed(0)
+    model = make_model(options.hidden, options.layers, max(options.tokens))
+    sides = Sides.of(model, [RECOMPUTED, chunks, replace(chunks, kh=True)], options.head)
+    memory, found = PeakMemory(torch.device("cpu")), dict[str, OfSide]()
     for tokens in (64, *options.tokens):  # the first only warms up
-        ids = torch.randint(0, model.config.vocab_size, (tokens,), generator=generator).tolist()
-        for name, step in sides.items():
+        losses = {}
+        for name, step in sides.steps(random_ids(tokens, model.config.vocab_size)).items():
             memory.start()
             begin = time.perf_counter()
-            loss = step(ids)
-            seconds = time.perf_counter() - begin
-            strategy = sides[name].keywords["strategy"] if name != STOCK else Strategy()
-            host = engine.phases[strategy].host_bytes if name != STOCK else 0
+            losses[name] = step()
+            seconds, host = time.perf_counter() - begin, sides.host_bytes(name)
             peak = memory.stop() - host
-            found[name][tokens] = {"peak_bytes": float(peak), "host_bytes": host, "seconds": seconds, "loss": loss}
-        losses = [of_side[tokens]["loss"] for of_side in found.values()]
-        if max(losses) - min(losses) > 1e-4 * losses[0]:
-            raise SystemExit(f"the losses of {tokens} tokens differ: {dict(zip(sides, losses, strict=True))}")
-    engine.close()
-    for of_side in found.values():
-        del of_side[64]
+            if tokens > 64:
+                each = {"peak_bytes": float(peak), "host_bytes": host, "seconds": seconds, "loss": losses[name]}
+                found.setdefault(name, {})[tokens] = each
+        check_losses(losses, tokens)
+        if tokens == 64:
+            print(f"memory, hidden {options.hidden}, {options.layers} layers, chunks of {options.chunk}:")
+            print(f"{'tokens':>8}" + "".join(f"{name:>32}" for name in losses))
+        else:
+            each = [found[name][tokens] for name in losses]
+            cells = [f"{of['peak_bytes'] / 2**20:,.1f} MiB {of['seconds']:,.1f} s" for of in each]
+            print(f"{tokens:>8}" + "".join(f"{cell:>32}" for cell in cells), flush=True)
+    sides.engine.close()
     return found
+
+
+def measure_time(options: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each round by side."""
+    tokens, chunks = options.timed_tokens, Strategy(ck=options.timed_chunk)
+    model = make_model(options.timed_hidden, options.timed_layers, tokens)
+    kept = replace(chunks, kg=-(-tokens // options.timed_chunk) - 1)  # all graphs
+    sides = Sides.of(model, [WHOLE, RECOMPUTED, chunks, kept], options.timed_head)
+    steps = sides.steps(random_ids(tokens, model.config.vocab_size))
+    del steps[STOCK]
+    check_losses({name: step() for name, step in sides.steps(random_ids(256, model.config.vocab_size)).items()}, 256)
+    found: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(options.rounds):
+        losses = {}
+        for name, step in steps.items():
+            begin = time.perf_counter()
+            losses[name] = step()
+            found[name].append(time.perf_counter() - begin)
+        check_losses(losses, tokens)
+    sides.engine.close()
+    return found
+
+
+def length_within(of_side: OfSide, limit: float) -> float:
+    """Tokens whose peak is the limit, between those measured; beyond them, by what a further token took."""
+    measured = sorted((tokens, each["peak_bytes"]) for tokens, each in of_side.items())
+    pairs = list(pairwise(measured))
+    low, high = next((p for p in pairs if limit <= p[1][1]), pairs[-1])
+    return max(0.0, low[0] + (high[0] - low[0]) * (limit - low[1]) / max(high[1] - low[1], 1.0))
+
+
+@dataclass(frozen=True)
+class Aim:
+    """What was to be reached, and what was measured."""
+
+    text: str
+    measured: float
+    bound: float
+    is_at_least: bool = False
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the figure is on the right side of the bound."""
+        return self.measured >= self.bound if self.is_at_least else self.measured <= self.bound
+
+    def __str__(self) -> str:
+        sign = ">=" if self.is_at_least else "<="
+        return f"{'yes' if self.is_met else 'NO '}  {self.text}: {self.measured:.2f} (aim {sign} {self.bound:.2f})"
+
+
+def memory_aims(options: argparse.Namespace, found: dict[str, OfSide], growth: dict[str, float]) -> list[Aim]:
+    """Lengths within one limit that all sides share, and what a further token takes beside the formula."""
+    chunked, hosted = (name for name in found if "+ck" in name)
+    low, high = min(options.tokens), max(options.tokens)
+    limit = memory_limit(found)
+    holds = float(high) if found[hosted][high]["peak_bytes"] <= limit else length_within(found[hosted], limit)
+    of_rc, of_stock = (length_within(found[name], limit) for name in (str(RECOMPUTED), STOCK))
+    carried = carried_bytes(options)
+    kept = (found[hosted][high]["host_bytes"] - found[hosted][low]["host_bytes"]) / (high - low)
+    return [
+        Aim("tokens with +ck+kh, measured, to those of +rc within the limit", holds / of_rc, 4, True),
+        Aim("tokens with +ck+kh, measured, to those of stock within the limit", holds / of_stock, 8, True),
+        Aim("growth a token with +ck, off its formula by", abs(growth[chunked] / carried - 1), 0.10),
+        Aim("growth a token in host memory with +ck+kh, off its formula by", abs(kept / carried - 1), 0.10),
+        Aim("growth a token on the device with +ck+kh, part of that with +ck", growth[hosted] / carried, 0.10),
+    ]
+
+
+def memory_limit(found: dict[str, OfSide]) -> float:
+    """The limit of device memory within which lengths are compared: what +rc takes for a quarter of the longest sequence,
+    or stock for an eighth, whichever is less; of the lengths that were measured."""
+    longest = max(found[STOCK])
+    peaks = [
+        min((abs(tokens - longest / share), each["peak_bytes"]) for tokens, each in found[name].items())[1]
+        for name, share in ((str(RECOMPUTED), 4), (STOCK, 8))
+    ]
+    return min(peaks)
+
+
+def time_aims(seconds: dict[str, float]) -> list[Aim]:
+    """How long chunks take beside what they replace."""
+    chunked, kept = (name for name in seconds if "+ck" in name)
+    return [
+        Aim("time of +ck to that of +rc", seconds[chunked] / seconds[str(RECOMPUTED)], 1.10),
+        Aim("time with all graphs kept to that of no chunks", seconds[kept] / seconds[str(WHOLE)], 1.05),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -127,35 +264,28 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     options = parse_options(arguments)
     torch.set_num_threads(1)
     with freeing_at_once():
-        found = measure(options)
-    print(f"{'tokens':>8}" + "".join(f"{name:>32}" for name in found))
-    for tokens in options.tokens:
-        cells = [f"{of[tokens]['peak_bytes'] / 2**20:,.0f} MiB {of[tokens]['seconds']:,.1f} s" for of in found.values()]
-        print(f"{tokens:>8}" + "".join(f"{cell:>32}" for cell in cells))
+        found = measure_memory(options)
+    rounds = measure_time(options)
+    seconds = {name: median(each) for name, each in rounds.items()}
     low, high = min(options.tokens), max(options.tokens)
     growth = {name: (of[high]["peak_bytes"] - of[low]["peak_bytes"]) / max(high - low, 1) for name, of in found.items()}
-    shape = make_shape(options)
-    width = shape.num_key_value_heads * shape.attention_size / shape.num_attention_heads
-    carried = options.layers * 2 * width * (4 + 4)  # keys and values, and the sums of their gradients, in fp32
     print("bytes a further token: " + ", ".join(f"{name} {size:,.0f}" for name, size in growth.items()))
-    print(f"keys, values and their gradients by the formula: {carried:,.0f}")
-    chunked, hosted, kept = (name for name in found if "+ck" in name)
-    for tokens in options.tokens:
-        seconds = {name: of[tokens]["seconds"] for name, of in found.items()}
-        whole, recomputed = (seconds[str(strategy)] for strategy in (Strategy(), Strategy(rc=1)))
-        print(
-            f"{tokens:>8} tokens: {chunked} takes {seconds[chunked] / recomputed:.2f} of the time of +rc,"
-            f" {hosted} {seconds[hosted] / recomputed:.2f}, and {kept} {seconds[kept] / whole:.2f} of that of no chunks"
-        )
-    limit = found[hosted][high]["peak_bytes"]
-    lengths = {name: length_within(of, limit, growth[name]) for name, of in found.items()}
-    print(f"within {limit / 2**20:,.0f} MiB: " + ", ".join(f"{name} {n:,.0f} tokens" for name, n in lengths.items()))
+    print(f"keys, values and the sums of their gradients by the formula: {carried_bytes(options):,.0f}")
+    limit = memory_limit(found)
+    lengths = {name: length_within(of, limit) for name, of in found.items()}
+    print(f"within {limit / 2**20:,.1f} MiB: " + ", ".join(_length(n, high, name) for name, n in lengths.items()))
+    print(f"time, hidden {options.timed_hidden}, {options.timed_layers} layers, chunks of {options.timed_chunk}:")
+    print(f"{options.timed_tokens:>8}  " + ", ".join(f"{name} {each:.2f} s" for name, each in seconds.items()))
+    aims = [*memory_aims(options, found, growth), *time_aims(seconds)]
+    print("\n".join(map(str, aims)))
     result = {
         "options": {k: v for k, v in vars(options).items() if k != "json"},
         "sides": found,
         "growth": growth,
-        "carried": carried,
+        "carried": carried_bytes(options),
         "within": {"bytes": limit, "tokens": lengths},
+        "rounds": rounds,
+        "aims": [{**vars(aim), "is_met": aim.is_met} for aim in aims],
     }
     if options.json:
         options.json.parent.mkdir(parents=True, exist_ok=True)
@@ -163,22 +293,10 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     return result
 
 
-def length_within(of_side: dict[int, dict[str, float]], limit: float, growth: float) -> float:
-    """Tokens whose peak is the limit: between those measured, or beyond by what a further token takes."""
-    measured = sorted((tokens, each["peak_bytes"]) for tokens, each in of_side.items())
-    for (low, of_low), (high, of_high) in pairwise(measured):
-        if of_low <= limit <= of_high:
-            return low + (high - low) * (limit - of_low) / max(of_high - of_low, 1.0)
-    tokens, peak = measured[0] if limit < measured[0][1] else measured[-1]
-    return max(0.0, tokens + (limit - peak) / max(growth, 1.0))
-
-
-def make_shape(options: argparse.Namespace) -> Any:
-    """What the memory model knows of the model."""
-    from hf_hotspa.model.specs import describe_model
-
-    with torch.device("meta"):
-        return describe_model(make_model(options.hidden, options.layers, max(options.tokens))).shape
+def _length(tokens: float, measured: int, name: str) -> str:
+    if tokens > measured:
+        return f"{name} {measured:,} tokens measured and {tokens:,.0f} by its growth"
+    return f"{name} {tokens:,.0f} tokens"
 
 
 if __name__ == "__main__":

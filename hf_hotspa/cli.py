@@ -248,8 +248,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         print(json.dumps(result.to_dict(), indent=1) if args.json else text, flush=True)
         if isinstance(result, Estimate) and not result.fits:
-            tokens = result.memory.pack_tokens
-            result.setup.memory.check_pool((Bucket(result.strategy, tokens, tokens),), result.setup.limit_bytes)
+            bucket = Bucket(result.strategy, result.pack_tokens, result.pack_tokens)
+            result.setup.memory.check_pool((bucket,), result.setup.limit_bytes)
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except (HotspaError, OSError) as error:

@@ -13,6 +13,7 @@ GROUPS = {
     "tp and pp": ("tp2pp2",),
     "cp": ("dp2cp2", "cp4"),
     "+z3": ("dp4+z3", "dp4+rc+z3"),
+    "ck": ("dp1+ck5",),
     "switched": ("mix",),
 }
 """The columns of the table, and the strategies of the sweep behind each."""
@@ -22,8 +23,8 @@ _HEAD = """# Families
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
 of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
 that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
-of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; the plain ones without cp switched inside one mini-batch). What is not exact is refused, with
-an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
+of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; the plain ones without cp
+switched inside one mini-batch). What is not exact is refused, with an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
 
 Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
 memory. Layers that run one sequence of a pack at a time gain less from packing.
@@ -33,8 +34,8 @@ memory. Layers that run one sequence of a pack at a time gain less from packing.
 The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
 `python -m tests.family_sweep qwen3` runs one family.
 
-| family | | dp | tp | pp | tp and pp | cp | +z3 | switched | notes |
-|---|---|---|---|---|---|---|---|---|---|
+| family | | dp | tp | pp | tp and pp | cp | +z3 | ck | switched | notes |
+|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -73,7 +74,7 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| | families | exact under dp | tp | pp | cp | +z3 | switched |", "|---|---|---|---|---|---|---|---|"]
+    lines = ["| | families | exact under dp | tp | pp | cp | +z3 | ck | switched |", "|---|---|---|---|---|---|---|---|---|"]
     kinds = {"dense": False, "mixture of experts": True}
     for kind, mixture in kinds.items():
         rows = [row for row in families.values() if row.get("mixture", False) == mixture]
@@ -84,6 +85,7 @@ def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
             ("pp", "pp_plan"),
             ("cp", None),
             ("+z3", None),
+            ("ck", None),
             ("switched", None),
         ):
             planned = [row for row in rows if plan is None or row[plan]]

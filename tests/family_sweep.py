@@ -1,7 +1,7 @@
 """The family sweep: a tiny model of every planned family under every kind of layout, against the plain model.
 
-`python -m tests.family_sweep [family ...]` runs families in worlds of four gloo ranks, in fp64: loss and gradients of
-each strategy alone, and of all of them switched inside one mini-batch, with packs of two sequences and at least two
+`python -m tests.family_sweep [family ...]` runs families in worlds of four gloo ranks (token chunks on one), in fp64: loss and
+gradients of each strategy alone, and of all of them switched inside one mini-batch, with packs of two sequences and at least two
 micro-batches for every replica. Results go to `tests/data/family_sweep.json`, from which `docs/families.md` is made.
 A family that crashes or hangs costs its own world only.
 """
@@ -40,9 +40,12 @@ NUM_ROWS = {
     "cp4": 4,
     "dp4+z3": 16,
     "dp4+rc+z3": 16,
+    "dp1+ck5": 4,
 }
 """Rows of each strategy's mini-batch: two a pack, two packs a replica, three for the longest pipeline."""
 MIX = "mix"
+CHUNKED = [strategy for strategy in NUM_ROWS if "+ck" in strategy]
+"""Run on one rank."""
 _SHORTEST = 7
 
 
@@ -73,7 +76,7 @@ def _weighted(references: Sequence[tuple[int, float, dict[str, Tensor]]]) -> tup
 
 
 def sweep_on_rank(rank: int, world_size: int, family: str, strategies: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """What became of each strategy, and of the mix of them, on four ranks.
+    """What became of each strategy, and of the mix of them, on as many ranks as they need.
 
     Returns:
         By strategy, `{"refused": message}` or the errors `{"loss", "gradient", "parameter"}`; only rank 0 computes the
@@ -157,11 +160,15 @@ def add_strategies(family: str, row: dict[str, Any], strategies: Sequence[str], 
     """Runs some strategies alone, and writes them into the row of a family."""
     if "refused" in row:
         return
-    try:
-        found = run_ranks(4, sweep_on_rank, family, strategies, timeout=timeout)[0]
-    except WorldError as error:
-        found = {strategy: {"failed": str(error)[-1500:]} for strategy in strategies}
-    row["strategies"] |= {strategy: found[strategy] for strategy in strategies}
+    worlds: dict[int, list[str]] = {}
+    for strategy in strategies:
+        worlds.setdefault(Strategy.parse(strategy).world_size, []).append(strategy)
+    for world_size, own in worlds.items():
+        try:
+            found = run_ranks(world_size, sweep_on_rank, family, own, timeout=timeout)[0]
+        except WorldError as error:
+            found = {strategy: {"failed": str(error)[-1500:]} for strategy in own}
+        row["strategies"] |= {strategy: found[strategy] for strategy in own}
 
 
 def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> dict[str, Any]:
@@ -170,7 +177,7 @@ def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> di
     row: dict[str, Any] = {"tp_plan": tp, "pp_plan": pp, "strategies": {}}
     try:
         row["mixture"] = is_mixture(tiny_config_of(family))
-        strategies = list(NUM_ROWS)
+        strategies = [strategy for strategy in NUM_ROWS if strategy not in CHUNKED]
         try:
             row["strategies"] = run_ranks(4, sweep_on_rank, family, strategies, timeout=timeout)[0]
         except WorldError as error:
@@ -180,6 +187,7 @@ def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> di
                     row["strategies"] |= run_ranks(4, sweep_on_rank, family, [strategy], timeout=timeout)[0]
                 except WorldError as own:
                     row["strategies"][strategy] = {"failed": str(own)[-1500:]}
+        add_strategies(family, row, CHUNKED, timeout)
         row |= _described(family)
     except HotspaError as error:
         row["refused"] = str(error)

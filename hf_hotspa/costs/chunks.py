@@ -3,7 +3,7 @@
 Of a sequence that is cut, each layer keeps keys and values of the tokens in chunks before the last one, in the compute
 dtype, and sums of their gradients in at least fp32; the chunk that is in a graph has the former once more, joined to its
 own. Everything else is one chunk's. Its tokens run forward twice, but for those of the last chunk. What `+kg` adds are the
-graphs of more chunks, which run forward once; what `+kh` takes away is all that the layers keep, but for that of one.
+graphs of more chunks, which run forward once; what `+kh` takes away is all that the layers keep, but for that of one and the next.
 """
 
 from collections.abc import Iterable, Sequence
@@ -33,8 +33,8 @@ def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longes
     heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
     width = 2 * heads * shape.attention_size / shape.num_attention_heads  # of keys and of values
     before = max(0, longest - strategy.ck)
-    if strategy.kh:  # those of one layer: fetched, joined, and the gradients of both
-        return 4 * width * element_bytes * before / strategy.cp
+    if strategy.kh:  # those of one layer: fetched, joined, and the gradients of both; and those of the next one
+        return 5 * width * element_bytes * before / strategy.cp
     chunks = -(-longest // strategy.ck)
     # of each graph, what its chunk attends to
     joined = (chunks + 1) / 2 if strategy.pp > 1 else min(1 + strategy.kg, chunks)

@@ -335,7 +335,9 @@ class PhaseRunner:
         return joint_passes(pack_lengths(plan), strategy.pp, most_tokens)
 
     def _forget_idle(self, num_packs: int) -> None:
-        """Losses and logits are those of packs again."""
+        """Losses and logits are those of packs again; chunks of packs, which leave logits of their own, are never idle."""
+        if self.mesh.strategy.ck:
+            return
         for kept in (self.replica.losses, self.replica.logits):
             if kept is not None:
                 del kept[num_packs:]

@@ -25,7 +25,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
-from hf_hotspa.parallel.attention import PackedSequences, Prefix
+from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
@@ -39,7 +39,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
-from hf_hotspa.parallel.router_loss import AttachLoss, RouterLoss
+from hf_hotspa.parallel.router_loss import AttachLoss, ChunkPrefix, RouterLoss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
@@ -278,7 +278,7 @@ class Replica:
         micro_batch: MicroBatch,
         hidden: Tensor | None,
         scale: float,
-        prefix: Prefix | None = None,
+        prefix: ChunkPrefix | None = None,
         with_loss: bool = True,
     ) -> Tensor:
         """Runs this rank's stage on one micro-batch.
@@ -323,15 +323,13 @@ class Replica:
             inputs["inputs_embeds"] = hidden
         if self.is_last and with_loss:
             out = self._loss(inputs, micro_batch, self._logit_loss.of(micro_batch, whole, scale), num_tokens)
-            beside = self._balance(whole, division, scale)
-            if beside is not None:
-                out = out + beside
+            beside = self._balance(whole, division, scale, prefix)
+            out = out if beside is None else out + beside
             self.losses.append(out.detach())
         else:
             out = self._base(**inputs).last_hidden_state
-            beside = self._balance(whole, division, scale)
-            if beside is not None:
-                out = AttachLoss.apply(out, beside)
+            beside = self._balance(whole, division, scale, prefix)
+            out = out if beside is None else AttachLoss.apply(out, beside)
         self._after_forward()
         if self.experts is not None:
             self.experts.is_counting = False  # a layer that is computed again in the backward has been counted
@@ -389,13 +387,15 @@ class Replica:
             return micro_batch
         return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
 
-    def _balance(self, whole: MicroBatch, division: Division | None, scale: float) -> Tensor | None:
+    def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
         if self._router_loss is None:
             return None
+        chunk = None if prefix is None else prefix.routers
+        loss_of = partial(self._router_loss.of, whole.lengths, whole.labels[0], scale, chunk=chunk)
         if division is None:
-            return self._router_loss.of(whole.lengths, whole.labels[0], scale)
-        tokens = partial(all_tokens, division=division)  # each rank computes the loss of the pack, which counts once
-        return self._router_loss.of(whole.lengths, whole.labels[0], scale, tokens, is_counted=self.mesh.coord.cp == 0)
+            return loss_of()
+        # each rank computes the loss of the pack, which counts once
+        return loss_of(partial(all_tokens, division=division), is_counted=self.mesh.coord.cp == 0)
 
     @property
     def balance_loss(self) -> Tensor:

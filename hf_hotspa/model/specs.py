@@ -266,7 +266,7 @@ def describe_model(
         sp_unsupported_reason=_sp_unsupported_reason(
             plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]
         ),
-        ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS, routers),
+        ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS),
         cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
         ring_unsupported_reason=_ring_unsupported_reason(text.model_type, modules, drops),
         z_unsupported_reason=order_unsupported_reason(bare, base, layers, vector, prefix),
@@ -335,13 +335,12 @@ _CHUNKS, _RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 
 
 def _cut_unsupported_reason(
-    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str, routers: int = 0
+    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
 ) -> str | None:
     """Why sequences of the model cannot be cut along their tokens, or None.
 
     Args:
         how: What is to be done with the parts, for the message.
-        routers: Those whose balance loss needs whole sequences.
     """
     alone = [index for index, kind in enumerate(kinds) if kind.alone]
     if alone:
@@ -352,11 +351,6 @@ def _cut_unsupported_reason(
         )
     if len(layers) > 1:
         return f"the layers of {family} run in cycles, so sequences cannot be {how}"
-    if routers:
-        return (
-            f"the balance loss of the routers of {family} is of whole sequences, so these cannot be {how}; "
-            "set config.output_router_logits = False for it"
-        )
     return None
 
 

@@ -55,8 +55,9 @@ def cut_for(strategy: Strategy, lengths: Sequence[int], pair_cost: float) -> lis
 
 
 def num_chunks(length: int, most: int, pair_cost: float = 0.0) -> int:
-    """How many chunks a sequence is cut into (`cut_into_chains`); at most, where its last token costs more than a chunk."""
-    return max(1, math.ceil(_cost(length, pair_cost) / _cost(most, pair_cost) * (1 - 1e-12)))
+    """How many chunks a sequence is cut into (`cut_into_chains`)."""
+    _, shared, alone_from = _shares(length, most, pair_cost)
+    return shared + 1 + length - alone_from
 
 
 def squared_lengths(lengths: Sequence[int], chains: Sequence[Chain]) -> list[list[int]]:
@@ -86,17 +87,36 @@ def _cost(length: int, pair_cost: float | None) -> float:
     return length + (pair_cost or 0.0) * length * length
 
 
+def _shares(length: int, most: int, pair_cost: float) -> tuple[float, int, int]:
+    """How a sequence is divided: what each chunk costs, how many ends there are where that is reached, and the token from
+    which on each is a chunk of its own; the length where none is.
+
+    Tokens cost ever more. Those that cost more than a share are alone; up to there an end a share is a token's at most.
+    """
+    total = _cost(length, pair_cost)
+    count = max(1, math.ceil(total / _cost(most, pair_cost) * (1 - 1e-12)))
+    share = total / count
+    # token t costs 1 + pair_cost * (2 * t - 1)
+    if total - _cost(length - 1, pair_cost) <= share:
+        return share, count - 1, length
+    cheap = min(length - 1, int(((share - 1) / pair_cost + 1) / 2)) if pair_cost else 0
+    if cheap < 1:
+        return share, 0, 1
+    return share, min(max(0, math.ceil(_cost(cheap, pair_cost) / share) - 1), cheap - 1), cheap
+
+
 def _ends_of_equal_cost(length: int, most: int, pair_cost: float) -> list[int]:
     """Where the chunks of one sequence end: as few as cost no more than `most` tokens that begin it.
 
     A chunk of tokens `[a, b)` costs `_cost(b) - _cost(a)`, so an end is where `_cost` reaches its share. Ends are rounded
     down: as no chunk is longer than `most` before, none is after.
     """
-    total = _cost(length, pair_cost)
-    count = num_chunks(length, most, pair_cost)
-    ends = []
-    for index in range(1, count):
-        share = total * index / count
-        # the root of pair_cost * y**2 + y = share, in the form that is right for pair_cost = 0, too
-        ends.append(int(2 * share / (1 + math.sqrt(1 + 4 * pair_cost * share)) + 1e-9))
-    return sorted({end for end in ends if 0 < end < length} | {length})
+    share, shared, alone_from = _shares(length, most, pair_cost)
+    ends, end = [], 0
+    for index in range(1, shared + 1):
+        cost = share * index
+        # the root of pair_cost * y**2 + y = cost, in the form that is right for pair_cost = 0, too
+        root = int(2 * cost / (1 + math.sqrt(1 + 4 * pair_cost * cost)) + 1e-9)
+        end = min(max(root, end + 1), alone_from - 1 - (shared - index))  # rounding leaves each a token
+        ends.append(end)
+    return [*ends, *range(alone_from, length + 1)]

@@ -29,7 +29,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 
 from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.explicit_attention import AttentionDropout, Scores, explicit_attention
-from hf_hotspa.parallel.prefix_attention import attend_with_prefix, kernel_takes
+from hf_hotspa.parallel.prefix_attention import TakesGradients, attend_with_prefix, kernel_takes
 
 ATTENTION = "hotspa_packed"
 """The `attn_implementation` of every replica."""
@@ -66,6 +66,15 @@ class Prefix(Protocol):
             key: [1, K, T, D], of the row's own tokens.
             value: [1, K, T, D].
         """
+        ...
+
+    def fetched(self, module: nn.Module, before: tuple[Tensor, Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+        """What `before` gave for an attention, on a device; for a prefix in host memory."""
+        ...
+
+    def takes_gradients(self, module: nn.Module) -> TakesGradients | None:
+        """What takes the gradients of what `before` gave last for an attention, where a kernel has them a block at a time;
+        None where autograd must bring them."""
         ...
 
 
@@ -266,7 +275,8 @@ def packed_attention(
         return hotspa_pack.divided.attend(module, query, key, value, call, hotspa_pack), None
     before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
     scores = None if call.is_plain else call.scores(module, query, hotspa_pack)
-    attend = partial(_attend, hotspa_pack, scores, s_aux, scaling, sliding_window)
+    takes = None if hotspa_pack.prefix is None else hotspa_pack.prefix.takes_gradients(module)
+    attend = partial(_attend, module, hotspa_pack, scores, s_aux, scaling, sliding_window, takes)
     if hotspa_pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
         longest = max(hotspa_pack.key_lengths)
         in_blocks = scores is None and kernel_takes(query, value)
@@ -278,19 +288,21 @@ def packed_attention(
 
 
 def _attend(
+    module: nn.Module,
     pack: PackedSequences,
     scores: Scores | None,
     s_aux: Tensor | None,
     scaling: float | None,
     sliding_window: int | None,
+    takes: TakesGradients | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     before: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
     """[1, T, H, D]; see `packed_attention`. With `scores` these are computed one by one, else a fused kernel does it."""
-    if before is not None and pack.fetches:
-        before = before[0].to(query.device, non_blocking=True), before[1].to(query.device, non_blocking=True)
+    if before is not None and before[0].shape[2] and pack.fetches and pack.prefix is not None:
+        before = pack.prefix.fetched(module, before, query.device)
     if scores is not None:
         key, value = pack.joined(before, key, value)
         out = explicit_attention(query[0], key[0], value[0], s_aux, pack.lengths, scores, pack.key_lengths)
@@ -299,7 +311,7 @@ def _attend(
         key, value = pack.joined(before, key, value)
         return varlen(query, key, value, pack, scaling, sliding_window)
     per_sequence = [
-        _one_sequence(q, k, v, prefix, scaling, sliding_window)
+        _one_sequence(q, k, v, prefix, scaling, sliding_window, takes)
         for q, k, v, prefix in zip(
             *(x.split(pack.lengths, dim=2) for x in (query, key, value)), pack.prefixes(before), strict=True
         )
@@ -357,13 +369,14 @@ def _one_sequence(
     prefix: tuple[Tensor, Tensor] | None,
     scaling: float | None,
     sliding_window: int | None,
+    takes: TakesGradients | None,
 ) -> Tensor:
     """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
     if prefix is not None:
         num_before, length = prefix[0].shape[2], query.shape[2]
         unlimited = sliding_window is None or sliding_window >= num_before + length
         if unlimited and kernel_takes(query, value):
-            return attend_with_prefix(query, key, value, prefix, scaling)
+            return attend_with_prefix(query, key, value, prefix, scaling, takes)
         # the first query sees a window less itself of what is before it
         seen = num_before if sliding_window is None else min(num_before, sliding_window - 1)
         key, value = (

@@ -2,13 +2,14 @@
 
 Queries attend to blocks of the prefix and to their own tokens one after the other, with torch's fused kernel, and partial
 results are merged by the logarithms of their sums (Milakov and Gimelshein, 2018; Liu et al., 2023, "Ring Attention"). The
-backward takes each block's gradients from the merged result. So beside what is given only the result is kept for it, while
-`scaled_dot_product_attention` would keep keys and values of the prefix once for each query head.
+backward takes each block's gradients from the merged result, and hands those of the prefix on a block at a time. So beside
+what is given only the result is kept for it, while `scaled_dot_product_attention` would keep keys and values of the prefix
+once for each query head, and nothing here is as long as the prefix.
 
 Shapes: T queries, P tokens of the prefix, H query heads, K key/value heads, D head dim.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +17,9 @@ from torch import Tensor
 
 BLOCK_TOKENS = 4096
 """Tokens of the prefix whose keys and values are repeated for all query heads at a time."""
+
+TakesGradients = Callable[[slice, Tensor, Tensor], None]
+"""Takes the gradients of keys and values [1, K, s, D] of some tokens of a prefix: `(tokens, of keys, of values)`."""
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -27,7 +31,12 @@ def kernel_takes(query: Tensor, value: Tensor) -> bool:
 
 
 def attend_with_prefix(
-    query: Tensor, key: Tensor, value: Tensor, before: tuple[Tensor, Tensor], scaling: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    before: tuple[Tensor, Tensor],
+    scaling: float | None,
+    takes: TakesGradients | None = None,
 ) -> Tensor:
     """Causal attention of the last tokens of a sequence.
 
@@ -37,11 +46,13 @@ def attend_with_prefix(
         value: [1, K, T, D].
         before: Keys and values of the prefix, [1, K, P, D] each.
         scaling: Factor on the scores; 1 / sqrt(D) when None.
+        takes: Takes the gradients of the prefix a block at a time, in the backward, where both of it require gradients;
+            autograd then brings none. None where autograd brings them.
 
     Returns:
         [1, H, T, D].
     """
-    out: Tensor = _WithPrefix.apply(query, key, value, *before, scaling)
+    out: Tensor = _WithPrefix.apply(query, key, value, *before, scaling, takes)
     return out
 
 
@@ -106,7 +117,14 @@ def gradients_of_block(
 class _WithPrefix(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, keys: Tensor, values: Tensor, scaling: float | None
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        scaling: float | None,
+        takes: TakesGradients | None,
     ) -> Tensor:
         out, total = attend_to_block(query, key, value, True, scaling)
         for place in blocks_of_tokens(keys.shape[2]):
@@ -115,6 +133,7 @@ class _WithPrefix(torch.autograd.Function):
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, keys, values, out, total)
         ctx.scaling = scaling
+        ctx.takes = takes if all(ctx.needs_input_grad[3:5]) else None
         return out
 
     @staticmethod
@@ -127,8 +146,16 @@ class _WithPrefix(torch.autograd.Function):
 
         of_query, of_key, of_value = of_block(key, value, True)
         of_query = of_query.to(total.dtype)  # a sum over blocks
-        of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
+        takes: TakesGradients | None = ctx.takes
+        of_keys = of_values = None
+        if takes is None:
+            of_keys, of_values = torch.empty_like(keys), torch.empty_like(values)
         for place in blocks_of_tokens(keys.shape[2]):
-            part, of_keys[:, :, place], of_values[:, :, place] = of_block(keys[:, :, place], values[:, :, place], False)
+            part, of_k, of_v = of_block(keys[:, :, place], values[:, :, place], False)
             of_query += part
-        return of_query.to(query.dtype), of_key, of_value, of_keys, of_values, None
+            if of_keys is None or of_values is None:
+                assert takes is not None
+                takes(place, of_k, of_v)
+            else:
+                of_keys[:, :, place], of_values[:, :, place] = of_k, of_v
+        return of_query.to(query.dtype), of_key, of_value, of_keys, of_values, None, None

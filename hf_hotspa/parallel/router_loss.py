@@ -11,19 +11,24 @@ with n_s the label tokens of the sequence and N those of the mini-batch: a mean 
 entropy. It sums over packs, replicas, buckets and pipeline stages, each of which adds what its own routers give.
 For one sequence and one layer it is what transformers computes. (A balance loss of each sequence is what DeepSeek-V3
 trains with, Liu et al. 2024, section 2.1.2.)
+
+Of a sequence that is computed in chunks (`+ck`) each chunk leaves the logits of its routers, and the function is always that of
+all of them: the last chunk adds its value, and each chunk has the gradient of its own logits at that point, so what is
+summed is exactly the gradient of the whole (`ChunkRouters`).
 """
 
 import inspect
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.parallel.attention import names_in_forward
+from hf_hotspa.parallel.attention import Prefix, names_in_forward
 from hf_hotspa.parallel.loss import IGNORE
 
 _FUNCTION = "load_balancing_loss_func"
@@ -68,6 +73,81 @@ def _recorder(model: PreTrainedModel) -> Any:
     return None
 
 
+@dataclass
+class SequenceRouters:
+    """What the chunks of one sequence leave of their routers.
+
+    Args:
+        logits: By chunk, of each router [tokens, E], without a graph.
+        num_labels: By chunk, its label tokens.
+    """
+
+    logits: dict[int, list[Tensor]] = field(default_factory=dict)
+    num_labels: dict[int, int] = field(default_factory=dict)
+
+
+class ChunkRouters:
+    """The routers of one chunk in one forward, beside those of the other chunks of its sequence.
+
+    Args:
+        sequence: What all chunks leave.
+        index: The chunk's place among them.
+        is_last: Whether the sequence ends in it.
+    """
+
+    def __init__(self, sequence: SequenceRouters, index: int, is_last: bool) -> None:
+        self.is_last = is_last
+        self._sequence, self._index = sequence, index
+        self._in_graph: list[Tensor] = []
+        self._loss_of: Callable[[Tensor, int], Tensor] | None = None
+
+    @property
+    def num_labels(self) -> int:
+        """Of the sequence, as far as its chunks have run."""
+        return sum(self._sequence.num_labels.values())
+
+    def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
+        """Takes what the forward gave.
+
+        Args:
+            logits: Of each router [tokens, E].
+            num_labels: The chunk's.
+            loss_of: The loss of the logits [T, E] of a router for a sequence with so many label tokens.
+        """
+        self._sequence.logits[self._index] = [own.detach() for own in logits]
+        self._sequence.num_labels[self._index] = num_labels
+        self._in_graph, self._loss_of = list(logits), loss_of
+
+    def whole(self, router: int, own: Tensor) -> Tensor:
+        """[T, E] of the sequence, in which this chunk's are `own`."""
+        parts = {**{i: logits[router] for i, logits in self._sequence.logits.items()}, self._index: own}
+        return torch.cat([parts[i] for i in sorted(parts)])
+
+    def roots(self) -> list[tuple[Tensor, Tensor]]:
+        """Own logits in the graph, with the gradients of the loss to them; when all chunks have run. Nothing for the last
+        chunk, whose loss has them."""
+        if self.is_last or self._loss_of is None or not self.num_labels:
+            return []
+        roots = []
+        for router, logits in enumerate(self._in_graph):
+            if logits.requires_grad:
+                with torch.enable_grad():
+                    own = logits.detach().requires_grad_()
+                    (gradient,) = torch.autograd.grad(self._loss_of(self.whole(router, own), self.num_labels), own)
+                roots.append((logits, gradient))
+        return roots
+
+
+class ChunkPrefix(Prefix, Protocol):
+    """What a chunk needs of those before it.
+
+    Attributes:
+        routers: Takes part in the balance loss of the sequence that is cut.
+    """
+
+    routers: ChunkRouters
+
+
 class RouterLoss:
     """The balance loss of the routers of this rank's layers.
 
@@ -110,6 +190,7 @@ class RouterLoss:
         scale: float,
         tokens: Callable[[Tensor], Tensor] = lambda logits: logits,
         is_counted: bool = True,
+        chunk: ChunkRouters | None = None,
     ) -> Tensor | None:
         """The loss of the forward that has just run; None where this rank has no router.
 
@@ -119,25 +200,37 @@ class RouterLoss:
             scale: 1 / (label tokens of the mini-batch).
             tokens: Of the logits [t, E] of the tokens that are here, those of the pack [T, E].
             is_counted: Whether this rank's value counts; else it is 0, with the same gradients.
+            chunk: Where the first sequence is a part of one; None where all are whole.
 
         Returns:
-            fp64 scalar, with gradients to the routers.
+            fp64 scalar, with gradients to the routers; None, too, for a chunk behind which its sequence goes on.
         """
         if not self._logits:
             return None
         counts = [int((own != IGNORE).sum()) for own in labels.split(list(lengths))]
-        total = torch.zeros((), dtype=torch.float64, device=labels.device)
-        for recorded in self._logits:
-            whole = tokens(torch.cat(recorded))
-            for own, count in zip(whole.split(list(lengths)), counts, strict=True):
-                if count:
-                    loss = self._function((own,), self._num_experts, self._top_k)
-                    total = total + loss.double() * (count * scale * self._coefficient / self._num_layers)
+        of_routers = [tokens(torch.cat(recorded)).split(list(lengths)) for recorded in self._logits]
         self.clear()
+        loss_of = partial(self._loss_of, scale)
+        if chunk is not None:
+            chunk.leave([own[0] for own in of_routers], counts[0], loss_of)
+            if not chunk.is_last:
+                return None
+            of_routers = [(chunk.whole(router, own), *others) for router, (own, *others) in enumerate(of_routers)]
+            counts[0] = chunk.num_labels
+        total = torch.zeros((), dtype=torch.float64, device=labels.device)
+        for of_sequences in of_routers:
+            for own, count in zip(of_sequences, counts, strict=True):
+                if count:
+                    total = total + loss_of(own, count)
         if not is_counted:
             total = total - total.detach()
         self.value = self.value.to(total.device) + total.detach()
         return total
+
+    def _loss_of(self, scale: float, logits: Tensor, num_labels: int) -> Tensor:
+        """The part in the loss of a sequence with so many label tokens, from the logits [T, E] of one router."""
+        loss = self._function((logits,), self._num_experts, self._top_k)
+        return loss.double() * (num_labels * scale * self._coefficient / self._num_layers)
 
 
 class AttachLoss(torch.autograd.Function):

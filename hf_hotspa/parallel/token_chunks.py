@@ -15,10 +15,11 @@ no graph holds what was fetched. A chain of one chunk runs forward and backward 
 In a pipeline each chunk runs forward once, in the order of its tokens, and keeps its graph until it runs backward, against
 that order (`packing.pipeline_order`); each stage keeps the keys and values of its layers.
 
+The balance loss of routers is of whole sequences: each chunk adds its part of the gradient (`router_loss.ChunkRouters`).
+
 Promises: each chunk has one backward; the losses of a pack's chunks are one entry of `losses` of the stage.
 """
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,7 +31,9 @@ from torch import Tensor, nn
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.chunk_cuts import Chain, cut_for
-from hf_hotspa.parallel.attention import Prefix
+from hf_hotspa.parallel.host_prefix import HostBytes, Pair, PrefixFetcher
+from hf_hotspa.parallel.prefix_attention import TakesGradients
+from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, SequenceRouters
 from hf_hotspa.strategy import Strategy
 
 
@@ -57,7 +60,7 @@ class Stage(Protocol):
         micro_batch: MicroBatch,
         hidden: Tensor | None,
         scale: float,
-        prefix: Prefix | None = None,
+        prefix: ChunkPrefix | None = None,
         with_loss: bool = True,
     ) -> Tensor:
         """The next stage's hidden state, or on the last stage the scaled loss (fp64 scalar) if it is asked for."""
@@ -78,28 +81,6 @@ class _Pair:
 
 
 @dataclass
-class HostBytes:
-    """What keys, values and sums of their gradients take in host memory with `+kh`, in bytes.
-
-    Args:
-        now: At the moment.
-        most: At most so far.
-    """
-
-    now: int = 0
-    most: int = 0
-
-    def count(self, storage: Tensor) -> None:
-        """Counts a tensor as long as it lives."""
-        self.now += storage.nbytes
-        self.most = max(self.most, self.now)
-        weakref.finalize(storage, self._forget, storage.nbytes)
-
-    def _forget(self, num_bytes: int) -> None:
-        self.now -= num_bytes
-
-
-@dataclass
 class _CutSequence:
     """What the chunks of one sequence leave for each other.
 
@@ -109,6 +90,8 @@ class _CutSequence:
         host: Counts what is in host memory; None where it is on the device.
         kept: Keys and values by attention module.
         sums: The gradients that later chunks have added to them, in fp32 or wider.
+        routers: The logits of its routers.
+        fetcher: Brings what is in host memory to another device.
     """
 
     chunks: tuple[int, ...]
@@ -116,6 +99,8 @@ class _CutSequence:
     host: HostBytes | None = None
     kept: dict[nn.Module, _Pair] = field(default_factory=dict)
     sums: dict[nn.Module, _Pair] = field(default_factory=dict)
+    routers: SequenceRouters = field(default_factory=SequenceRouters)
+    fetcher: PrefixFetcher | None = None
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
         """Takes the keys and values of the tokens from `first` on."""
@@ -127,11 +112,34 @@ class _CutSequence:
     def add(self, module: nn.Module, is_value: bool, leaf: Tensor) -> None:
         """Adds the gradient that a leaf has got, of the tokens from the first on, and takes it from the leaf."""
         gradient, leaf.grad = leaf.grad, None
-        assert gradient is not None
+        if gradient is not None:  # else its blocks were added
+            self._sums_of(module, gradient.dtype)[is_value][:, :, : gradient.shape[2]] += gradient
+
+    def add_block(self, module: nn.Module, tokens: slice, of_keys: Tensor, of_values: Tensor) -> None:
+        """Adds the gradients of some tokens, which no leaf gets."""
+        for total, gradient in zip(self._sums_of(module, of_keys.dtype), (of_keys, of_values), strict=True):
+            total[:, :, tokens.start : tokens.start + gradient.shape[2]] += gradient
+
+    def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
+        """The keys and values of the tokens before a chunk, on a device; and those of the next attention on their way."""
+        if not fetches(before[0], device):
+            return before
+        self.fetcher = self.fetcher or PrefixFetcher(device)
+        modules, tokens, at = list(self.kept), before[0].shape[2], list(self.kept).index(module)
+
+        def prefix_of(index: int) -> Pair:
+            if index == at:
+                return before
+            keys, values = (x[:, :, :tokens] for x in self.kept[modules[index]].both())
+            return keys, values
+
+        return self.fetcher.fetch(at, len(modules), prefix_of)
+
+    def _sums_of(self, module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if module not in self.sums:
-            wide = torch.promote_types(gradient.dtype, torch.float32)
+            wide = torch.promote_types(dtype, torch.float32)
             self.sums[module] = _Pair(*(self._storage(x, wide).zero_() for x in self.kept[module].both()))
-        self.sums[module].both()[is_value][:, :, : gradient.shape[2]] += gradient
+        return self.sums[module].both()
 
     def _storage(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         shape = *x.shape[:2], self.num_tokens, x.shape[3]
@@ -141,6 +149,11 @@ class _CutSequence:
         storage = torch.empty(shape, dtype=dtype, device="cpu", pin_memory=torch.cuda.is_available())
         self.host.count(storage)
         return storage
+
+
+def fetches(host: Tensor, device: torch.device) -> bool:
+    """Whether what is kept must be copied to be computed with: not on CPU."""
+    return host.device != device
 
 
 class _Carry:
@@ -155,6 +168,7 @@ class _Carry:
 
     Attributes:
         lengths: See `Prefix`.
+        routers: See `ChunkPrefix`.
     """
 
     def __init__(
@@ -162,6 +176,7 @@ class _Carry:
     ) -> None:
         self.lengths: tuple[int, ...] = (before,)
         self.chunks = chunks
+        self.routers = ChunkRouters(sequence.routers, len(chunks), is_last=len(chunks) == len(sequence.chunks))
         self._sequence, self._own, self._keeps = sequence, own, keeps
         self._in_graph: dict[nn.Module, tuple[Tensor, Tensor]] = {}
         self._seen: set[nn.Module] = set()
@@ -189,6 +204,14 @@ class _Carry:
                 if not self._is_over:
                     leaf.register_post_accumulate_grad_hook(partial(self._sequence.add, module, bool(is_value)))
         return leaves[0], leaves[1]
+
+    def takes_gradients(self, module: nn.Module) -> TakesGradients:
+        """See `Prefix`."""
+        return partial(self._sequence.add_block, module)
+
+    def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
+        """See `Prefix`."""
+        return self._sequence.fetched(module, before, device)
 
     def end(self) -> None:
         """The forward is over."""
@@ -268,7 +291,7 @@ class Chunk:
         """
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self._carry is not None:
-            roots += self._carry.roots()
+            roots += [*self._carry.roots(), *self._carry.routers.roots()]
         self.forget()
         stage.begin_pass()
         if roots:

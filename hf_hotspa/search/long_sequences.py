@@ -1,7 +1,7 @@
 """Strategies in chunks of tokens (`+ck`) for a sequence that no strategy holds without.
 
 Owns when chunks come into a search, how long they are, how many keep their graphs and whether keys and values wait in host
-memory. Chunks cost a second forward pass, so they are looked at only where a sequence would not fit otherwise; longer ones
+memory; and how long a sequence each way holds (`longest_by_strategy`). Chunks cost a second forward pass, so they are looked at only where a sequence would not fit otherwise; longer ones
 cost less than shorter ones, graphs that are kept spare a forward pass, and host memory is the last resort. Plain data.
 """
 
@@ -49,12 +49,43 @@ def with_chunks(
     return [*strategies, *chunked]
 
 
-def longest_in_chunks(strategy: Strategy, tokens: Callable[[Strategy], int]) -> tuple[Strategy, int]:
-    """The chunks under which a strategy holds the longest sequence, keys and values in host memory where that helps."""
-    hosts = (False, True) if strategy.pp == 1 else (False,)
-    tried = [replace(strategy, ck=size, kh=in_host) for in_host in hosts for size in CHUNK_SIZES]
-    best = max(tried, key=tokens)
-    return best, tokens(best)
+def longest_by_strategy(
+    asked: Strategy, shape: ModelShape, tokens: Callable[[Strategy], int], *, schedule: str = "auto"
+) -> list[tuple[Strategy, int]]:
+    """The longest sequence of some strategies: of the one asked for, of dp alone, and of as much of tp, of cp and of pp as
+    divides the devices and the model allows. Each as it is, with `+rc`, and in the chunks that hold most, then with keys
+    and values in host memory.
+
+    Args:
+        asked: With its options, which its row has, too.
+        tokens: The longest sequence that a strategy holds.
+        schedule: The schedule of pipelines.
+    """
+    found = []
+    for strategy in _shapes_beside(asked, shape):
+        ways = [strategy, replace(strategy, rc=strategy.rc or 1)]
+        plain = replace(strategy, ck=0, kg=0, kh=False)
+        may_pipeline = strategy.pp == 1 or (runs_chunks(schedule) and not strategy.z)
+        if not shape.ck_unsupported_reason and may_pipeline:
+            again = list(dict.fromkeys((plain, replace(plain, rc=plain.rc or 1))))
+            for in_host in (False, True) if plain.pp == plain.cp == 1 else (False,):
+                tried = [replace(way, ck=size, kh=in_host) for size in CHUNK_SIZES for way in again]
+                ways.append(max(tried, key=tokens))
+        found += [(way, tokens(way)) for way in dict.fromkeys(ways)]
+    return found
+
+
+def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:
+    """A strategy, and those that spread over one axis; the rest of the devices are dp."""
+    world, shapes = asked.world_size, [asked, Strategy(dp=asked.world_size)]
+    degrees = [degree for degree in range(world, 1, -1) if world % degree == 0]
+    for axis in ("tp", "cp", "pp"):
+        for degree in degrees:
+            strategy = replace(Strategy(dp=world // degree), **{axis: degree})  # type: ignore[arg-type]
+            if strategy.unsupported_reason(shape) is None:
+                shapes.append(replace(strategy, sp=axis == "tp" and not shape.sp_unsupported_reason))
+                break
+    return list(dict.fromkeys(shapes))
 
 
 def _that_hold(

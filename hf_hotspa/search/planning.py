@@ -7,7 +7,7 @@ their time.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 from hf_hotspa.costs.adapter import Adapter
@@ -26,7 +26,7 @@ from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.context import divided, that_pay
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
-from hf_hotspa.search.long_sequences import with_chunks
+from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
 from hf_hotspa.search.plan import Plan, memory_dict
 from hf_hotspa.search.search import mini_batches, search
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
@@ -303,14 +303,18 @@ class Estimate:
 
     Args:
         setup: Model and machines.
+        pack_tokens: Tokens of the pack that was asked about.
         memory: What its fullest rank holds.
         largest_pack: The most tokens that a pack may have; None without a limit.
+        longest: Tokens of the longest sequence that fits, of this strategy and others; nothing without a limit.
     """
 
     setup: Setup
     strategy: Strategy
+    pack_tokens: int
     memory: MemoryBreakdown
     largest_pack: int | None
+    longest: tuple[tuple[Strategy, int], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -324,8 +328,9 @@ class Estimate:
             "schema_version": SCHEMA_VERSION,
             **self.setup.to_dict(),
             "strategy": str(self.strategy),
-            "pack_tokens": self.memory.pack_tokens,
+            "pack_tokens": self.pack_tokens,
             "largest_pack_tokens": self.largest_pack,
+            "longest_sequences": [{"strategy": str(strategy), "tokens": tokens} for strategy, tokens in self.longest],
             "fits": self.fits,
             "memory": memory_dict(self.memory),
         }
@@ -342,7 +347,14 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     asked = setup.with_options(Strategy.parse(strategy))
     shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
     check_buckets((Bucket(asked, pack_tokens, pack_tokens),), setup.world_size, shape)
+    memory = setup.memory.breakdown(asked, pack_tokens)
+    if setup.limit_bytes is None:
+        return Estimate(setup, asked, pack_tokens, memory, None)
+    capacities = MemoryCapacities(setup.memory, setup.limit_bytes)
+
+    def tokens(way: Strategy) -> int:
+        return capacities.tokens(way, 0)
+
+    longest = longest_by_strategy(asked, shape, cache(tokens), schedule=setup.schedule)
     largest = setup.memory.largest_pack(asked, setup.limit_bytes)
-    return Estimate(
-        setup, asked, setup.memory.breakdown(asked, pack_tokens), None if setup.limit_bytes is None else largest
-    )
+    return Estimate(setup, asked, pack_tokens, memory, largest, tuple(longest))

@@ -152,13 +152,22 @@ def plan_text(planned: PlannedSetup) -> str:
 def estimate_text(estimate: Estimate) -> str:
     """An estimate for people."""
     memory, setup = estimate.memory, estimate.setup
-    lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{memory.pack_tokens}"], [memory]), ""]
+    lines = [_heading(setup), "", memory_table([f"{estimate.strategy}@{estimate.pack_tokens}"], [memory]), ""]
     if estimate.largest_pack is None:
         lines.append("No limit was given; --memory-limit or --hardware tell how long a pack may be.")
     elif not estimate.largest_pack:
         lines.append("Not even a pack of one token fits.")
     else:
         lines.append(f"Largest pack that fits: {estimate.largest_pack} tokens")
+    if estimate.longest:
+        lines += ["", "longest sequence that fits    tokens"]
+        width = len(lines[-1]) - 12
+        lines += [
+            f"{strategy!s:<{width}}{tokens or 'none':>12{',' if tokens else ''}}"
+            for strategy, tokens in estimate.longest
+        ]
+        if any(strategy.kh for strategy, _ in estimate.longest):
+            lines.append("(+kh: what host memory must hold is not counted.)")
     return "\n".join(lines)
 
 

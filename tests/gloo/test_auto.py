@@ -133,7 +133,7 @@ def long_stock_run(rank, world_size, dtype, folder, rows):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6)])
+@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6), (4, 2)])
 def test_one_sequence_that_fits_nowhere_trains_in_chunks(world_size, limit_mb, tmp_path):
     """Ten times longer than the others, without a flag."""
     dtype = torch.float64

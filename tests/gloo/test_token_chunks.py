@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import describe_model
+from hf_hotspa.parallel import token_chunks
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.strategy import Strategy, strategies_of
 from tests.families import FAMILIES, tiny_model
@@ -220,6 +221,31 @@ def test_adapters_and_frozen_weights():
     errors = run_ranks(2, adapted)[0]
     assert max(errors) <= 1e-11
     assert min(errors) > 0
+
+
+def fetched(rank, world_size, family):
+    """Errors where what is kept is copied although it need not be, as to another device; and for each chain how often an
+    attention asked, and how often what it asked for was there."""
+    made = []
+
+    class Recorded(token_chunks.PrefixFetcher):
+        def __init__(self, device):
+            super().__init__(device)
+            made.append(self)
+
+    # this process ends with the test
+    token_chunks.fetches, token_chunks.PrefixFetcher = lambda host, device: True, Recorded
+    buckets = ["dp1+ck7+kh:40@64", "dp1+rc+ck5+kg2+kh:40@64"]
+    errors = rank_errors(rank, world_size, family, torch.float64, buckets, [{}])
+    return errors, [(fetcher.num_fetched, fetcher.num_ahead) for fetcher in made]
+
+
+@pytest.mark.parametrize("family", ["gemma2_soft_caps", "qwen3_qk_norm_tied"])
+def test_keys_and_values_are_fetched_an_attention_ahead(family):
+    ((errors, chains),) = run_ranks(1, fetched, family)
+    check([errors], torch.float64)
+    assert chains
+    assert all(num_ahead > num_fetched / 2 for num_fetched, num_ahead in chains), chains
 
 
 # ---- what it is for

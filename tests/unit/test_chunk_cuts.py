@@ -32,6 +32,7 @@ def test_chains_cover_the_row_in_chunks_that_are_small_enough(
             length = next(length for start, length in zip(starts, lengths, strict=False) if start == chain[0][0])
             assert length > most
             assert pair_cost or len(chain) == -(-length // most)
+            assert pair_cost is None or len(chain) == num_chunks(length, most, pair_cost)
     # what attention costs is told apart by chunks, and nothing is lost
     squares = squared_lengths(lengths, chains)
     assert list(map(len, squares)) == list(map(len, chains))
@@ -46,9 +47,7 @@ def test_chunks_of_a_sequence_in_a_pipeline_take_equal_time(length: int, most: i
     one_token = 1 + 2 * pair_cost * length  # what rounding to tokens may change
     assert max(times) - min(times) <= 2 * one_token
     assert max(times) <= most + pair_cost * most * most + one_token
-    count = num_chunks(length, most, pair_cost)
-    # a chunk has a token at least, also where that costs more than a chunk
-    assert len(chain) == count or (len(chain) < count and one_token > most + pair_cost * most * most)
+    assert len(chain) == num_chunks(length, most, pair_cost)
     if len(chain) > 1:  # fewer would each cost more than a chunk may
         assert sum(times) / (len(chain) - 1) > most + pair_cost * most * most - 1e-6
 

@@ -238,6 +238,33 @@ def test_estimates(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Largest pack that fits" in capsys.readouterr().out
 
 
+def test_an_estimate_lists_the_longest_sequence_of_each_way(capsys: pytest.CaptureFixture[str]) -> None:
+    args = ["estimate", "--model", "llama2-7b", "--nodes", "1x8", "--strategy", "dp2tp4", "--pack-tokens", "4096"]
+    assert answer(capsys, args)["longest_sequences"] == []
+    args += ["--hardware", "a800-80g"]
+    found = answer(capsys, args)
+    longest = {each["strategy"]: each["tokens"] for each in found["longest_sequences"]}
+    assert longest["dp2tp4pp1"] == found["largest_pack_tokens"]
+    assert {name.partition("+")[0] for name in longest} == {
+        "dp2tp4pp1",
+        "dp8tp1pp1",
+        "dp1tp8pp1",
+        "dp1cp8tp1pp1",
+        "dp1tp1pp8",
+    }
+    assert all("+sp" in name for name in longest if "tp8" in name)
+    for name, tokens in longest.items():  # what is said to fit does, and one token more does not
+        if name.partition("+")[0] in ("dp2tp4pp1", "dp1cp8tp1pp1"):
+            of_way = [*args[:6], name, "--hardware", "a800-80g", "--pack-tokens"]
+            assert answer(capsys, [*of_way, str(tokens)])["fits"], name
+            assert "needs" in refusal(capsys, [*of_way, str(tokens + 1)]), name
+    by_way = [tokens for name, tokens in longest.items() if name.startswith("dp2tp4")]
+    assert by_way[0] < by_way[1] < by_way[3]  # plain, +rc, chunks in host memory
+    assert main(args) == 0
+    text = capsys.readouterr().out
+    assert all(name in text and f"{tokens:,}" in text for name, tokens in longest.items())
+
+
 # -------------------------------------------------------------------------------------------------------- bad input
 
 

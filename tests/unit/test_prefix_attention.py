@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from hf_hotspa.parallel import explicit_attention as explicit
+from hf_hotspa.parallel import prefix_attention
 from hf_hotspa.parallel.attention import PackedSequences, packed_attention
 
 
@@ -16,6 +17,12 @@ class _Given:
 
     def before(self, module, key, value):
         return torch.cat(self.keys, 2), torch.cat(self.values, 2)
+
+    def takes_gradients(self, module):
+        return None
+
+    def fetched(self, module, before, device):
+        return before
 
 
 def slices(whole, cuts):
@@ -77,6 +84,39 @@ def test_a_slice_with_its_prefix_is_that_part_of_the_whole(kind, heads, monkeypa
         torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
         for a, b in zip(got, wanted, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_gradients_of_a_prefix_are_taken_a_block_at_a_time(monkeypatch):
+    """Where somebody takes them autograd brings none, and no tensor is as long as the prefix."""
+    monkeypatch.setattr(prefix_attention, "BLOCK_TOKENS", 4)
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, keys, values = (
+        torch.randn(1, heads, tokens, 8, dtype=torch.float64, generator=generator, requires_grad=True)
+        for heads, tokens in ((6, 5), (2, 5), (2, 5), (2, 11), (2, 11))
+    )
+    weights = torch.randn(query.shape, dtype=torch.float64, generator=generator)
+    inputs = query, key, value, keys, values
+    attend = prefix_attention.attend_with_prefix
+    expected = torch.autograd.grad((attend(query, key, value, (keys, values), None) * weights).sum(), inputs)
+    taken, blocks = [torch.zeros_like(keys), torch.zeros_like(values)], []
+
+    def take(tokens, of_keys, of_values):
+        blocks.append(of_keys.shape[2])
+        for total, gradient in zip(taken, (of_keys, of_values), strict=True):
+            total[:, :, tokens] += gradient
+
+    out = attend(query, key, value, (keys, values), None, take)
+    got = torch.autograd.grad((out * weights).sum(), inputs, allow_unused=True)
+    assert got[3:] == (None, None)
+    assert sorted(blocks) == [3, 4, 4]
+    for a, b in zip([*got[:3], *taken], expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    # of values alone: autograd brings them
+    keys.requires_grad_(False)
+    out = attend(query, key, value, (keys, values), None, take)
+    (of_values,) = torch.autograd.grad((out * weights).sum(), [values])
+    torch.testing.assert_close(of_values, expected[4], rtol=1e-12, atol=1e-12)
+    assert len(blocks) == 3
 
 
 def test_keys_of_a_row_with_prefixes():
