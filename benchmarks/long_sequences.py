@@ -43,7 +43,8 @@ OfSide = dict[int, dict[str, float]]
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384, 65536], help="for memory")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096, 8192, 16384], help="for memory")
+    parser.add_argument("--long", type=int, default=65536, help="tokens for the memory of the sides in chunks alone")
     parser.add_argument("--hidden", type=int, default=64, help="of the model for memory; 2048 is Llama-3.2-1B")
     parser.add_argument("--layers", type=int, default=2, help="of the model for memory")
     parser.add_argument("--chunk", type=int, default=1024, help="the most tokens of a chunk, for memory")
@@ -58,7 +59,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="a small run that shows that it works")
     options = parser.parse_args(arguments)
     if options.quick:
-        options.tokens, options.chunk, options.head = [512, 2048], 128, 64
+        options.tokens, options.long, options.chunk, options.head = [512, 1024], 2048, 128, 64
         options.timed_tokens, options.timed_chunk, options.timed_layers, options.rounds = 512, 128, 2, 1
     return options
 
@@ -147,12 +148,14 @@ def check_losses(losses: dict[str, float], tokens: int) -> None:
 def measure_memory(options: argparse.Namespace) -> dict[str, OfSide]:
     """Peak, seconds and loss by side and tokens."""
     chunks = Strategy(ck=options.chunk)
-    model = make_model(options.hidden, options.layers, max(options.tokens))
+    model = make_model(options.hidden, options.layers, max(*options.tokens, options.long))
     sides = Sides.of(model, [RECOMPUTED, chunks, replace(chunks, kh=True)], options.head)
     memory, found = PeakMemory(torch.device("cpu")), dict[str, OfSide]()
-    for tokens in (64, *options.tokens):  # the first only warms up
+    for tokens in (64, *options.tokens, options.long):  # the first only warms up
         losses = {}
         for name, step in sides.steps(random_ids(tokens, model.config.vocab_size)).items():
+            if tokens == options.long and "+ck" not in name:
+                continue
             memory.start()
             begin = time.perf_counter()
             losses[name] = step()
@@ -166,8 +169,8 @@ def measure_memory(options: argparse.Namespace) -> dict[str, OfSide]:
             print(f"memory, hidden {options.hidden}, {options.layers} layers, chunks of {options.chunk}:")
             print(f"{'tokens':>8}" + "".join(f"{name:>32}" for name in losses))
         else:
-            each = [found[name][tokens] for name in losses]
-            cells = [f"{of['peak_bytes'] / 2**20:,.1f} MiB {of['seconds']:,.1f} s" for of in each]
+            each = [found[name].get(tokens) for name in found]
+            cells = [f"{of['peak_bytes'] / 2**20:,.1f} MiB {of['seconds']:,.1f} s" if of else "" for of in each]
             print(f"{tokens:>8}" + "".join(f"{cell:>32}" for cell in cells), flush=True)
     sides.engine.close()
     return found
@@ -192,6 +195,12 @@ def measure_time(options: argparse.Namespace) -> dict[str, list[float]]:
         check_losses(losses, tokens)
     sides.engine.close()
     return found
+
+
+def growth_of(of_side: OfSide) -> float:
+    """Bytes that a further token took, from the shortest sequence to the longest."""
+    low, high = min(of_side), max(of_side)
+    return (of_side[high]["peak_bytes"] - of_side[low]["peak_bytes"]) / (high - low)
 
 
 def length_within(of_side: OfSide, limit: float) -> float:
@@ -224,8 +233,8 @@ class Aim:
 def memory_aims(options: argparse.Namespace, found: dict[str, OfSide], growth: dict[str, float]) -> list[Aim]:
     """Lengths within one limit that all sides share, and what a further token takes beside the formula."""
     chunked, hosted = (name for name in found if "+ck" in name)
-    low, high = min(options.tokens), max(options.tokens)
-    limit = memory_limit(found)
+    low, high = min(options.tokens), options.long
+    limit = memory_limit(found, high)
     holds = float(high) if found[hosted][high]["peak_bytes"] <= limit else length_within(found[hosted], limit)
     of_rc, of_stock = (length_within(found[name], limit) for name in (str(RECOMPUTED), STOCK))
     carried = carried_bytes(options)
@@ -239,10 +248,9 @@ def memory_aims(options: argparse.Namespace, found: dict[str, OfSide], growth: d
     ]
 
 
-def memory_limit(found: dict[str, OfSide]) -> float:
+def memory_limit(found: dict[str, OfSide], longest: int) -> float:
     """The limit of device memory within which lengths are compared: what +rc takes for a quarter of the longest sequence,
     or stock for an eighth, whichever is less; of the lengths that were measured."""
-    longest = max(found[STOCK])
     peaks = [
         min((abs(tokens - longest / share), each["peak_bytes"]) for tokens, each in found[name].items())[1]
         for name, share in ((str(RECOMPUTED), 4), (STOCK, 8))
@@ -267,13 +275,15 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         found = measure_memory(options)
     rounds = measure_time(options)
     seconds = {name: median(each) for name, each in rounds.items()}
-    low, high = min(options.tokens), max(options.tokens)
-    growth = {name: (of[high]["peak_bytes"] - of[low]["peak_bytes"]) / max(high - low, 1) for name, of in found.items()}
+    growth = {name: growth_of(of) for name, of in found.items()}
     print("bytes a further token: " + ", ".join(f"{name} {size:,.0f}" for name, size in growth.items()))
     print(f"keys, values and the sums of their gradients by the formula: {carried_bytes(options):,.0f}")
-    limit = memory_limit(found)
+    limit = memory_limit(found, options.long)
     lengths = {name: length_within(of, limit) for name, of in found.items()}
-    print(f"within {limit / 2**20:,.1f} MiB: " + ", ".join(_length(n, high, name) for name, n in lengths.items()))
+    print(
+        f"within {limit / 2**20:,.1f} MiB: "
+        + ", ".join(_length(n, max(found[name]), name) for name, n in lengths.items())
+    )
     print(f"time, hidden {options.timed_hidden}, {options.timed_layers} layers, chunks of {options.timed_chunk}:")
     print(f"{options.timed_tokens:>8}  " + ", ".join(f"{name} {each:.2f} s" for name, each in seconds.items()))
     aims = [*memory_aims(options, found, growth), *time_aims(seconds)]

@@ -74,7 +74,10 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
-    lines = ["| | families | exact under dp | tp | pp | cp | +z3 | ck | switched |", "|---|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| | families | exact under dp | tp | pp | cp | +z3 | ck | switched |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
     kinds = {"dense": False, "mixture of experts": True}
     for kind, mixture in kinds.items():
         rows = [row for row in families.values() if row.get("mixture", False) == mixture]
