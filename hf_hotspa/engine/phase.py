@@ -339,7 +339,7 @@ class PhaseRunner:
         if self.mesh.strategy.ck:
             return
         for kept in (self.replica.losses, self.replica.logits):
-            if kept is not None:
+            if kept is not None and self.mesh.strategy.keeps_step:  # others have no idle packs, but chunks of packs
                 del kept[num_packs:]
 
     def _counted(self, loss: Tensor) -> Tensor:
