@@ -388,7 +388,6 @@ def test_a_plot_without_matplotlib(
 
 
 def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="optional")
     assert main(replaced(plot=str(tmp_path / "plot.png"))) == 0
     assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
     assert "cannot be written" in refusal(capsys, replaced(plot=str(tmp_path / "none" / "plot.png")))

@@ -198,7 +198,6 @@ def test_once():
 
 
 def test_pictures(tmp_path):
-    pytest.importorskip("matplotlib")
     paths = save_pictures(read_run_log(write_run(tmp_path)), tmp_path / "png")
     assert [p.name for p in paths] == ["loss.png", "step_time.png", "switch_share.png", "tokens_per_second.png"]
     for path in paths:
