@@ -189,8 +189,8 @@ def test_families_without_experts_that_can_be_divided_are_refused_by_name():
 
 @pytest.mark.parametrize(("schedule", "flexible"), [("gpipe", False), ("1f1b", False), ("auto", True)])
 def test_what_has_not_been_made_exact_with_it_is_refused(schedule, flexible):
-    buckets = parse_buckets("dp2pp2ep2:64")
-    check_experts(buckets, "auto")
+    buckets, shape = parse_buckets("dp2pp2ep2:64"), describe_model(tiny_model_of("mixtral")).shape
+    check_experts(buckets, shape, "auto")
     with pytest.raises(UnsupportedError) as caught:
-        check_experts(buckets, schedule, flexible)
+        check_experts(buckets, shape, schedule, flexible)
     assert caught.value.fix
