@@ -260,7 +260,8 @@ class _Search:
         """Pools worth simulating, over all sizes of arena."""
         arenas: list[int] = []
         for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
-            if not arenas or arena < arenas[-1] * 0.99:
+            # one of nearly that size tells the same strategies apart; the pools are packed with what they need themselves
+            if not arenas or arena < arenas[-1] * 0.9:
                 arenas.append(arena)
         candidates: dict[tuple[Strategy, ...], _Estimated] = {}
         self.exact = True

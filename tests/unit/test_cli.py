@@ -148,7 +148,7 @@ def test_plans_try_sequence_parallelism_and_recomputation_by_themselves(capsys: 
     large = replaced(model="llama2-32b", nodes="4x8", lengths="github")
     found, asked = answer(capsys, large), answer(capsys, [*large, "--sequence-parallel"])
     assert found["seconds"] <= asked["seconds"] * 1.001 < 100  # 210 with neither
-    assert max(found["phases_simulated"], asked["phases_simulated"]) < 200
+    assert max(found["phases_simulated"], asked["phases_simulated"]) < 300  # of 216 strategies and those with cp
     short = answer(capsys, replaced(longest="4096"))
     assert short["phases_simulated"] < 150
     # `+sp` only where the packs need the room
