@@ -335,11 +335,12 @@ class PhaseRunner:
         return joint_passes(pack_lengths(plan), strategy.pp, most_tokens)
 
     def _forget_idle(self, num_packs: int) -> None:
-        """Losses and logits are those of packs again; chunks of packs, which leave logits of their own, are never idle."""
-        if self.mesh.strategy.ck:
+        """Losses and logits are those of packs again. Only replicas that keep step have idle packs; those in chunks, whose
+        chunks leave logits of their own, never do."""
+        if not self.mesh.strategy.keeps_step:
             return
         for kept in (self.replica.losses, self.replica.logits):
-            if kept is not None and self.mesh.strategy.keeps_step:  # others have no idle packs, but chunks of packs
+            if kept is not None:
                 del kept[num_packs:]
 
     def _counted(self, loss: Tensor) -> Tensor:
