@@ -88,6 +88,7 @@ class _Totals:
     unit_s: float = 0.0
     hidden_unit_s: float = 0.0
     unit_bytes: int = 0
+    context_bytes: int = 0
     expert_mean: float = 0.0
     expert_most: int = 0
     expert_dropped: int = 0
@@ -130,6 +131,7 @@ class _Totals:
             self.unit_s += phase.unit_s
             self.hidden_unit_s += phase.hidden_unit_s
             self.unit_bytes += phase.unit_bytes
+            self.context_bytes += phase.context_bytes
             if phase.expert_tokens:
                 self.expert_mean += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
             self.expert_most += phase.busiest_expert_tokens
@@ -152,9 +154,10 @@ class SwitchOverheadCallback(TrainerCallback):
     step takes longer), `hotspa/switch_share` (0 to 1), `hotspa/switch_mb` and `hotspa/load_return_mb`, of both together
     `hotspa/hidden_s` (beside computation) and, where weights are frozen, `hotspa/frozen_mb`. Of fully sharded
     strategies apart from these: `hotspa/unit_mb` (weights and gradients of units), `hotspa/unit_s` (the computation waiting
-    for them) and `hotspa/hidden_unit_s`. Of experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the
-    mean), and with a capacity `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`, `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model
-    `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
+    for them) and `hotspa/hidden_unit_s`. Of context parallelism `hotspa/context_mb` (what its ranks sent each other). Of
+    experts over ranks `hotspa/expert_load` (tokens of the busiest rank's, times the mean), and with a capacity
+    `hotspa/dropped_expert_tokens`. `hotspa/wait_s` (waiting for the busiest replica), `hotspa/tokens_per_s`,
+    `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
     phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
     median) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
@@ -218,6 +221,8 @@ class SwitchOverheadCallback(TrainerCallback):
             metrics["hotspa/unit_s"] = totals.unit_s / totals.steps
             metrics["hotspa/hidden_unit_s"] = totals.hidden_unit_s / totals.steps
             metrics["hotspa/unit_mb"] = totals.unit_bytes / totals.steps / 1e6
+        if self._whole_run.context_bytes:
+            metrics["hotspa/context_mb"] = totals.context_bytes / totals.steps / 1e6
         if totals.expert_mean:
             metrics["hotspa/expert_load"] = totals.expert_most / totals.expert_mean
         if self._whole_run.expert_dropped:

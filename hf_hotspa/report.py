@@ -29,11 +29,13 @@ MEASURES = (
     "left_out",
     "expert_tokens",
     "dropped_tokens",
+    "context_bytes",
 )
 """What each rank measures of a phase: the columns of `RankMeasures.phases`. `start_s` counts from the agreement; `others_s`
 is the part of `compute_s` that went by in collectives and messages of the strategy, `products_s` that of matrix products that
 can migrate (0 where none can), `left_out` the share of these that this rank left out (0 in an exact run);
-`expert_tokens` and `dropped_tokens` are what its experts computed under ep, and did not compute because of their capacity."""
+`expert_tokens` and `dropped_tokens` are what its experts computed under ep, and did not compute because of their capacity;
+`context_bytes` is what it sent to the other ranks of cp so that each token's attention sees those before it."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,7 @@ class PhaseReport:
         unit_return_bytes: The same for their gradients.
         context: How ranks of cp attended to each other's tokens: `ulysses`, `allgather` or `ring`; empty without cp. What
             that took is in `others_s` of `RankMeasures`.
+        context_bytes: Bytes that ranks of cp sent each other for it, summed over ranks; not in `load_bytes`.
         expert_tokens: Tokens that experts computed under ep, counted once for each expert of a token and each layer.
         busiest_expert_tokens: Those of them on the busiest rank; `RankMeasures.phases` has each rank's.
         dropped_expert_tokens: Tokens that experts did not compute because of their capacity, counted alike.
@@ -99,6 +102,7 @@ class PhaseReport:
     unit_load_bytes: int = 0
     unit_return_bytes: int = 0
     context: str = ""
+    context_bytes: int = 0
     expert_tokens: int = 0
     busiest_expert_tokens: int = 0
     dropped_expert_tokens: int = 0

@@ -37,6 +37,7 @@ class PhaseMeasure(NamedTuple):
         left_out: The share of its columns that it left out, computed by nobody; 0 in an exact run.
         expert_tokens: Tokens that its experts have computed under ep, each once for every expert and layer; else 0.
         dropped_tokens: Tokens that experts have not computed, with a capacity, counted alike; once for a replica's stage.
+        context_bytes: Bytes that it sent to the other ranks of cp, forward and backward.
     """
 
     load_s: float
@@ -59,6 +60,7 @@ class PhaseMeasure(NamedTuple):
     left_out: float = 0.0
     expert_tokens: float = 0.0
     dropped_tokens: float = 0.0
+    context_bytes: float = 0.0
 
 
 class Observer:
@@ -192,4 +194,5 @@ def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> Phas
         expert_tokens=int(total.expert_tokens),
         busiest_expert_tokens=int(most.expert_tokens),
         dropped_expert_tokens=int(total.dropped_tokens),
+        context_bytes=int(total.context_bytes),
     )

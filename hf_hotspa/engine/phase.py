@@ -139,6 +139,7 @@ class PhaseRunner:
         load = self._take_over(previous) if takes_over and previous is not None else self.load(previous)
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        sent_before = self._sent_in_context()
         CLOCK.restart(self.replica.device)
         PRODUCTS.restart(self.replica.device)
         loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, not hands_over, plan))
@@ -166,6 +167,7 @@ class PhaseRunner:
             products_s,
             flexible.left_share if flexible is not None else 0.0,
             *self._of_experts(),
+            float(self._sent_in_context() - sent_before),
         )
 
     def _of_experts(self) -> tuple[float, float]:
@@ -173,6 +175,10 @@ class PhaseRunner:
         experts, capacity = self.replica.experts, self.replica.capacity
         dropped = capacity.num_dropped if capacity is not None and self.mesh.coord.tp == 0 else 0
         return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
+
+    def _sent_in_context(self) -> int:
+        """Bytes sent to the other ranks of cp so far."""
+        return self.replica.context.context.sent_bytes if self.replica.context is not None else 0
 
     def _synchronize(self) -> None:
         device = self.replica.device

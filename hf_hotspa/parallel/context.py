@@ -29,7 +29,7 @@ from hf_hotspa.parallel.waiting import CLOCK
 from hf_hotspa.strategy import Strategy
 
 
-@dataclass(frozen=True)
+@dataclass
 class ContextGroup:
     """The ranks of cp that share a pack.
 
@@ -37,11 +37,19 @@ class ContextGroup:
         group: Their process group.
         size: P.
         index: This rank's place among them.
+
+    Attributes:
+        sent_bytes: What this rank has sent to the others so far; each exchange adds to it where it begins.
     """
 
     group: dist.ProcessGroup
     size: int
     index: int
+    sent_bytes: int = 0
+
+    def count(self, x: Tensor, elements: int) -> None:
+        """Counts elements of a tensor that are sent; one for each rank that gets them."""
+        self.sent_bytes += elements * x.element_size()
 
 
 class Division:
@@ -194,6 +202,7 @@ def in_order(rows: Sequence[Tensor], shares: Shares) -> Tensor:
 
 
 def _start(out: Tensor, own: Tensor, received: list[int], sent: list[int], context: ContextGroup) -> Any:
+    context.count(own, sum(sent) - sent[context.index])
     return dist.all_to_all_single(out, own, received, sent, group=context.group, async_op=True)
 
 
@@ -286,6 +295,7 @@ def gathered(x: Tensor, most: int, context: ContextGroup) -> tuple[Any, Tensor]:
     """Starts to gather [m, ...] of every rank, m at most `most`: what to wait for, and [P, most, ...] of all then."""
     own = x if x.shape[0] == most else torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
     whole = x.new_empty(context.size * most, *x.shape[1:])
+    context.count(own, own.numel() * (context.size - 1))
     work = all_gather(whole, own.contiguous(), group=context.group, async_op=True)
     return work, whole.view(context.size, most, *x.shape[1:])
 
@@ -297,6 +307,7 @@ def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
     sum is made in a wider dtype than that of the wire.)
     """
     out = torch.empty_like(x)
+    context.count(x, x.numel() // context.size * (context.size - 1))
     return dist.all_to_all_single(out, x.contiguous(), group=context.group, async_op=True), out
 
 

@@ -69,6 +69,7 @@ class _Ring:
         """Starts to give a block to the next rank: what to wait for, and what comes from the one before."""
         size, index, group = self.context.size, self.context.index, self.context.group
         received = torch.empty_like(block)
+        self.context.count(block, block.numel())
         works = dist.batch_isend_irecv(
             [
                 dist.P2POp(dist.irecv, received, group=group, group_peer=(index - 1) % size),

@@ -86,6 +86,8 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         start = at = agreed + measured["start_s"]
         for name in _SPANS:
             others = {"with_other_ranks_s": measured["others_s"]} if name == "compute_s" else {}
+            if name == "compute_s" and measured["context_bytes"]:
+                others["context_bytes"] = measured["context_bytes"]
             span(_INSIDE, name.removesuffix("_s"), at, measured[name], **named, **others)
             at += measured[name]
         counts = {"packs": phase.num_packs, "sequences": phase.num_sequences, "tokens": phase.num_tokens}

@@ -314,6 +314,9 @@ def strategies_panel(run: RunLog) -> Panel:
     frozen = any(s.frozen_bytes for s in summary.strategies)
     if frozen:
         rows[0].append("of it frozen")
+    context = any(s.context_bytes for s in summary.strategies)
+    if context:
+        rows[0].append("GB between ranks of cp")
     for s in summary.strategies:
         rows.append(
             [
@@ -325,6 +328,7 @@ def strategies_panel(run: RunLog) -> Panel:
                 f"{s.moved_s:.2f}",
                 f"{s.moved_bytes / 1e9:.3g}",
                 *([f"{s.frozen_bytes / 1e9:.3g}"] if frozen else []),
+                *([f"{s.context_bytes / 1e9:.3g}"] if context else []),
             ]
         )
     return Panel("strategies", "Strategies", len(summary.strategies), table(rows), wide=True)

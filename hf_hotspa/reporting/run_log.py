@@ -200,7 +200,14 @@ class RunLogWriter:
 _BEFORE = {"capacity_tokens": "room_tokens"}
 """Names under which the first records have a field."""
 
-_LATER: dict[str, Any] = {"frozen_bytes": 0, "context": "", "single": None, "single_s": None}
+_LATER: dict[str, Any] = {
+    **dict.fromkeys(("frozen_bytes", "context_bytes", "unit_load_bytes", "unit_return_bytes"), 0),
+    **dict.fromkeys(("expert_tokens", "busiest_expert_tokens", "dropped_expert_tokens"), 0),
+    **dict.fromkeys(("unit_load_s", "unit_return_s", "hidden_unit_load_s", "hidden_unit_return_s"), 0.0),
+    "context": "",
+    "single": None,
+    "single_s": None,
+}
 """Fields that the first records do not have, and what they count as there."""
 
 # -- reading ----------------------------------------------------------------------------------------------------------

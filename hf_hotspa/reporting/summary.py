@@ -33,6 +33,7 @@ class StrategyTotals:
     predicted_s: float | None
     measured_s: float
     frozen_bytes: int = 0
+    context_bytes: int = 0
 
     @property
     def tokens_per_s(self) -> float:
@@ -122,6 +123,7 @@ def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
         predicted_s=sum(p.predicted_s or 0.0 for p in known) if known else None,
         measured_s=sum(p.seconds for p in known),
         frozen_bytes=sum(p.frozen_bytes for p in phases),
+        context_bytes=sum(p.context_bytes for p in phases),
     )
 
 

@@ -6,9 +6,12 @@ import pytest
 import torch
 from torch.nn import functional
 
+from hf_hotspa.costs.context import exchanged_elements, local_heads
 from hf_hotspa.errors import StrategyError, UnsupportedError
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.report import MEASURES
+from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.gloo import test_dropout as dropout
 from tests.gloo import test_objective as objective
@@ -141,6 +144,34 @@ def test_a_switch_between_dp_and_cp_moves_no_byte(second_source):
         assert error <= 1e-11
         assert sorted(ways) == ["", "allgather", "ulysses"]
         assert both == alone > 0
+
+
+def sent(rank, world_size, way):
+    """Bytes that cp of one whole sequence sent: of all ranks, of each, and what `exchanged_elements` says of one."""
+    model, found = tiny_model("llama_gqa_bias", torch.float64), {}
+    rows = [{"input_ids": list(range(48)), "labels": list(range(48))}]
+    shape = describe_model(model).shape
+    width, column = shape.attention_size // shape.num_attention_heads, MEASURES.index("context_bytes")
+    for name in ("cp4", "cp4+rc", "cp2tp2", "cp2pp2"):
+        engine = make_engine(model, f"{name}:48@48", context_parallel=way)
+        report = engine.forward_backward(make_mini_batch(engine, rows))
+        engine.close()
+        strategy = Strategy.parse(name)
+        elements = exchanged_elements(way, *local_heads(strategy, shape), strategy.cp)
+        again = {"ulysses": 3 / 2, "allgather": 4 / 3, "ring": 4 / 3}[way] if strategy.rc else 1
+        layers = shape.num_layers / strategy.pp
+        of_ranks = [phases[0][column] for phases in report.ranks.phases]
+        found[name] = report.phases[0].context_bytes, of_ranks, elements * again * 48 * width * 8 * layers
+    return found
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_bytes_between_ranks_of_cp_are_those_of_the_formula(way):
+    for found in run_ranks(4, sent, way):
+        assert {name: of_ranks for name, (_, of_ranks, _) in found.items()} == {
+            name: [pytest.approx(each, rel=1e-12)] * 4 for name, (_, _, each) in found.items()
+        }
+        assert all(total == sum(of_ranks) > 0 for total, of_ranks, _ in found.values())
 
 
 # ---- documents of a pack stay apart

@@ -12,6 +12,7 @@ from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
 from hf_hotspa.reporting.inline import show_lengths, show_report
 from hf_hotspa.reporting.page import report_page, save_page
+from hf_hotspa.reporting.panels import strategies_panel
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
@@ -231,6 +232,19 @@ def test_without_a_time_model_nothing_is_claimed_that_nobody_knows(tmp_path):
 
 def _longest(report, tokens):
     return replace(report, phases=tuple(replace(p, longest_tokens=tokens) for p in report.phases))
+
+
+def test_the_table_of_strategies_says_what_ranks_of_cp_sent(tmp_path):
+    run = read_run_log(write_run(tmp_path))
+    assert "ranks of cp" not in strategies_panel(run).body
+    sent = [
+        replace(p, context="ring", context_bytes=250_000_000 * at) for at, p in enumerate(run.steps[0].report.phases)
+    ]
+    run.steps = [replace(r, report=replace(r.report, phases=tuple(sent))) for r in run.steps]
+    assert {s.strategy: s.context_bytes for s in summarize(run).strategies} == {SHORT: 0, LONG: 1_500_000_000}
+    body = strategies_panel(run).body
+    assert "GB between ranks of cp" in body
+    assert ">1.5<" in body
 
 
 def test_one_strategy_is_no_comparison(tmp_path):

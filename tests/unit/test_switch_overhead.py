@@ -56,6 +56,18 @@ def test_switching_is_what_one_strategy_would_not_have():
     assert report().load_return_s == report().switch_s == 0.0
 
 
+def test_what_ranks_of_cp_sent_is_apart_from_what_was_moved():
+    callback = SwitchOverheadCallback()
+    divided = replace(phase("dp1cp2tp1pp1", 0.5, 0.0, longest=60), context="ulysses", context_bytes=3_000_000)
+    for step in (report(divided), report(divided, phase("dp2tp1pp1", 0.5, 0.25))):
+        callback.on_step_report(None, None, None, step)
+    metrics = callback.pop_metrics()
+    assert metrics["hotspa/context_mb"] == 3.0
+    assert metrics["hotspa/switch_mb"] + metrics["hotspa/load_return_mb"] == 9.0
+    callback.on_step_report(None, None, None, report(phase("dp2tp1pp1", 0.5, 0.25)))
+    assert callback.pop_metrics()["hotspa/context_mb"] == 0.0
+
+
 def test_metrics_are_means_since_the_last_log():
     callback = SwitchOverheadCallback()
     for load_s in (0.5, 1.5):
