@@ -7,7 +7,7 @@ Owns the two grammars that users type:
   ``tp4+sp`` (sequence parallel), ``dp4+rc`` (every layer recomputes its activations), ``dp4+rc2`` (every second one),
   ``dp4+ck8192`` (packs are computed in chunks of at most 8192 tokens), ``dp4+ck8192+kg2`` (the graphs of two more chunks
   are kept), ``dp4+ck8192+kh`` (their keys and values wait in host memory), ``dp4+z2`` (gradients leave layer by layer),
-  ``dp4+z3`` (weights come layer by layer, too), and
+  ``dp4+z3`` (weights come layer by layer, too), ``pp4+v2`` (two stages on each rank of a pipeline), and
 * a list of *buckets*, ``dp4:1024@4096,dp2tp2:4096,tp2pp2:8192``: each entry is
   ``strategy:longest sequence[@tokens per pack]``; a sequence goes to the first bucket that is long enough. Packs of a
   pipeline may be smaller than its longest sequence (``pp4:32768@8192``): see `Bucket`.
@@ -22,13 +22,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
+from hf_hotspa.in_flight import most_in_flight
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy_rules import CHUNK_FIX, check_strategy
 
 AXES = ("dp", "cp", "tp", "pp")
 _STRATEGY = re.compile(r"(?:(?:dp|cp|tp|pp|ep)[0-9]+)+")
 _DEGREE = re.compile(r"(dp|cp|tp|pp|ep)([0-9]+)")
-_OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])")
+_OPTION = re.compile(r"sp|kh|rc([1-9][0-9]{0,5})?|ck([0-9]{1,9})|kg([1-9][0-9]{0,5})|z([23])|v([1-9][0-9]{0,5})")
 
 
 @dataclass(frozen=True, order=True)
@@ -62,6 +63,8 @@ class Strategy:
             and weights (Rajbhandari et al., SC'20, section 5); 0 for neither.
         ep: Neighbouring ranks of a stage that divide the experts of a layer, each with whole ones (`parallel.experts`);
             1 where experts are held, or cut by tp, as other weights. It is no axis: it divides dp * cp * tp.
+        v: Stages on each rank of a pipeline: stage s of pp * v is on the rank with the pp coordinate s mod pp, and packs
+            go round (interleaved 1F1B; Narayanan et al., SC'21, section 2.2).
         shard_order: `shard_order[tp coordinate]` is the tp shard that the coordinate holds; empty for the identity. A
             pool of strategies chooses it so that much stays in place between them. Strategies of equal degrees are
             equal whatever their order.
@@ -69,7 +72,8 @@ class Strategy:
     Raises:
         StrategyError: when a degree is not a positive integer, ep does not divide the ranks of a stage or is combined with
             what it does not go with, the order is not one of its shards, sp has no tp, kg or kh have no chunks on one
-            stage, or a pipeline is both fully sharded and in chunks.
+            stage, v has no pipeline or is combined with what it does not go with, or a pipeline is both fully sharded and
+            in chunks.
     """
 
     dp: int = 1
@@ -83,6 +87,7 @@ class Strategy:
     kg: int = 0
     kh: bool = False
     ep: int = 1
+    v: int = 1
     shard_order: tuple[int, ...] = field(default=(), compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -95,10 +100,11 @@ class Strategy:
 
     @property
     def options(self) -> str:
-        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+kg2`, `+kh`, `+z3`, several of them, or nothing."""
+        """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+kh`, `+z3`, `+v2`, several of them, or nothing."""
         recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
         sharded = f"+z{self.z}" if self.z else ""
-        return f"{'+sp' if self.sp else ''}{recompute}{self._chunk_options}{sharded}"
+        rounds = f"+v{self.v}" if self.v > 1 else ""
+        return f"{'+sp' if self.sp else ''}{recompute}{self._chunk_options}{sharded}{rounds}"
 
     @property
     def _chunk_options(self) -> str:
@@ -113,6 +119,11 @@ class Strategy:
     def stage_size(self) -> int:
         """Ranks of a stage, of all replicas."""
         return self.dp * self.cp * self.tp
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of a replica: v on each rank of its pipeline."""
+        return self.pp * self.v
 
     @property
     def keeps_step(self) -> bool:
@@ -172,7 +183,8 @@ class Strategy:
         equal layouts can run on the same buffers, one after the other.
         """
         replicas = self.dp * self.cp
-        return Strategy(replicas, self.tp, self.pp, self.sp, z=self.z, ep=self.ep, shard_order=self.shard_order)
+        order = self.shard_order
+        return Strategy(replicas, self.tp, self.pp, self.sp, z=self.z, ep=self.ep, v=self.v, shard_order=order)
 
     @classmethod
     def parse(cls, text: str) -> "Strategy":
@@ -193,9 +205,14 @@ class Strategy:
                     f"strategy {text!r} asks for the option {option!r}{' twice' if match else ', which there is not'}",
                     fix="options are +sp (sequence parallel), +rc (recompute every layer), +rc2 (every second layer),"
                     " +ck4096 (compute packs in chunks of 4096 tokens; +kg2 keeps the graphs of two more, +kh keeps keys and values"
-                    " in host memory), +z2 (gradients a layer at a time) and +z3 (weights, too)",
+                    " in host memory), +z2 (gradients a layer at a time), +z3 (weights, too) and +v2 (two stages on each rank of"
+                    " a pipeline)",
                 )
             numbers[name] = int(next(filter(None, match.groups()), 1))
+            if numbers.get("v") == 1:
+                raise StrategyError(
+                    f"strategy {text!r} asks for one stage on each rank", fix="leave +v1 out, or write +v2"
+                )
             if name == "ck" and numbers["ck"] < 1:
                 raise StrategyError(f"strategy {text!r} asks for chunks of {numbers['ck']} tokens", fix=CHUNK_FIX)
         if not _STRATEGY.fullmatch(base):
@@ -209,7 +226,7 @@ class Strategy:
             degrees[axis] = int(digits)
         dp, tp, pp, cp, ep = (degrees.get(axis, 1) for axis in ("dp", "tp", "pp", "cp", "ep"))
         rc, ck, z, kg = (numbers.get(name, 0) for name in ("rc", "ck", "z", "kg"))
-        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers, ep)
+        return cls(dp, tp, pp, "sp" in numbers, rc, ck, cp, z, kg, "kh" in numbers, ep, numbers.get("v", 1))
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
@@ -242,6 +259,8 @@ class Strategy:
             return model.pp_unsupported_reason
         if self.pp > model.num_layers:
             return f"pp{self.pp} is more than the {model.num_layers} layers"
+        if self.num_stages > model.num_layers:
+            return f"pp{self.pp}+v{self.v} has {self.num_stages} stages, more than the {model.num_layers} layers"
         return None
 
 
@@ -269,22 +288,6 @@ def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy
         for rc in (0, 1)
         for z in ((0, 2, 3) if world_size > 1 and model.z_unsupported_reason is None else (0,))
     ]
-
-
-def most_in_flight(strategy: Strategy, pack_tokens: int, longest: int) -> int:
-    """The most tokens in flight on a stage of a replica: a full pipeline, or one sequence longer than all of it.
-
-    With chunks in a pipeline, all chunks of the longest sequence and one for each other stage; the last chunk of a sequence
-    may be filled with short ones.
-
-    Args:
-        pack_tokens: See `Bucket`.
-        longest: See `Bucket`.
-    """
-    if not strategy.ck or strategy.pp == 1:
-        return max(strategy.pp * pack_tokens, longest)
-    longest = longest or pack_tokens
-    return strategy.pp * strategy.ck + longest if longest > strategy.ck else strategy.pp * min(strategy.ck, pack_tokens)
 
 
 @dataclass(frozen=True, order=True)

@@ -38,6 +38,10 @@ def check_strategy(strategy: Any) -> None:
             why="ranks that exchange tokens keep step by packs, and their chunks, or the units of their layers, do not",
             fix=f"leave {option} out, or ep{strategy.ep}",
         )
+    if type(strategy.v) is not int or not 1 <= strategy.v <= MAX_DEGREE:
+        raise StrategyError(f"{strategy.v!r} stages on each rank", fix="write +v2, or leave it out")
+    if strategy.v > 1:
+        _check_rounds(strategy)
     if strategy.shard_order and sorted(strategy.shard_order) != list(range(strategy.tp)):
         raise StrategyError(f"{strategy.shard_order} is not an order of the {strategy.tp} shards of {strategy}")
     if strategy.sp and strategy.tp == 1:
@@ -65,4 +69,21 @@ def check_strategy(strategy: Any) -> None:
             if strategy.ck
             else "they say how chunks of packs are kept",
             fix="leave them out" if strategy.ck else "write +ck4096, too, or leave them out",
+        )
+
+
+def _check_rounds(strategy: Any) -> None:
+    """Several stages on each rank: of a pipeline, and of one whose replicas go their own way."""
+    if strategy.pp == 1:
+        raise StrategyError(
+            f"strategy {strategy} has {strategy.v} stages on each rank and no pipeline",
+            why="+v cuts the stages of a pipeline finer, and packs go round over its ranks",
+            fix=f"use pp2 or more, or leave +v{strategy.v} out",
+        )
+    if strategy.z or strategy.ep > 1:
+        option = f"+z{strategy.z}" if strategy.z else f"ep{strategy.ep}"
+        raise StrategyError(
+            f"strategy {strategy} has both several stages on each rank (+v{strategy.v}) and {option}",
+            why="the stages of all replicas keep step by packs there, in the order of one stage on each rank",
+            fix=f"leave {option} or +v{strategy.v} out",
         )

@@ -1,7 +1,7 @@
 """Random models, strategies and layouts for property tests: tiny, and as irregular as real families are together."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from unittest.mock import patch
 
 from hf_hotspa.layout import placement
@@ -22,8 +22,10 @@ class RandomModel:
     shape: ModelShape
 
     def strategies(self, world_size: int) -> list[Strategy]:
-        """Its legal strategies; there is one for every world (pure data parallelism)."""
-        return legal_strategies(world_size, self.shape)
+        """Its legal strategies, pipelines with one stage and with two on each rank; there is one for every world (pure data
+        parallelism)."""
+        found = legal_strategies(world_size, self.shape)
+        return found + [replace(s, v=2) for s in found if s.pp > 1 and 2 * s.pp <= self.shape.num_layers]
 
 
 def plain(rows: int) -> tuple[Part, ...]:

@@ -117,7 +117,9 @@ class Restorer:
                 self._check_base(state.get("base model"), str(path))
             bare = bare_optimizer(optimizer) if optimizer is not None else None
             restore(path, manifest, engine.master, bare, state["optimizer"])
-        restore_buffers(path, manifest, [self._model, *(p.replica.model for p in engine.phases.values())])
+        restore_buffers(
+            path, manifest, [self._model, *(part.model for p in engine.phases.values() for part in p.parts)]
+        )
 
     def _check_base(self, saved: Any, where: str) -> None:
         """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""
@@ -139,7 +141,9 @@ class Restorer:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)
             engine.master.frozen_version += 1
-            copy_buffers(dict(self._model.named_buffers()), [p.replica.model for p in engine.phases.values()])
+            copy_buffers(
+                dict(self._model.named_buffers()), [part.model for p in engine.phases.values() for part in p.parts]
+            )
         self._source.goes_stale(self._model)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:

@@ -6,7 +6,8 @@ activations of the micro-batches in flight on its stage; on the last stage the l
 switches. What the model does not count (a device's context, communicators, fragmentation, kernels' workspaces) is what
 `PLANNED_SHARE` leaves free. With 1F1B, stage i of p keeps `min(p - i, m)` of m micro-batches in flight (Narayanan et
 al., SC'21, section 2.2), with GPipe every stage keeps all of a group; neither keeps more tokens than
-`Bucket.most_tokens` (`packing.pipeline_order`).
+`Bucket.most_tokens` (`packing.pipeline_order`). A rank with v stages (`+v2`) holds a pack on some of them at a time, and
+more packs: up to p + (p - 1) / v full ones (`packing.interleaved_order`).
 
 Activations are linear in the tokens of a pack (attention keeps no score matrix), so the most tokens a pack may have
 follow in closed form, and never fall when the limit rises. Plain data, no torch.
@@ -137,7 +138,7 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> list[MemoryBreakdown]:
-        """Bytes on the fullest rank of each stage.
+        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
 
         Args:
             strategy: The strategy that runs.
@@ -156,7 +157,7 @@ class MemoryModel:
         if strategy.ck and strategy.pp > 1:
             chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
             num_packs = None if num_packs is None else num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
-        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain)
+        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
         if strategy.ck and strategy.pp == 1:
             in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
             held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
@@ -176,18 +177,19 @@ class MemoryModel:
         # of the other tokens, the hidden states and their gradients
         rest = 2 * hidden * (pack_tokens - at_a_time)
         logit_bytes = at_a_time * logits + rest if last else 0.0
-        layers = self._layers_bytes(strategy, sizes.num_layers, held_tokens, pack_tokens, logit_bytes)
+        num_layers = self._layers_that_hold(strategy, stage)
+        layers = self._layers_bytes(strategy, num_layers, held_tokens, pack_tokens, logit_bytes)
         width = dtype_bytes(options.compute_dtype)
-        kept_layers = sizes.num_layers if not strategy.rc else 1
+        kept_layers = num_layers if not strategy.rc else 1
         layers += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
         layers += carried_bytes(strategy, shape, sizes.num_layers, longest, width)
         # a layer that attends and the logits are never there at the same time
         layers += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
-        if in_flight and not last:
+        if in_flight and (not last or strategy.v > 1):
             # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
             copies = 1 if options.schedule in ("auto", "own") else 2
-            layers += copies * hidden / self._sharers(strategy) * held_tokens
-        elif in_flight > 1:
+            layers += copies * hidden / self._sharers(strategy) * held_tokens * strategy.v
+        if last and in_flight > 1:
             # a loss keeps probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
             kept = rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden
             logit_bytes += kept * held_tokens
@@ -206,6 +208,11 @@ class MemoryModel:
             held_tokens=held_tokens,
             pack_tokens=pack_tokens,
         )
+
+    def _layers_that_hold(self, strategy: Strategy, stage: int) -> int:
+        """Layers of a rank; of several stages as if all were as long as the longest, which may hold most of the packs."""
+        parts = self.sizes.layers_of_stages(strategy.pp, strategy.v)[stage :: strategy.pp]
+        return strategy.v * max(map(len, parts))
 
     def _most_moved(self, stage: StageSizes, arena_bytes: int) -> float:
         """What a rank sends and receives at most when it switches: of a small model less than the buffers may hold.
@@ -298,6 +305,8 @@ class MemoryModel:
         """The stages of which one is the fullest, whatever the packs: behind an earlier one that is as large in every
         way, and holds as many of them at least, no other needs to be looked at but the last, with the logits."""
         sizes, last = self.sizes.stages(strategy), strategy.pp - 1
+        if strategy.v > 1:
+            return list(range(strategy.pp))
         stages: list[int] = []
         for stage, own in enumerate(sizes):
             smaller = any(

@@ -4,6 +4,8 @@ Follows `hf_hotspa/parallel/pipeline.py`: each stage runs the operations of `pac
 stage waits for what it needs next. The usual closed form `sum(t) + (p - 1) * max(t)` ignores that packs differ and that
 the last stage also runs the head.
 
+Where ranks have several stages each (`+v2`), they run the one order of `packing.interleaved_order`.
+
 Two ways to the same answer. Where every rank has a processor of its own, as accelerators do, each operation begins when
 what it needs is there, and one walk through the operations is enough (`pipeline_seconds`). Ranks that share cores follow
 the fluid model of a fair scheduler (processor sharing): of `slots` processors, n computing ranks get `min(1, slots / n)`
@@ -14,8 +16,10 @@ full speed while two of them wait for others.
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from hf_hotspa.packing.pipeline_order import Operation, backward_order, most_ahead, operations
+from hf_hotspa.packing.interleaved_order import Turn
+from hf_hotspa.packing.pipeline_order import backward_order, most_ahead, operations
 
 
 @dataclass(frozen=True)
@@ -29,6 +33,8 @@ class Pipeline:
         reach: See `pipeline_order.reaches`: how far forward passes may be ahead.
         depth: Stages that the schedule counts with, see `Passes.depth`; as many as there are when None.
         chains: How many chunks each chain has, see `pipeline_order`; empty for whole packs.
+        rounds: Stages on each rank.
+        order: The order of all ranks where they have several stages each; else it follows from what is above.
     """
 
     forward: Sequence[Sequence[float]]
@@ -37,10 +43,24 @@ class Pipeline:
     reach: Sequence[int]
     depth: int | None = None
     chains: Sequence[int] = ()
+    rounds: int = 1
+    order: Sequence[Turn] = ()
 
-    def operations(self, stage: int) -> list[Operation]:
-        """What a stage runs, in order."""
-        return operations(self.reach, self.depth or len(self.forward), stage, self.chains)
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of the pipeline."""
+        return len(self.forward) // self.rounds
+
+    def turns(self, rank: int) -> list[Turn]:
+        """What a rank runs, in order."""
+        if self.rounds > 1:
+            return [turn for turn in self.order if turn.stage % self.num_ranks == rank]
+        depth = self.depth or len(self.forward)
+        return [Turn(rank, *operation) for operation in operations(self.reach, depth, rank, self.chains)]
+
+    def seconds(self, turn: Turn) -> float:
+        """Seconds of one pass."""
+        return (self.backward if turn.is_backward else self.forward)[turn.stage][turn.unit]
 
 
 def pipeline_seconds(pipeline: Pipeline) -> float:
@@ -54,6 +74,8 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
     num_stages, total = len(forward), len(forward[0])
     if num_stages == 1:
         return sum(forward[0]) + sum(backward[0])
+    if pipeline.rounds > 1:
+        return max((event.end for event in interleaved_events(pipeline)), default=0.0)
     depth = pipeline.depth or num_stages
     clock, begun = [0.0] * num_stages, [0] * num_stages
     ready = [0.0] * total  # when the stage that a pack comes to next has its hidden state
@@ -86,6 +108,32 @@ def pipeline_seconds(pipeline: Pipeline) -> float:
     return max(clock)
 
 
+class Event(NamedTuple):
+    """One pass on a rank."""
+
+    turn: Turn
+    rank: int
+    start: float
+    end: float
+
+
+def interleaved_events(pipeline: Pipeline) -> list[Event]:
+    """When each pass of a replica runs whose ranks have several stages each, every rank on a processor of its own."""
+    num_ranks, last = pipeline.num_ranks, len(pipeline.forward) - 1
+    clock, ready = [0.0] * num_ranks, dict[Turn, float]()
+    events = []
+    for turn in pipeline.order:
+        rank, start = turn.stage % num_ranks, clock[turn.stage % num_ranks]
+        if not turn.is_backward and turn.stage:
+            start = max(start, ready[Turn(turn.stage - 1, turn.unit, False)])
+        if turn.is_backward and turn.stage < last:
+            start = max(start, ready[Turn(turn.stage + 1, turn.unit, True)])
+        clock[rank] = end = start + pipeline.seconds(turn)
+        ready[turn] = end + pipeline.hops[turn.unit]
+        events.append(Event(turn, rank, start, end))
+    return events
+
+
 def shared_seconds(loads: Sequence[float], ranks_per_load: int, slots: float) -> float:
     """Seconds until the last of several independent loads is done, all started together.
 
@@ -112,74 +160,72 @@ def shared_pipelines(pipelines: Sequence[Pipeline], ranks_per_stage: int, slots:
         ranks_per_stage: Ranks that work on a stage together.
         slots: Ranks that compute at a time.
     """
-    stages = [
-        _Stage(replica, stage, pipeline)
+    ranks = [
+        _Rank(replica, rank, pipeline)
         for replica, pipeline in enumerate(pipelines)
-        for stage in range(len(pipeline.forward))
-        if pipeline.forward[stage]
+        for rank in range(pipeline.num_ranks)
+        if pipeline.forward[rank]
     ]
-    place = {(stage.replica, stage.index): at for at, stage in enumerate(stages)}
-    ends: list[tuple[float, int]] = []  # (integral at which the stage's operation ends, stage)
-    arrivals: list[tuple[float, int, int, int]] = []  # (time, stage, micro-batch, is gradient)
+    place = {(rank.replica, rank.index): at for at, rank in enumerate(ranks)}
+    ends: list[tuple[float, int]] = []  # (integral at which the rank's operation ends, rank)
+    arrivals: list[tuple[float, int, Turn]] = []  # (time, rank, what it was made for)
     now = work = 0.0
 
     def start(at: int) -> None:
-        seconds = stages[at].start()
+        seconds = ranks[at].start()
         if seconds is not None:
             heapq.heappush(ends, (work + seconds, at))
 
-    for at in range(len(stages)):
+    for at in range(len(ranks)):
         start(at)
     while ends or arrivals:
         speed = min(1.0, slots / (len(ends) * ranks_per_stage)) if ends else 1.0
         end = now + (ends[0][0] - work) / speed if ends else float("inf")
         if arrivals and arrivals[0][0] <= end:
-            time, at, micro_batch, is_gradient = heapq.heappop(arrivals)
+            time, at, turn = heapq.heappop(arrivals)
             work += (time - now) * speed
             now = time
-            (stages[at].gradients if is_gradient else stages[at].hidden).add(micro_batch)
-            if not stages[at].busy:
+            ranks[at].ready.add(turn)
+            if not ranks[at].busy:
                 start(at)
             continue
         work, at = heapq.heappop(ends)
         now = end
-        stage = stages[at]
-        micro_batch, is_gradient = stage.finish()
-        target = stage.index + (-1 if is_gradient else 1)
-        if 0 <= target < stage.num_stages:
-            heapq.heappush(
-                arrivals, (now + stage.hops[micro_batch], place[stage.replica, target], micro_batch, is_gradient)
-            )
+        rank = ranks[at]
+        turn = rank.finish()
+        target = turn.stage + (-1 if turn.is_backward else 1)
+        if 0 <= target < rank.num_stages:
+            to = place[rank.replica, target % rank.num_ranks]
+            heapq.heappush(arrivals, (now + rank.hops[turn.unit], to, turn._replace(stage=target)))
         start(at)
     return now
 
 
-class _Stage:
-    """One stage of one replica: which operation of its order comes next, and what it waits for."""
+class _Rank:
+    """One rank of one replica: which pass of its order comes next, and what it waits for."""
 
     def __init__(self, replica: int, index: int, pipeline: Pipeline) -> None:
-        self.replica, self.index, self.num_stages = replica, index, len(pipeline.forward)
-        self.forward, self.backward, self.hops = pipeline.forward[index], pipeline.backward[index], pipeline.hops
-        total = len(self.forward)
-        self.hidden: set[int] = set(range(total)) if index == 0 else set()
-        self.gradients: set[int] = set(range(total)) if index == self.num_stages - 1 else set()
-        self._operations = pipeline.operations(index)
+        self.replica, self.index, self.num_ranks = replica, index, pipeline.num_ranks
+        self.num_stages, self.hops = len(pipeline.forward), pipeline.hops
+        self.ready: set[Turn] = set()  # of the passes that need what another stage makes
+        self._seconds, self._turns = pipeline.seconds, pipeline.turns(index)
         self._ended = 0
         self.busy = False
 
     def start(self) -> float | None:
-        """Seconds of the operation that starts now; None when there is none, or it has to wait."""
-        if self._ended == len(self._operations):
+        """Seconds of the pass that starts now; None when there is none, or it has to wait."""
+        if self._ended == len(self._turns):
             return None
-        micro_batch, is_backward = self._operations[self._ended]
-        if micro_batch not in (self.gradients if is_backward else self.hidden):
+        turn = self._turns[self._ended]
+        is_end = turn.stage == (self.num_stages - 1 if turn.is_backward else 0)
+        if not is_end and turn not in self.ready:
             return None
         self.busy = True
-        return self.backward[micro_batch] if is_backward else self.forward[micro_batch]
+        return self._seconds(turn)
 
-    def finish(self) -> tuple[int, int]:
-        """Ends the running operation; `(micro-batch, whether its backward)`."""
-        micro_batch, is_backward = self._operations[self._ended]
+    def finish(self) -> Turn:
+        """Ends the running pass."""
+        turn = self._turns[self._ended]
         self.busy = False
         self._ended += 1
-        return micro_batch, int(is_backward)
+        return turn

@@ -160,34 +160,34 @@ class ModelSizes:
             return self.shape.num_layers * self.adapter.parameters
         return self.num_parameters
 
-    def layers_of_stages(self, pp: int) -> tuple[range, ...]:
-        """The layers of each stage: the same cut as layouts make.
+    def layers_of_stages(self, pp: int, v: int = 1) -> tuple[range, ...]:
+        """The layers of each stage: the same cut as layouts make. Stage s is on the rank s mod pp of a pipeline.
 
         Raises:
             StrategyError: more stages than layers.
         """
-        return self.stage_costs.stages(pp)
+        return self.stage_costs.stages(pp * v)
 
     def stages(self, strategy: Strategy) -> tuple[StageSizes, ...]:
-        """Sizes of each stage under a strategy.
+        """Sizes of the stages of each rank of a pipeline under a strategy.
 
         Raises:
             StrategyError: more stages than layers.
         """
-        key = strategy.z, strategy.tp, strategy.pp, strategy.ep
+        key = strategy.z, strategy.tp, strategy.pp, strategy.ep, strategy.v
         if key not in self._stages:
             self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
         return self._stages[key]
 
     @cached_property
-    def _stages(self) -> dict[tuple[int, int, int, int], tuple[StageSizes, ...]]:
+    def _stages(self) -> dict[tuple[int, ...], tuple[StageSizes, ...]]:
         return {}
 
     def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         assert self.vector is not None
         # all replicas hold the same, so one is enough, or as many as share experts: a layout of few ranks
         apart = math.lcm(strategy.tp, strategy.ep)
-        one = Strategy(apart // strategy.tp, strategy.tp, strategy.pp, ep=strategy.ep)
+        one = Strategy(apart // strategy.tp, strategy.tp, strategy.pp, ep=strategy.ep, v=strategy.v)
         sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
         segments, accumulated = self.vector.segments, self.gradients.accumulated
         rooms = Units(self.vector).rooms(strategy)
@@ -197,7 +197,7 @@ class ModelSizes:
         gradients = _held(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
         fullest = (weights + gradients).reshape(strategy.pp, apart).argmax(axis=1)
         stages = []
-        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+        for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
             rank = stage * apart + int(fullest[stage])
             stages.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
         return tuple(stages)
@@ -209,7 +209,7 @@ class ModelSizes:
         weight_bytes = dtype_bytes(self.compute_dtype)
         gradient_bytes = dtype_bytes(self.gradients.accumulated(self.compute_dtype))
         stages = []
-        for stage, layers in enumerate(self.layers_of_stages(strategy.pp)):
+        for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
             first, last = stage == 0, stage == strategy.pp - 1
             ends = int(first) + int(last) - int(first and last and self.tied)
             norm = shape.hidden_size if last else 0

@@ -24,6 +24,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
+from hf_hotspa.packing.interleaved_order import interleaved_order
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
 
@@ -174,16 +175,21 @@ class TimeModel:
         return replace(strategy, sp=False, kh=False) if strategy.sp or strategy.kh else strategy
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        """The cost of each stage of a replica.
+        """The cost of each stage of a replica: v for each of its pp ranks, in the order of the pipeline.
 
         Raises:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep
+        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep, strategy.v
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
+
+    def rank_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
+        """The cost of all stages of each rank of a pipeline, see `stage_costs`."""
+        costs = self.stage_costs(strategy)
+        return tuple(sum(costs[rank :: strategy.pp], Cost()) for rank in range(strategy.pp))
 
     @cached_property
     def _stage_costs(self) -> dict[tuple[int, ...], tuple[Cost, ...]]:
@@ -214,7 +220,7 @@ class TimeModel:
         mean = sum(self.layer_costs) / len(self.layer_costs)
         stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
-        for stage, layers in enumerate(stage_costs.stages(pp)):
+        for stage, layers in enumerate(stage_costs.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
                 sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers)
             )
@@ -222,7 +228,7 @@ class TimeModel:
                 cost *= 1 + self.forward_share / rc
             if stage == 0:
                 cost += _shared(self.embeddings.get(tp, Cost()), cp)
-            if stage == pp - 1:
+            if stage == strategy.num_stages - 1:
                 cost += _shared(self.heads.get(tp, Cost()), cp)
             costs.append(cost * factor)
         return tuple(costs)
@@ -236,8 +242,9 @@ class TimeModel:
         return factors[tp, min(depths, key=lambda depth: abs(depth - pp))] if depths else 1.0
 
     def hop(self, strategy: Strategy) -> Hop:
-        """What passing a hidden state to the next stage costs: neighbours are dp * cp * tp ranks apart."""
-        apart = strategy.dp * strategy.cp * strategy.tp
+        """What passing a hidden state to the next stage costs: neighbours are dp * cp * tp ranks apart, and where packs go
+        round, the last rank and the first one are pp - 1 times as far."""
+        apart = strategy.stage_size * (strategy.pp - 1 if strategy.v > 1 else 1)
         return self.hop_intra if apart < self.devices_per_node else self.hop_inter
 
     def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
@@ -331,7 +338,9 @@ class TimeModel:
             chains = [len(chain) for cut in cuts for chain in cut]
         else:
             lengths, squares = [sum(pack) for pack in packs], [sum([n * n for n in pack]) for pack in packs]
-        passes = choose_passes(self.schedule, lengths, strategy.pp, most_tokens, chains)
+        rounds = strategy.v
+        # the order of several stages on a rank pads nothing
+        passes = choose_passes("own" if rounds > 1 else self.schedule, lengths, strategy.pp, most_tokens, chains)
         tokens = passes.tokens
         # what pads a pack is a sequence of its own
         squares = [q + (padded - own) ** 2 for q, own, padded in zip(squares, lengths, tokens, strict=True)]
@@ -348,4 +357,6 @@ class TimeModel:
             passes.reach,
             passes.depth,
             passes.chains,
+            rounds,
+            interleaved_order(lengths, strategy.pp, rounds, most_tokens, chains) if rounds > 1 else (),
         )

@@ -26,8 +26,7 @@ _COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (
 
 def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
     """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights."""
-    known = vector.stage_costs
-    costs = known.of_stages(known.stages(strategy.pp))
+    costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
     coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
     sizes = [sum(layout.rank_sizes(rank)) for rank in range(strategy.world_size)]
     held: dict[tuple[int, int], int] = defaultdict(int)

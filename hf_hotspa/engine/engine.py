@@ -45,7 +45,7 @@ from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.packing.pipeline_order import check_chunks
+from hf_hotspa.packing.pipeline_order import check_runs
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.parallel.flexible_work import FlexibleWork
@@ -132,7 +132,7 @@ class HotSPaEngine:
             description = replace(description, vector=description.vector.with_measured(options.stage_costs))
             check_buckets(self.buckets, self.world_size, description.shape)
             for bucket in self.buckets:
-                check_chunks(options.pipeline_schedule, bucket.strategy)
+                check_runs(options.pipeline_schedule, bucket.strategy, options.flexible)
             given = options.context_parallel, options.pipeline_schedule, self.device.type, options.flexible
             check_context(self.buckets, description.shape, *given)
             shape, capacity = description.shape, options.expert_capacity

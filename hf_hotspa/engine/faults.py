@@ -104,8 +104,9 @@ def out_of_memory(
     act = runner.act
     if act != "return" and isinstance(hotspa_cause(failure), TransferError):
         act = runner.overlapped_act  # in the thread of switches, before or beside the computation
-    # a last stage knows how far it came: packs that it had not begun are not to blame
-    begun = len(runner.replica.losses) + 1 if runner.replica.is_last else len(phase.micro_batches)
+    # a rank with the last stage alone knows how far it came: packs that it had not begun are not to blame
+    knows = runner.replica.is_last and len(runner.parts) == 1
+    begun = len(runner.replica.losses) + 1 if knows else len(phase.micro_batches)
     packs = [] if runner.act == "load" else phase.micro_batches[:begun]
     largest = max(packs, key=lambda pack: pack.num_tokens, default=None)
     text = str(cause).strip().splitlines()[0][:300] if str(cause).strip() else "no further text"

@@ -30,6 +30,7 @@ from hf_hotspa.engine.worker import SegmentGate, SwitchJob
 from hf_hotspa.layout.placement import stage_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.options import EngineOptions, Overlap
+from hf_hotspa.model.parts import Parts
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import PhasePlan
@@ -56,6 +57,8 @@ class PhaseRunner:
         options: The engine's options. Its pipeline schedule is replaced by `own` where the first stage is frozen.
 
     Attributes:
+        parts: This rank's stages, one or those of `+v2`, in the order of the pipeline.
+        replica: The last of them, which has the loss where the pipeline ends here.
         act: What it does, or did last: `load`, `compute` or `return`.
         frozen_bytes: Bytes of frozen weights that its last load moved between ranks, summed over ranks.
     """
@@ -73,26 +76,30 @@ class PhaseRunner:
         self.mesh, self._switching, self._master = mesh, switching, master
         self._sizes = switching.pool.layout(mesh.strategy).rank_sizes(mesh.rank)
         self.weights: list[Tensor | None] = []
-        self.replica = Replica(description, mesh, master.compute_device, buffers, options)
+        device, parts = master.compute_device, range(mesh.strategy.v)
+        self.parts = Parts(Replica(description, mesh, device, buffers, options, part) for part in parts)
+        self.replica = self.parts[-1]
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"
         pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        self._runner = PipelineRunner(self.replica, mesh, schedule, pad, pair_cost)
+        self._runner = PipelineRunner(self.parts, mesh, schedule, pad, pair_cost)
         self._gradients: list[Tensor | None] = []
-        self._guard: WeightGuard | None = None
+        self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None
         if mesh.strategy.z:
             self._stream = UnitStream(self.replica, switching)
             self.replica.begin_pass, self.replica.end_pass = self._stream.begin_pass, self._stream.end_pass
         self._rooms = switching.rooms(mesh.strategy)
         if overlap.load and mesh.strategy.z != 3:
-            self._guard = WeightGuard(self.replica.model, self.replica.layers, self.replica.parameters)
-            self.replica.check_weights = self._guard.check
+            self._guards = [WeightGuard(part.model, part.layers, part.parameters) for part in self.parts]
+            for part, guard in zip(self.parts, self._guards, strict=True):
+                part.check_weights = guard.check
         returns_beside = overlap.return_gradients and not mesh.strategy.z
-        self._watch = GradientWatch(self.replica.parameters) if returns_beside else None
+        parameters = [held for part in self.parts for held in part.parameters]
+        self._watch = GradientWatch(parameters) if returns_beside else None
         self._load_job: SwitchJob | None = None
         self._return_job: SwitchJob | None = None
         self.act = "load"
@@ -127,7 +134,7 @@ class PhaseRunner:
         Returns:
             This rank's part of the loss, and what it measured.
         """
-        self.replica.begin_step(step)
+        self.parts.begin_step(step)
         clock = [time.perf_counter()]
 
         def lap() -> float:
@@ -139,7 +146,7 @@ class PhaseRunner:
         load = self._take_over(previous) if takes_over and previous is not None else self.load(previous)
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
-        sent_before = self._sent_in_context()
+        sent_before = self.parts.sent_bytes
         CLOCK.restart(self.replica.device)
         PRODUCTS.restart(self.replica.device)
         loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, not hands_over, plan))
@@ -167,18 +174,14 @@ class PhaseRunner:
             products_s,
             flexible.left_share if flexible is not None else 0.0,
             *self._of_experts(),
-            float(self._sent_in_context() - sent_before),
+            float(self.parts.sent_bytes - sent_before),
         )
 
     def _of_experts(self) -> tuple[float, float]:
         """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
-        experts, capacity = self.replica.experts, self.replica.capacity
-        dropped = capacity.num_dropped if capacity is not None and self.mesh.coord.tp == 0 else 0
+        experts = self.replica.experts
+        dropped = self.parts.num_dropped if self.mesh.coord.tp == 0 else 0
         return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
-
-    def _sent_in_context(self) -> int:
-        """Bytes sent to the other ranks of cp so far."""
-        return self.replica.context.context.sent_bytes if self.replica.context is not None else 0
 
     def _synchronize(self) -> None:
         device = self.replica.device
@@ -194,13 +197,13 @@ class PhaseRunner:
         self.act, self.frozen_bytes = "load", 0
         self.weights, self._gradients = previous.weights, previous._gradients
         self._holder, previous._gradients = previous._holder, []
-        self.replica.bind(self.weights, self._gradients)
+        self.parts.bind(self.weights, self._gradients)
         return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
 
     def _hand_over(self) -> SwitchJob:
         """Leaves weights and gradients to a phase of equal layout."""
         self.act = "return"
-        self.replica.release()
+        self.parts.release()
         return self._switching.nothing(f"gradients of {self.mesh.strategy}, to which others are added")
 
     def load(self, previous: "PhaseRunner | None" = None) -> SwitchJob:
@@ -214,16 +217,16 @@ class PhaseRunner:
         """
         plan, second = self._take(previous)
         self._take_gradients()
-        beside = self._guard is not None
+        beside = bool(self._guards)
         job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
-        if self._guard is not None:
-            self._guard.arm(job, self._there)
-        else:
+        for guard in self._guards:
+            guard.arm(job, self._there)
+        if not beside:
             self._is_loaded()
         for gradient in self._gradients:
             if gradient is not None:
                 gradient.zero_()
-        self.replica.bind(self.weights, self._gradients)
+        self.parts.bind(self.weights, self._gradients)
         return job
 
     def load_for_forward(self) -> None:
@@ -231,8 +234,8 @@ class PhaseRunner:
         plan, _ = self._take(None)
         self._load_job = self._switching.load(plan, self._master.weights, self.weights)
         self._is_loaded()
-        self.replica.bind(self.weights, None)
-        self.replica.model.eval()
+        self.parts.bind(self.weights, None)
+        self.parts.train(False)
 
     def _is_loaded(self) -> None:
         """Waits for the load, and for good."""
@@ -354,7 +357,7 @@ class PhaseRunner:
         if self.mesh.coord.tp:
             return torch.zeros_like(loss)
         # the last stage's loss has the balance loss of its routers in it
-        return loss if self.replica.is_last else self.replica.balance_loss.to(loss)
+        return loss + self.parts.balance_loss.to(loss)
 
     @property
     def host_bytes(self) -> int:
@@ -399,14 +402,14 @@ class PhaseRunner:
         if self._stream is not None:
             self._stream.drop()
         self._return_job = None
-        self.replica.release()
-        self.replica.model.train()
+        self.parts.release()
+        self.parts.train()
         self._gradients = []
 
     def _disarm(self) -> None:
         self._load_job = None
-        if self._guard is not None:
-            self._guard.disarm()
+        for guard in self._guards:
+            guard.disarm()
 
 
 def _trains_first_stage(vector: ParameterVector, strategy: Strategy) -> bool:

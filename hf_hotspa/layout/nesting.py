@@ -147,8 +147,8 @@ def _pair_scores(
     """
     heaviest = max(max(layer_costs, default=0), 1)
     weights = np.array([max(1, cost * _FINEST_WEIGHT // heaviest) for cost in layer_costs], np.int64)
-    stages = {pp: costs.stages(pp) for pp in sorted({s.pp for s in strategies})}
-    held = {pp: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for pp, cut in stages.items()}
+    ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}
+    held = {key: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for key, cut in ranks.items()}
     common = {(p, q): (held[p] * weights) @ held[q].T for p in held for q in held}
     tables = {}
     for a, b in product(degrees, degrees):
@@ -160,7 +160,7 @@ def _pair_scores(
             for o in strategies:
                 if (s.tp, o.tp) == (a, b):
                     rank = np.arange(s.world_size)
-                    kept = common[s.pp, o.pp][rank * s.pp // s.world_size, rank * o.pp // o.world_size]
+                    kept = common[(s.pp, s.v), (o.pp, o.v)][rank * s.pp // s.world_size, rank * o.pp // o.world_size]
                     np.add.at(meeting, (rank % a, rank % b), kept)
         overlap = _overlaps(a, b)
         tables[a, b] = np.array(

@@ -107,12 +107,12 @@ class Layout:
 
 
 def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int:
-    """The pipeline stage of a unit under a strategy."""
+    """The pipeline stage of a unit under a strategy, of pp * v; stage s is on the ranks with the pp coordinate s mod pp."""
     if unit == EMBEDDING:
         return 0
     if unit == HEAD:
-        return strategy.pp - 1
-    stages = vector.stage_costs.stages(strategy.pp)
+        return strategy.num_stages - 1
+    stages = vector.stage_costs.stages(strategy.num_stages)
     return next(stage for stage, layers in enumerate(stages) if unit in layers)
 
 
@@ -145,17 +145,20 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
     return Run(spec.offset + row // ep * shard, row // ep, row, rows)
 
 
-def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int) -> tuple[Slot, ...]:
+def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
     Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep.
+
+    Args:
+        stage: One of the rank's stages, for the parameters of that alone; None for all of them.
     """
     coord = strategy.coord(rank)
     shard = strategy.shard_index(coord.tp)
     slots: list[Slot] = []
     for segment in vector.segments:
-        for stage, specs in _holders(vector, strategy, segment):
-            if stage == coord.pp:
+        for holder, specs in _holders(vector, strategy, segment):
+            if holder == stage or (stage is None and holder % strategy.pp == coord.pp):
                 slots += _slots(specs, segment.index, strategy.tp, shard, strategy.ep, strategy.expert_shard(rank))
     return tuple(slots)
 
@@ -165,7 +168,7 @@ def _holders(
 ) -> list[tuple[int, tuple[ParameterSpec, ...]]]:
     """`(stage, parameters)`: which stages hold which parameters of a segment."""
     specs = vector.specs_of(segment)
-    stage, last = stage_of_unit(vector, strategy, segment.unit), strategy.pp - 1
+    stage, last = stage_of_unit(vector, strategy, segment.unit), strategy.num_stages - 1
     holders = [(stage, specs)]
     in_head = tuple(spec for spec in specs if spec.in_head)
     if in_head and stage != last:
@@ -176,11 +179,11 @@ def _holders(
 def _placed(
     name: str, vector: ParameterVector, strategy: Strategy, intervals: Callable[[Slot, int], list[Interval]]
 ) -> Layout:
-    """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts."""
+    """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts. Holders are pp coordinates here."""
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
     for segment in vector.segments:
-        holders = _holders(vector, strategy, segment)
+        holders = [(stage % strategy.pp, specs) for stage, specs in _holders(vector, strategy, segment)]
         key = (
             segment.stop - segment.start,
             tuple((stage, tuple(_kind(spec, segment.start) for spec in specs)) for stage, specs in holders),

@@ -42,6 +42,20 @@ class StageCosts:
         """
         return cut_stages(self.layers, self.head, num_stages, self.embedding, self.sends)
 
+    def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
+        """The layers of each rank of a pipeline, ascending: stage s of pp * v is on rank s mod pp.
+
+        Raises:
+            StrategyError: more stages than layers.
+        """
+        stages = self.stages(pp * v)
+        return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
+
+    def of_ranks(self, pp: int, v: int = 1) -> list[int]:
+        """What each rank of a pipeline costs, passing on left out."""
+        costs = self.of_stages(self.stages(pp * v))
+        return [sum(costs[rank::pp]) for rank in range(pp)]
+
     def of_stages(self, stages: Sequence[range]) -> list[int]:
         """What each stage of a cut costs, passing on left out."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]

@@ -55,6 +55,7 @@ class Replica:
         device: Where it computes.
         buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
         options: The engine's options: label smoothing, recomputation, noise and dropout are applied here.
+        part: Which of this rank's stages it is (`+v2`), from 0; each is a replica of its own.
 
     Attributes:
         losses: On the last stage, the scaled loss of each micro-batch since the last `bind`, in their order.
@@ -79,6 +80,7 @@ class Replica:
         device: torch.device,
         buffers: Mapping[str, Tensor],
         options: EngineOptions | None = None,
+        part: int = 0,
     ) -> None:
         options = options or EngineOptions()
         self.mesh, self.device = mesh, device
@@ -87,12 +89,13 @@ class Replica:
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         self._gradients = options.gradients
         strategy, coord = mesh.strategy, mesh.coord
-        self.is_first, self.is_last = coord.pp == 0, coord.pp == strategy.pp - 1
+        stage = part * strategy.pp + coord.pp
+        self.is_first, self.is_last = stage == 0, stage == strategy.num_stages - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
-        self.slots = rank_slots(description.vector, strategy, mesh.rank)
+        self.slots = rank_slots(description.vector, strategy, mesh.rank, stage)
         self.context = ContextParallel.of(mesh, description.shape, options.context_parallel, options.pair_costs, device)
-        mine = description.vector.stage_costs.stages(strategy.pp)[coord.pp]
-        kinds = [description.layer_kinds[index] for index in mine]
+        self._mine = description.vector.stage_costs.stages(strategy.num_stages)[stage]
+        kinds = [description.layer_kinds[index] for index in self._mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
         self._base = getattr(self.model, description.base)
@@ -164,10 +167,8 @@ class Replica:
         places = [
             (layers, i) for n in description.layers for layers in [base.get_submodule(n)] for i in range(len(layers))
         ]
-        strategy, vector = self.mesh.strategy, description.vector
-        mine = vector.stage_costs.stages(strategy.pp)[self.mesh.coord.pp]
         for unit, (layers, index) in enumerate(places):
-            if unit not in mine:
+            if unit not in self._mine:
                 layers[index] = PassThrough()
             elif (kind := description.layer_kinds[unit]).alone:
                 run_alone(layers[index], kind)

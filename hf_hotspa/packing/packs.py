@@ -28,7 +28,8 @@ from collections.abc import Sequence
 from functools import partial
 
 from hf_hotspa.errors import OverlongError
-from hf_hotspa.strategy import Strategy, most_in_flight
+from hf_hotspa.in_flight import most_in_flight
+from hf_hotspa.strategy import Strategy
 
 MIN_PIPELINE_PACK_TOKENS = 256
 """Tokens a pack should keep on average when packs are made smaller only to fill a pipeline: below that, a stage is

@@ -50,17 +50,33 @@ def runs_chunks(schedule: str) -> bool:
     return schedule in ("auto", "own")
 
 
-def check_chunks(schedule: str, strategy: Strategy) -> None:
-    """Refuses a schedule that runs whole packs, where a pipeline is to run chunks of them.
+def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
+    """Refuses a schedule that cannot run a pipeline: torch's run whole packs, through one stage on each rank.
+
+    Args:
+        schedule: One of `SCHEDULES`.
+        flexible: Whether ranks of tp may give work away.
 
     Raises:
-        StrategyError: torch's schedule under `+ck` in a pipeline.
+        StrategyError: torch's schedule under `+ck` or `+v` in a pipeline, or `+v` where ranks give work away.
     """
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
             f"strategy {strategy} has token chunks, and the pipeline schedule is {schedule}",
             why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",
             fix=f"use the schedule own, or leave +ck{strategy.ck} out",
+        )
+    if strategy.v > 1 and not runs_chunks(schedule):
+        raise StrategyError(
+            f"strategy {strategy} has several stages on each rank, and the pipeline schedule is {schedule}",
+            why="it runs one stage on each rank, and torch's interleaved one wants equal packs and a number of them that fits",
+            fix=f"use the schedule own, which is interleaved then, or leave +v{strategy.v} out",
+        )
+    if strategy.v > 1 and flexible:
+        raise StrategyError(
+            f"strategy {strategy} has several stages on each rank, beside ranks that give work away (hotspa_stragglers)",
+            why="what a rank gives away is chosen for one stage",
+            fix=f"use hotspa_stragglers=balance or watch, or leave +v{strategy.v} out",
         )
 
 
@@ -238,15 +254,24 @@ def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, 
     return tuple(padded), tuple(reach)
 
 
-def most_packs(schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1) -> int | None:
+def most_packs(
+    schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1, rounds: int = 1
+) -> int | None:
     """The most packs (or chunks) that a stage holds at a time, where tokens do not limit them; None for any number.
+
+    A rank with several stages holds a pack on some of them only: it counts by their share, rounded up in all.
 
     Args:
         schedule: One of `SCHEDULES`.
         stage: The stage, from 0.
         num_packs: Packs (or chunks) of a replica; None for any number.
         chain: Chunks of the longest chain.
+        rounds: Stages on each rank; then `stage` is the rank, of `num_stages`.
     """
+    if rounds > 1:  # see `interleaved_order`: no group is larger than 2 p - 1
+        passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
+        most = -(passes // -rounds)
+        return most if num_packs is None else min(most, num_packs)
     if schedule == "gpipe" and num_stages > 1:
         return num_packs
     most = num_stages - stage + chain - 1

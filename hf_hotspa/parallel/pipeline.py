@@ -13,6 +13,8 @@ Which schedule runs, in which order and with which padding, is said by `packing.
 * Packs that are cut into chunks of tokens (`+ck`, `parallel.token_chunks`) go through ours chunk by chunk (Li et al., 2021,
   "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so that one long sequence fills a pipeline, too.
 
+* Ranks with several stages each (`+v2`) run them in interleaved 1F1B, ours (`parallel.interleaved`), chunks of packs, too.
+
 Where there are no stages, packs run one after the other, whole or in chunks.
 
 Every rank of a pipeline sees the same micro-batches and therefore makes the same choice.
@@ -30,7 +32,9 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 
 from hf_hotspa.data.collator import MicroBatch
-from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, check_chunks, choose_passes
+from hf_hotspa.packing.interleaved_order import interleaved_order
+from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, check_runs, choose_passes
+from hf_hotspa.parallel.interleaved import InterleavedRun
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.token_chunks import Chunk, ChunkedPacks, Stage, loss_of_packs, run_chain
 from hf_hotspa.parallel.waiting import CLOCK
@@ -45,26 +49,27 @@ class PipelineRunner:
     """Runs a replica's micro-batches under one strategy.
 
     Args:
-        stage: This rank's stage.
+        stages: This rank's stage, or several of `+v2` in the order of the pipeline.
         mesh: The strategy and its pipeline group.
         schedule: One of `SCHEDULES`.
         pad_token_id: What padding is made of, where a schedule needs one shape.
         pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
 
     Raises:
-        StrategyError: one of torch's schedules in a pipeline of chunks.
+        StrategyError: one of torch's schedules in a pipeline of chunks, or of several stages on a rank.
     """
 
     def __init__(
         self,
-        stage: Stage,
+        stages: Sequence[Stage],
         mesh: StrategyMesh,
         schedule: str = "auto",
         pad_token_id: int = 0,
         pair_cost: float = 0.0,
     ) -> None:
         assert schedule in SCHEDULES, schedule
-        check_chunks(schedule, mesh.strategy)
+        check_runs(schedule, mesh.strategy)
+        self._stages, self._rounds, stage = stages, mesh.strategy.v, stages[-1]
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
         self._torch = _TorchSchedules(stage, mesh)
@@ -104,6 +109,9 @@ class PipelineRunner:
         chunks = [chunk for chain in chains for chunk in chain]
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
+        if self._rounds > 1:
+            order = interleaved_order(tokens, self._num_stages, self._rounds, most_tokens, sizes)
+            return self._interleaved(micro_batches, scale).run(order)
         passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
@@ -123,7 +131,12 @@ class PipelineRunner:
     @torch.no_grad()
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
-        chunks = [chunk for chain in self._packs.chains(micro_batches) for chunk in chain]
+        chains = self._packs.chains(micro_batches)
+        chunks = [chunk for chain in chains for chunk in chain]
+        if self._rounds > 1:
+            tokens, sizes = [chunk.micro_batch.num_tokens for chunk in chunks], list(map(len, chains))
+            order = interleaved_order(tokens, self._num_stages, self._rounds, None, sizes, is_trained=False)
+            return self._interleaved(micro_batches, scale).run(order)
         if self._group is not None:
             return _OneForwardOneBackward(self._stage, self._group, self._index).run_forward(chunks, scale)
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
@@ -132,6 +145,11 @@ class PipelineRunner:
             chunk.forget()
         loss_of_packs(chunks, self._stage.losses)
         return total
+
+    def _interleaved(self, micro_batches: Sequence[MicroBatch], scale: float) -> InterleavedRun:
+        assert self._group is not None
+        of_stages = [[c for chain in self._packs.chains(micro_batches) for c in chain] for _ in self._stages]
+        return InterleavedRun(self._stages, self._group, self._index, of_stages, scale)
 
     def _say_once(self, passes: Passes, most_tokens: int | None) -> None:
         if passes.replaced and self._speaks:

@@ -105,14 +105,17 @@ class LengthTable:
             packs = np.maximum(packs, np.minimum(dp * pp, affordable))
         packs = np.maximum(np.minimum(packs, self.count), 1)
         each, spread = np.ceil(packs / dp), np.minimum(packs, dp)
-        costs = Counter(time.stage_costs(strategy))
+        costs = Counter(time.rank_costs(strategy))
         loads = [(cost.a * squares + cost.b * tokens) / spread + cost.c * each for cost in costs]
         slowest = seconds = np.maximum.reduce(loads)
         total = sum(times * load for times, load in zip(costs.values(), loads, strict=True))
         if pp > 1:
             hop = time.hop(strategy)
-            passing = 2 * (pp - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
-            seconds = slowest + (total - slowest) / each + passing + self._alone_seconds(costs, capacity, pp) / dp
+            passing = 2 * (strategy.num_stages - 1) * (hop.latency_s + hop.token_s * tokens / packs / strategy.cp)
+            sooner = np.minimum(each, strategy.v)  # filled and drained, with several stages on a rank
+            seconds = (
+                slowest + (total - slowest) / each / sooner + passing + self._alone_seconds(costs, capacity, pp) / dp
+            )
         through = sum([cost * times for cost, times in costs.items()], Cost())
         seconds = np.maximum(seconds, through.a * self._longest_squares + through.b * self.longest + through.c)
         if strategy.z and time.streams is not None:
@@ -219,7 +222,7 @@ class Evaluator:
         """Seconds below which `phase` cannot be: the work of the busiest stage spread evenly over the replicas, or all
         work spread over the cores that ranks share."""
         total = 0.0
-        costs = Counter(self._time.stage_costs(strategy))
+        costs = Counter(self._time.rank_costs(strategy))
         slots = self._time.slots
         for (batch, weight), sums, square_sums in zip(self._batches, self._tokens, self._squares, strict=True):
             first, end = bisect_right(batch, low), bisect_right(batch, high)

@@ -73,6 +73,7 @@ def test_the_loss_of_routers_is_equal_under_every_strategy():
         "dp4+ck5+kg2:24@32",  # a sequence in chunks has one balance loss
         "tp2pp2+ck7:9@16,dp2tp2+rc+ck3+kh:24@32",
         "cp2pp2+ck8:24@32",
+        "tp2pp2+v2:4@8,dp2pp2+v2+ck7:24@32",  # every stage of a rank has routers
         "dp4ep4:24@32",
         "dp2pp2ep2:4@8,tp4ep4:24@30",
     ]

@@ -15,6 +15,7 @@ from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.interleaved_order import interleaved_order
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes
 from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.planning import Setup
@@ -167,6 +168,44 @@ def test_the_tokens_that_are_counted_are_those_that_pipelines_of_chunks_hold() -
             assert most <= enough[stage].held_tokens <= bucket.most_tokens
             reached += most > 0.6 * enough[stage].held_tokens
     assert reached > 50  # and not much less
+
+
+@pytest.mark.parametrize("most_of_chunk", [0, 300])
+def test_the_tokens_that_are_counted_are_those_that_ranks_with_several_stages_hold(most_of_chunk: int) -> None:
+    rng, reached = random.Random(9), 0
+    model = MemoryModel(SIZES_7B, 8)
+    for _ in range(100):
+        pp, v = rng.choice([(2, 2), (4, 2), (2, 3), (8, 2)])
+        packs = [rng.randint(100, 500) for _ in range(rng.randint(1, 12))] + [2000] * (rng.random() < 0.3)
+        strategy = Strategy(8 // pp, 1, pp, ck=most_of_chunk, v=v)
+        bucket = Bucket(strategy, max(packs), 500)
+        cuts = [[len(chunks) for chunks in cut_for(strategy, [pack], 0.0)] if most_of_chunk else [1] for pack in packs]
+        chains = [num for cut in cuts for num in cut]
+        tokens = [n for pack in packs for n in _chunks(strategy, pack)]
+        order = interleaved_order(tokens, pp, v, bucket.most_tokens, chains)
+        enough = model.stages(strategy, bucket.pack_tokens, longest=bucket.longest)
+        exactly = model.stages(strategy, bucket.pack_tokens, longest=bucket.longest, num_packs=len(packs))
+        for rank in range(pp):
+            held = most = 0
+            for turn in order:
+                if turn.stage % pp == rank:
+                    held += tokens[turn.unit] * (-1 if turn.is_backward else 1)
+                    most = max(most, held)
+            assert most <= v * exactly[rank].held_tokens <= v * enough[rank].held_tokens <= v * bucket.most_tokens
+            reached += most > 0.6 * v * enough[rank].held_tokens
+    assert reached > 50  # and not much less
+
+
+def _chunks(strategy: Strategy, pack: int) -> list[int]:
+    return [b - a for chain in cut_for(strategy, [pack], 0.0) for a, b in chain] if strategy.ck else [pack]
+
+
+def test_several_stages_on_a_rank_hold_the_same_weights_and_more_activations() -> None:
+    model = MemoryModel(SIZES_7B, 8)
+    for pp in (2, 4):
+        once, twice = (model.breakdown(Strategy(8 // pp, 1, pp, v=v), 4096) for v in (1, 2))
+        assert twice.weights == pytest.approx(once.weights, rel=0.1)
+        assert 1 < twice.activations / once.activations <= 1 + (pp - 1) / (2 * pp) + 0.15
 
 
 def test_gpipe_holds_as_much_on_every_stage() -> None:

@@ -271,9 +271,12 @@ def test_slots_agree_with_the_layout_and_with_the_shapes(seed: int) -> None:
                     size *= dim
                 assert size == slot.numel
                 assert (
-                    stage_of_unit(model.vector, strategy, slot.spec.unit) == strategy.coord(rank).pp
+                    stage_of_unit(model.vector, strategy, slot.spec.unit) % strategy.pp == strategy.coord(rank).pp
                     or slot.spec.in_head
                 )
+            stages = range(strategy.coord(rank).pp, strategy.num_stages, strategy.pp)
+            parts = [slot for stage in stages for slot in rank_slots(model.vector, strategy, rank, stage)]
+            assert sorted(parts, key=lambda slot: slot.spec.offset) == list(slots)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

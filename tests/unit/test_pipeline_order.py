@@ -10,7 +10,7 @@ from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,
     Passes,
     backward_order,
-    check_chunks,
+    check_runs,
     choose_passes,
     delays,
     most_packs,
@@ -272,6 +272,6 @@ def test_schedules_of_whole_packs_are_refused_for_chunks(schedule: str) -> None:
     with pytest.raises(
         StrategyError, match=rf"pipeline schedule is {schedule}.*use the schedule own, or leave .ck8 out"
     ):
-        check_chunks(schedule, Strategy(pp=2, ck=8))
-    check_chunks(schedule, Strategy(ck=8))
-    check_chunks("own", Strategy(pp=2, ck=8))
+        check_runs(schedule, Strategy(pp=2, ck=8))
+    check_runs(schedule, Strategy(ck=8))
+    check_runs("own", Strategy(pp=2, ck=8))

@@ -95,6 +95,13 @@ BAD_STRATEGIES = [
     ("dp2pp2+ck8+kh", "has +kg or +kh in a pipeline"),
     ("dp2+ck8+kg0", "the option 'kg0', which there is not"),
     ("dp2+ck8+ck8", "'ck8' twice"),
+    ("pp2+v", "the option 'v', which there is not"),
+    ("pp2+v0", "the option 'v0', which there is not"),
+    ("pp2+v1", "asks for one stage on each rank"),
+    ("pp2+v2+v3", "'v3' twice"),
+    ("tp2+v2", "has 2 stages on each rank and no pipeline"),
+    ("dp2pp2+v2+z3", "has both several stages on each rank (+v2) and +z3"),
+    ("dp2pp2ep2+v2", "has both several stages on each rank (+v2) and ep2"),
 ]
 
 
@@ -213,6 +220,8 @@ def test_strategies_of_a_world(world_size: int, count: int) -> None:
         ("tp16", {}, "tp16 is more than the 8 attention heads"),
         ("pp4", {}, None),
         ("pp5", {}, "pp5 is more than the 4 layers"),
+        ("pp2+v2", {}, None),
+        ("pp2+v3", {}, "pp2+v3 has 6 stages, more than the 4 layers"),
         ("tp2", {"has_tp_plan": False}, "'llama' has no tensor-parallel plan"),
         ("dp2", {"has_tp_plan": False}, None),
         ("pp2", {"has_pp_plan": False}, "'llama' has no pipeline plan"),

@@ -1,0 +1,136 @@
+"""Pipelines with several stages on each rank (`+v2`): exact against the plain model, whatever packs there are."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.parallel.stage_input import PassThrough
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, reference_step
+from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+
+pytestmark = pytest.mark.gloo
+
+TIED, GQA, CAPS = "qwen3_qk_norm_tied", "llama_gqa_bias", "gemma2_soft_caps"
+
+Case = tuple[str, int, dict[str, Any]]
+"""Strategies, rows of a mini-batch, engine options."""
+
+ON_TWO: dict[tuple[str, int], list[Case]] = {
+    (TIED, 5): [
+        ("pp2+v2:60", 9, {}),
+        ("pp2+v2:60", 1, {}),  # one pack, which fills no round
+        ("pp2+v2+ck7:60", 9, {}),  # chunks of packs
+        ("pp2+v2:12@24,pp2:60@30", 9, {"second_source": True}),
+        ("tp2:12@24,pp2+v2:60", 9, {"overlap_load": True, "overlap_return": True}),
+    ],
+    (GQA, 7): [
+        ("pp2+v2:60@20", 9, {}),  # uneven stages, and sequences longer than packs
+        ("pp2+v3+rc2:60", 9, {}),
+    ],
+}
+ON_FOUR: dict[tuple[str, int], list[Case]] = {
+    (TIED, 9): [
+        ("pp4+v2:60", 9, {}),
+        ("dp4:12@24,tp2pp2+v2+sp:60", 9, {}),
+        ("dp2pp2+v2:60", 3, {}),  # replicas with different numbers of packs
+    ],
+    (CAPS, 5): [("cp2pp2+v2:60@30", 9, {})],
+}
+WITH_EVALUATION = "dp2:12@24,pp2+v2:60@30"
+"""Switched inside of one mini-batch."""
+
+
+def errors(rank: int, world_size: int, cases: dict[tuple[str, int], list[Case]]) -> dict[str, float]:
+    """The worst relative error of loss and gradients, by case."""
+    found = {}
+    for (family, layers), settings in cases.items():
+        model = tiny_model(family, torch.float64, num_hidden_layers=layers)
+        for num_rows in sorted({num_rows for _, num_rows, _ in settings}):
+            rows = random_rows(num_rows, model.config.vocab_size, longest=60, seed=2)
+            loss, gradients = reference_step(model, rows)
+            for buckets, own_rows, options in settings:
+                if own_rows == num_rows:
+                    engine = make_engine(model, buckets, **options)
+                    error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
+                    found[f"{family} {buckets} {num_rows}"] = error
+                    engine.close()
+    if world_size == 2:
+        model = tiny_model(GQA, torch.float64)
+        found["evaluated"] = worst_error_with_logits(model, WITH_EVALUATION, 6)
+    return found
+
+
+@pytest.mark.parametrize(("world", "cases"), [(2, ON_TWO), (4, ON_FOUR)], ids=["2", "4"])
+def test_it_is_exact(world: int, cases: dict[tuple[str, int], list[Case]]) -> None:
+    for found in run_ranks(world, errors, cases, timeout=280):
+        assert len(found) == sum(map(len, cases.values())) + (world == 2)
+        assert {name: error for name, error in found.items() if not error <= 1e-11} == {}
+
+
+def _trained(model: PreTrainedModel, buckets: str) -> tuple[float, Any]:
+    rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
+    loss, gradients = reference_step(model, rows)
+    engine = make_engine(model, buckets)
+    error, _ = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
+    return error, engine
+
+
+def on_one_rank(rank: int, world_size: int) -> dict[str, Any]:
+    """What a rank holds, and whether the same mini-batch gives the same bits again."""
+    found: dict[str, Any] = {}
+    model = tiny_model(TIED, torch.float64, num_hidden_layers=5)
+    error, engine = _trained(model, "pp2+v2:40")
+    (runner,) = engine.phases.values()
+    found["layers"] = [
+        [i for i, layer in enumerate(part.layers) if not isinstance(layer, PassThrough)] for part in runner.parts
+    ]
+    rows = random_rows(9, model.config.vocab_size, longest=40, seed=3)
+    gradients = [g.clone() for g in engine.master.gradients if g is not None]
+    with exact_in_double(torch.float64):
+        engine.forward_backward(make_mini_batch(engine, rows))
+    again = [g for g in engine.master.gradients if g is not None]
+    found["same bits"] = all(map(torch.equal, gradients, again))
+    found["error"] = error
+    engine.close()
+    return found
+
+
+def test_a_rank_holds_every_second_stage_and_runs_repeat() -> None:
+    first, second = run_ranks(2, on_one_rank)
+    for found in (first, second):
+        assert found["error"] <= 1e-11
+        assert found["same bits"]
+    # the embedding is free and the head is not: the last stage has least
+    layers = [first["layers"][0], second["layers"][0], first["layers"][1], second["layers"][1]]
+    assert [layer for stage in layers for layer in stage] == list(range(5))
+    assert all(layers)
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    model, said = tiny_model(TIED), []
+    for buckets, options in (
+        ("pp2+v2:40", {"pipeline_schedule": "1f1b"}),
+        ("pp2+v2:40", {"pipeline_schedule": "gpipe"}),
+        ("pp2+v3:40", {}),
+        ("pp2+v2:40", {"flexible": True}),
+    ):
+        with pytest.raises(HotspaError) as caught:
+            make_engine(model, buckets, **options)
+        said.append(str(caught.value))
+    return said
+
+
+def test_what_does_not_go_with_it_is_refused_on_every_rank() -> None:
+    for said in run_ranks(2, refusals):
+        for message, *parts in zip(
+            said,
+            ("1f1b", "gpipe", "pp2+v3 has 6 stages, more than the 4 layers", "hotspa_stragglers"),
+            ("use the schedule own", "use the schedule own", "legal with 2 processes", "leave +v2 out"),
+            strict=True,
+        ):
+            assert all(part in message for part in parts), message

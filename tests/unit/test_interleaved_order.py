@@ -1,0 +1,156 @@
+"""Several stages on each rank (`+v2`): what the ranks run, in one order, without waiting for themselves, within the limit."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from hf_hotspa.costs.pipelines import Pipeline, interleaved_events, pipeline_seconds, shared_pipelines
+from hf_hotspa.errors import StrategyError
+from hf_hotspa.packing.interleaved_order import Turn, interleaved_order
+from hf_hotspa.packing.pipeline_order import backward_order, check_runs, most_packs, reaches
+from hf_hotspa.strategy import Bucket, Strategy
+from tests.unit.test_pipeline_order import finishes
+
+
+def drawn(seed: int) -> tuple[list[int], list[int], int, int, int]:
+    """Tokens of units, how many each chain has, ranks, stages on each, and a limit, often of little more than one chain."""
+    rng = random.Random(seed)
+    num_ranks, rounds = rng.randint(2, 5), rng.choice([2, 2, 3, 4])
+    with_chunks = rng.random() < 0.4
+    chains = [rng.choice([1, 1, 2, 5]) if with_chunks else 1 for _ in range(rng.randint(0, 11))]
+    tokens = [round(rng.lognormvariate(4, rng.choice([0.0, 1.2]))) + 1 for _ in range(sum(chains))]
+    ends = [sum(chains[: i + 1]) for i in range(len(chains))]
+    largest = max((sum(tokens[end - n : end]) for n, end in zip(chains, ends, strict=True)), default=1)
+    return tokens, chains, num_ranks, rounds, rng.choice([largest, largest + 90, num_ranks * largest, 10**6])
+
+
+def sequences(order: tuple[Turn, ...], num_ranks: int, rank: int) -> list[Turn]:
+    return [turn for turn in order if turn.stage % num_ranks == rank]
+
+
+def test_every_pass_once_behind_what_it_needs() -> None:
+    for seed in range(250):
+        tokens, chains, num_ranks, rounds, limit = drawn(seed)
+        last, done = num_ranks * rounds - 1, set[Turn]()
+        for turn in interleaved_order(tokens, num_ranks, rounds, limit, chains):
+            if turn.is_backward:
+                assert Turn(turn.stage, turn.unit, False) in done
+                assert turn.stage == last or Turn(turn.stage + 1, turn.unit, True) in done
+            else:
+                assert turn.stage == 0 or Turn(turn.stage - 1, turn.unit, False) in done
+            done.add(turn)
+        assert len(done) == 2 * len(tokens) * (last + 1)
+
+
+def test_a_stage_takes_packs_in_order_and_chunks_of_a_chain_back_against_it() -> None:
+    for seed in range(250):
+        tokens, chains, num_ranks, rounds, limit = drawn(seed)
+        order = interleaved_order(tokens, num_ranks, rounds, limit, chains)
+        for stage in range(num_ranks * rounds):
+            own = [turn for turn in order if turn.stage == stage]
+            assert [t.unit for t in own if not t.is_backward] == list(range(len(tokens)))
+            assert [t.unit for t in own if t.is_backward] == backward_order(chains)
+
+
+def test_no_rank_holds_more_than_the_limit_or_than_the_memory_model_says() -> None:
+    fewer = 0
+    for seed in range(250):
+        tokens, chains, num_ranks, rounds, limit = drawn(seed)
+        order = interleaved_order(tokens, num_ranks, rounds, limit, chains)
+        for rank in range(num_ranks):
+            most = most_packs("auto", num_ranks, rank, None, max(chains, default=1), rounds)
+            assert most is not None
+            held: dict[tuple[int, int], int] = {}
+            for turn in sequences(order, num_ranks, rank):
+                if turn.is_backward:
+                    del held[turn.stage, turn.unit]
+                else:
+                    held[turn.stage, turn.unit] = tokens[turn.unit]
+                assert sum(held.values()) <= rounds * limit
+                if max(chains, default=1) == 1:
+                    assert len(held) <= rounds * most
+            assert not held
+        fewer += order != interleaved_order(tokens, num_ranks, rounds, None, chains)
+    assert fewer > 50  # the limit mattered
+
+
+def test_no_rank_waits_for_itself_where_messages_block() -> None:
+    """As `parallel.interleaved` posts them: one by one, in the order of the passes that make them."""
+    for seed in range(250):
+        tokens, chains, num_ranks, rounds, limit = drawn(seed)
+        is_trained = seed % 5 > 0
+        posts: list[list[set[tuple[int, int, int, bool]]]] = [[] for _ in range(num_ranks)]
+        for turn in interleaved_order(tokens, num_ranks, rounds, limit, chains, is_trained):
+            target = turn.stage + (-1 if turn.is_backward else 1)
+            if 0 <= target < num_ranks * rounds:
+                ends = turn.stage % num_ranks, target % num_ranks
+                for rank in ends:
+                    posts[rank].append({(*ends, turn.stage * len(tokens) + turn.unit, turn.is_backward)})
+        assert finishes(posts), seed
+
+
+def pipeline(packs: list[float], num_ranks: int, rounds: int, limit: int | None = None) -> Pipeline:
+    """Stages that take as long as one another; all of a rank's together a pack's number forward, twice that backward."""
+    stages = num_ranks * rounds
+    return Pipeline(
+        [[pack / rounds for pack in packs]] * stages,
+        [[2 * pack / rounds for pack in packs]] * stages,
+        [0.0] * len(packs),
+        reaches([1] * len(packs)),
+        rounds=rounds,
+        order=interleaved_order([round(pack) for pack in packs], num_ranks, rounds, limit),
+    )
+
+
+@pytest.mark.parametrize(("num_ranks", "rounds"), [(2, 2), (2, 3), (4, 2), (3, 4)])
+def test_what_is_idle_is_what_the_paper_says(num_ranks: int, rounds: int) -> None:
+    """Idle over busy seconds of equal packs, a multiple of the ranks: (p - 1) / (v m), from the events on each rank."""
+    for num_packs in (num_ranks, 2 * num_ranks, 5 * num_ranks):
+        limit = Bucket(Strategy(pp=num_ranks, v=rounds), 12, 12).most_tokens
+        events = interleaved_events(pipeline([12.0] * num_packs, num_ranks, rounds, limit))
+        end = max(event.end for event in events)
+        for rank in range(num_ranks):
+            own = [event for event in events if event.rank == rank]
+            assert all(before.end <= after.start for before, after in pairwise(own))
+            busy = sum(event.end - event.start for event in own)
+            assert (end - busy) / busy == pytest.approx((num_ranks - 1) / (rounds * num_packs), rel=1e-9)
+
+
+def test_it_ends_sooner_than_one_stage_on_each_rank() -> None:
+    ratios = []
+    for seed in range(150):
+        rng = random.Random(seed)
+        num_ranks, spread = rng.choice([2, 3, 4]), rng.choice([0.0, 0.3, 1.0])
+        packs = [float(round(rng.lognormvariate(4, spread)) + 1) for _ in range(rng.randint(1, 12))]
+        one = Pipeline(
+            [packs] * num_ranks, [[2 * p for p in packs]] * num_ranks, [0.0] * len(packs), reaches([1] * len(packs))
+        )
+        ratios.append(pipeline_seconds(pipeline(packs, num_ranks, 2)) / pipeline_seconds(one))
+    assert max(ratios) <= 1.02
+    assert sum(ratios) / len(ratios) < 0.9
+
+
+def test_shared_processors_that_are_enough_change_nothing() -> None:
+    for seed in range(40):
+        rng = random.Random(seed)
+        packs = [float(rng.randint(1, 50)) for _ in range(rng.randint(1, 9))]
+        found = pipeline(packs, rng.choice([2, 4]), rng.choice([2, 3]))
+        assert shared_pipelines([found], 1, 4) == pytest.approx(pipeline_seconds(found))
+        assert shared_pipelines([found], 1, 1) == pytest.approx(sum(packs) * 3 * found.num_ranks)
+
+
+def test_what_a_full_pipeline_holds() -> None:
+    assert Bucket(Strategy(pp=2, v=2), 100, 1000).most_tokens == 2500  # p + (p - 1) / v packs
+    assert Bucket(Strategy(pp=4, v=3), 100, 1000).most_tokens == 5000
+    assert Bucket(Strategy(pp=2, v=2), 9000, 1000).most_tokens == 9000
+    assert Bucket(Strategy(pp=2, v=2, ck=100), 1000, 1000).most_tokens == 1250
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_schedules_of_one_stage_on_a_rank_are_refused(schedule: str) -> None:
+    with pytest.raises(StrategyError, match=rf"pipeline schedule is {schedule}.*use the schedule own.*leave .v2 out"):
+        check_runs(schedule, Strategy(pp=2, v=2))
+    with pytest.raises(StrategyError, match="hotspa_stragglers=balance"):
+        check_runs("own", Strategy(pp=2, v=2), flexible=True)
+    check_runs("own", Strategy(pp=2, v=2))
