@@ -6,6 +6,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.models.gemma2 import Gemma2Config, Gemma2ForCausalLM
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
+from transformers.models.mixtral import MixtralConfig, MixtralForCausalLM
 from transformers.models.olmo import OlmoConfig, OlmoForCausalLM
 from transformers.models.olmo2 import Olmo2Config, Olmo2ForCausalLM
 from transformers.models.phi3 import Phi3Config, Phi3ForCausalLM
@@ -63,12 +64,23 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[s
     "olmo2": (Olmo2Config, Olmo2ForCausalLM, {"num_key_value_heads": 4}),
 }
 
+MIXTURE = "mixtral"
+"""A model with experts."""
+_MIXTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[str, Any]]] = {
+    MIXTURE: (
+        MixtralConfig,
+        MixtralForCausalLM,
+        {"num_key_value_heads": 4, "intermediate_size": 18, "num_local_experts": 8, "sliding_window": None},
+    ),
+}
+
 FAMILIES = tuple(_FAMILIES)
+"""The dense ones."""
 
 
 def tiny_config(family: str, **changes: Any) -> PreTrainedConfig:
     """The config of a tiny model."""
-    config_class, _, own = _FAMILIES[family]
+    config_class, _, own = (_FAMILIES | _MIXTURES)[family]
     return config_class(**{**_COMMON, **own, **changes})
 
 
@@ -78,7 +90,9 @@ def tiny_model(family: str, dtype: torch.dtype = torch.float32, seed: int = 0, *
     config = tiny_config(family, **changes)
     # stock Gemma 2 caps attention scores only in its eager path
     attention = "eager" if family.startswith("gemma2") else "sdpa"
-    model = _FAMILIES[family][1]._from_config(config, attn_implementation=attention, dtype=torch.float64)
+    if family in _MIXTURES and dtype == torch.float64:  # which the grouped products of experts do not know
+        config._experts_implementation = "eager"
+    model = (_FAMILIES | _MIXTURES)[family][1]._from_config(config, attn_implementation=attention, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed + 1)
     with torch.no_grad():
         for parameter in model.parameters():

@@ -23,9 +23,10 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.search.context import context_strategies
+from hf_hotspa.search.experts import expert_strategies
 from hf_hotspa.strategy import Strategy, legal_strategies, strategies_with_options
 from tests.checkpoints import memory_folder
-from tests.families import tiny_model
+from tests.families import MIXTURE, tiny_model
 from tests.gloo import test_faults, test_switch_gloo
 from tests.gloo.test_exact import SWITCHES, errors_of
 from tests.gloo.test_exact import check as check_errors
@@ -77,8 +78,12 @@ Figures = dict[str, float | int | str]
 
 
 def strategies(ranks: int, family: str) -> list[Strategy]:
-    """Every strategy that exists for a model: all degrees, cp too, with all options, and chunks beside no other option."""
+    """Every strategy that exists for a model: all degrees, cp too, with all options, and chunks beside no other option; of
+    a mixture of experts those that divide the experts (ep)."""
     shape = describe_model(tiny_model(family)).shape
+    if family == MIXTURE:
+        found = strategies_with_options(ranks, shape)
+        return expert_strategies(found + context_strategies(found, shape), shape)
     chunked = [replace(strategy, ck=24) for strategy in legal_strategies(ranks, shape)]
     found = strategies_with_options(ranks, shape) + [s for s in chunked if s.unsupported_reason(shape) is None]
     return found + context_strategies(found, shape)
@@ -87,8 +92,8 @@ def strategies(ranks: int, family: str) -> list[Strategy]:
 def exact(stage: Stage) -> Figures:
     """Loss and gradients of every strategy, in fp64 and fp32, with every way to plan and to run switches in turn."""
     count = 0
-    families = ("qwen3_qk_norm_tied",) if stage.short else ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused")
-    for family in families:
+    families = ("llama_uneven", "qwen3_qk_norm_tied", "phi3_fused", MIXTURE)
+    for family in ("qwen3_qk_norm_tied", MIXTURE) if stage.short else families:
         found = [f"{strategy}:40@64" for strategy in strategies(stage.ranks, family)]
         buckets = found[1::_SHORT] if stage.short else found
         for dtype in (torch.float64,) if stage.short else (torch.float64, torch.float32):
@@ -193,11 +198,17 @@ def bits(tensors: Any) -> list[Tensor | None]:
     return [None if t is None else t.detach().contiguous().view(torch.uint8).clone() for t in tensors]
 
 
-def all_pairs(rank: int, world_size: int, options: dict[str, Any]) -> int:
-    """Each strategy after each other one, with the other's weights as a second source: the bits of a load by itself."""
-    model = tiny_model("qwen3_qk_norm_tied")
+def all_pairs(rank: int, world_size: int, family: str, options: dict[str, Any]) -> int:
+    """Each strategy after each other one, with the other's weights as a second source: the bits of a load by itself.
+
+    Of a mixture of experts every second one, and all that divide the experts (ep).
+    """
+    model = tiny_model(family)
     shape = describe_model(model).shape
-    buckets = ",".join(f"{s}:{8 * (i + 1)}@64" for i, s in enumerate(legal_strategies(world_size, shape)))
+    found = legal_strategies(world_size, shape)
+    if family == MIXTURE:
+        found = found[::2] + expert_strategies(found, shape)
+    buckets = ",".join(f"{s}:{8 * (i + 1)}@128" for i, s in enumerate(found))
     engine = make_engine(model, buckets, second_source=True, compute_dtype=torch.bfloat16, **options)
     runners = list(engine.phases.values())
     expected = []
@@ -228,7 +239,9 @@ def switches(stage: Stage) -> Figures:
     seeds = range(1000 * stage.ranks, 1000 * stage.ranks + (12 if stage.short else 90))
     stage.run(random_switches, seeds)
     plans = [{"planner": planner, "devices_per_node": 2} for planner in ("relay", "algorithm1")]
-    pairs = sum(stage.run(all_pairs, options)[0] for options in plans[: 1 if stage.short else None])
+    families = ("qwen3_qk_norm_tied", MIXTURE)
+    given = [(family, options) for family in families for options in plans[: 1 if stage.short else None]]
+    pairs = sum(stage.run(all_pairs, *each)[0] for each in given)
     return {"clauses": clauses[0], "random switches": len(seeds), "pairs": pairs}
 
 
