@@ -1,8 +1,9 @@
 """Random mixes of strategies, options, lengths and families, against the plain model in fp64.
 
 `python -m tests.strategy_fuzz 0 40` runs the seeds 0 to 39, each in a world of two to four gloo ranks: a family, one to
-three strategies with any options, bucket edges, rows and engine options are drawn; two mini-batches are trained. A mix that is refused by name counts as refused; anything else must be exact. The draws know nothing
-of families.
+three strategies with any options, bucket edges, rows and engine options are drawn; two mini-batches are trained. A mix that is
+refused by name counts as refused; anything else must be exact. The draws know nothing of families, but that every fourth mix
+is of one with experts, which most of its strategies divide over ranks (ep).
 """
 
 import random
@@ -23,6 +24,7 @@ from tests.worlds import make_engine, make_mini_batch
 EXACT = 1e-10
 """Relative error of loss and gradients in fp64, with room for products of long sums in another order."""
 _COMMON = ("llama", "qwen3", "gemma2", "phi3", "olmo2", "mistral", "mixtral", "qwen3_moe", "gpt_oss", "cohere2")
+_MIXTURES = ("mixtral", "qwen3_moe", "glm4_moe", "deepseek_v3", "gpt_oss", "ernie4_5_moe", "olmoe", "granitemoe")
 
 
 @dataclass(frozen=True)
@@ -41,16 +43,21 @@ class Mix:
         return f"{self.seed}: {self.family} on {self.world_size}, {self.buckets}, lengths {list(self.lengths)} {said}"
 
 
-def _strategy(rng: random.Random, world_size: int) -> str:
+def _strategy(rng: random.Random, world_size: int, divides: bool) -> str:
     axes = ["dp", "cp", "tp", "pp"]
     degrees = dict.fromkeys(axes, 1)
     for prime in {2: [2], 3: [3], 4: [2, 2]}[world_size]:
         degrees[rng.choice(axes)] *= prime
     name = "".join(f"{axis}{degrees[axis]}" for axis in axes)
+    sizes = [ep for ep in (2, 4) if world_size // degrees["pp"] % ep == 0]
+    if divides := divides and bool(sizes) and rng.random() < 0.8:
+        name += f"ep{rng.choice(sizes)}"
     if degrees["tp"] > 1 and rng.random() < 0.4:
         name += "+sp"
     if rng.random() < 0.3:
         name += rng.choice(("+rc", "+rc2"))
+    if divides:
+        return name
     chunks, sharded = rng.random() < 0.35, rng.random() < 0.25
     if chunks:
         name += f"+ck{rng.randint(1, 20)}"
@@ -74,11 +81,13 @@ def draw(seed: int) -> Mix:
     """The mix of a seed."""
     rng = random.Random(seed)
     world_size = rng.choice((2, 3, 4, 4, 4))
+    divides = rng.random() < 0.25
     family = rng.choice(_COMMON) if rng.random() < 0.6 else rng.choice(sorted(planned_families()))
+    family = rng.choice(_MIXTURES) if divides else family
     edges = sorted(rng.sample(range(4, 60), rng.randint(1, 3)))
     names: list[str] = []
     while len(names) < len(edges):
-        name = _strategy(rng, world_size)
+        name = _strategy(rng, world_size, divides)
         names += [] if name in names else [name]
     buckets = ",".join(f"{n}:{edge}@{edge + rng.randint(0, edge)}" for n, edge in zip(names, edges, strict=True))
     lengths = [
