@@ -264,7 +264,7 @@ def describe_model(
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_unsupported_reason=stage_unsupported_reason(base_model, layers, before, after),
         sp_unsupported_reason=_sp_unsupported_reason(
-            plan, kinds, routers, embedding, [f"{base}.{child}." for child in before]
+            plan, kinds, routers, embedding, [f"{base}.{child}." for child in before], set(fused)
         ),
         ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS),
         cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
@@ -317,17 +317,24 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 
 
 def _sp_unsupported_reason(
-    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str]
+    plan: TensorPlan,
+    kinds: tuple[LayerKind, ...],
+    routers: int,
+    embedding: str,
+    before: list[str],
+    fused: set[str],
 ) -> str | None:
     """Why tensor parallelism of the model cannot be sequence parallel, or None."""
-    if any(kind.alone for kind in kinds) or routers:
+    if any(kind.alone for kind in kinds):
         return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
+    if routers:
+        return "the balance loss of its routers (output_router_logits) is one of whole sequences, so it cannot be sequence parallel"
     for name, module in plan.modules.items():
         early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
             return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
     return sequence_parallel.unsupported_reason(
-        plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes
+        plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes, fused
     )
 
 

@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
+    EXPERTS,
+    LATENT,
     ROWWISE,
     VOCABULARY_EMBEDDING,
     product_without_bias,
@@ -31,6 +33,8 @@ from hf_hotspa.parallel.waiting import CLOCK
 
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
+_LOCAL = frozenset({EXPERTS, LATENT})
+"""Styles whose parameters have a gradient that is a part of the sum on each rank, whatever gathers its input."""
 
 # torch before 2.13 has these collectives under their older names only
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -38,21 +42,26 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T/t, h] on every rank to [1, T, h], in the order of the group's ranks."""
-    x = x.contiguous()
-    whole = x.new_empty(x.shape[1] * dist.get_world_size(group), x.shape[2])
+    """[1, T/t, ...] or [T/t, ...] on every rank to those of T tokens, in the order of the group's ranks."""
+    rows = _rows(x)
+    whole = x.new_empty(rows.shape[0] * dist.get_world_size(group), *rows.shape[1:])
     with CLOCK.waiting:
-        all_gather(whole, x[0], group=group)
-    return whole[None]
+        all_gather(whole, rows, group=group)
+    return whole[None] if x.dim() == 3 else whole
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T, h] on every rank to this rank's [1, T/t, h] of their sum."""
-    x = x.contiguous()
-    mine = x.new_empty(x.shape[1] // dist.get_world_size(group), x.shape[2])
+    """[1, T, ...] or [T, ...] on every rank to this rank's T/t tokens of their sum."""
+    rows = _rows(x)
+    mine = x.new_empty(rows.shape[0] // dist.get_world_size(group), *rows.shape[1:])
     with CLOCK.waiting:
-        _reduce_scatter(mine, x[0], group=group)
-    return mine[None]
+        _reduce_scatter(mine, rows, group=group)
+    return mine[None] if x.dim() == 3 else mine
+
+
+def _rows(x: Tensor) -> Tensor:
+    """The tokens of a row, or of what a mixture of experts has made of it, along the first dim."""
+    return (x[0] if x.dim() == 3 else x).contiguous()
 
 
 class _GatherTokens(torch.autograd.Function):
@@ -85,11 +94,11 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Every rank's tokens.
 
     Args:
-        x: [1, T/t, h], this rank's.
+        x: [1, T/t, h] or [T/t, h], this rank's.
         group: The tensor-parallel group, of t ranks.
 
     Returns:
-        [1, T, h], for column-parallel consumers: their gradients are summed over the group.
+        [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group.
     """
     return _GatherTokens.apply(x, group)
 
@@ -100,6 +109,17 @@ def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **
     else:
         args = (gather_tokens(args[0], group), *args[1:])
     return forward(*args, **kwargs)
+
+
+def _experts(*args: Any, forward: Callable[..., Tensor], group: dist.ProcessGroup, **kwargs: Any) -> Tensor:
+    """Each rank runs its columns of every expert on the tokens of all: what goes in (tokens, experts, routing weights)."""
+
+    def gathered(value: Any) -> Any:
+        return gather_tokens(value, group) if isinstance(value, Tensor) else value
+
+    out = forward(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
+    mine: Tensor = _ScatterSum.apply(out, group)
+    return mine
 
 
 def _rowwise(x: Tensor, *, product: Callable[[Tensor], Tensor], linear: nn.Linear, group: dist.ProcessGroup) -> Tensor:
@@ -113,7 +133,11 @@ def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
 
 
 def unsupported_reason(
-    modules: Mapping[str, nn.Module], styles: Mapping[str, str], own: set[str], layers: tuple[str, ...]
+    modules: Mapping[str, nn.Module],
+    styles: Mapping[str, str],
+    own: set[str],
+    layers: tuple[str, ...],
+    experts: set[str],
 ) -> str | None:
     """Why a model cannot be sequence parallel, or None.
 
@@ -121,20 +145,25 @@ def unsupported_reason(
         modules: Its modules by name.
         own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
         layers: What the names of layers begin with.
+        experts: The modules of fused experts.
     """
     blocks = blocks_of(styles)
+    mixtures = tuple(f"{name.rpartition('.')[0]}." for name in experts)
+    latents = {name.rpartition(".")[0] for name, style in styles.items() if style == LATENT}
     for name, module in modules.items():
         if not name.startswith(layers) or not any(True for _ in module.parameters(recurse=False)):
             continue
         block = next((block for block in blocks if name.startswith(f"{block}.")), None)
-        if name in styles and styles[name] not in SHARDED:
-            return f"{name} is not cut into shards that work alone ({styles[name]}), so it cannot be sequence parallel"
-        if block is None and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+        style = styles.get(name)
+        if style is not None and style not in SHARDED and style not in _LOCAL:
+            return f"{name} is not cut into shards that work alone ({style}), so it cannot be sequence parallel"
+        is_matrix = any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+        if block is None and is_matrix and not name.startswith(mixtures):
             return f"{name} works on whole rows and is not cut by tp, so it cannot be sequence parallel"
         parameters = {f"{name}.{leaf}" for leaf, _ in module.named_parameters(recurse=False)}
-        if block is not None and styles.get(name) not in SHARDED and not parameters <= own:
+        if block is not None and style not in SHARDED and block not in latents and not parameters <= own:
             return f"{name} inside of {block} is not cut by tp, so its gradient would not be exact under +sp"
-    nested = [inner for inner in blocks for outer in blocks if inner.startswith(f"{outer}.")]
+    nested = [inner for inner in {*blocks, *experts} for outer in blocks if inner.startswith(f"{outer}.")]
     if nested:
         return f"{nested[0]} is inside of another module that gathers its input under +sp"
     return None
@@ -146,7 +175,7 @@ def apply_sequence_parallel(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> None:
-    """Wraps the forward of every block, row-parallel projection and embedding.
+    """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding.
 
     Args:
         modules: The replica's modules by name; those of other stages are missing.
@@ -165,5 +194,7 @@ def apply_sequence_parallel(
         if style == ROWWISE:
             product, linear = product_without_bias(module)
             module.forward = partial(_rowwise, product=product, linear=linear, group=group)
+        elif style == EXPERTS:
+            module.forward = partial(_experts, forward=module.forward, group=group)
         elif style == VOCABULARY_EMBEDDING:
             wrap_embedding(module, widths[name], tensor_group, _ScatterSum.apply)

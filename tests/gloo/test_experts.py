@@ -60,6 +60,10 @@ STEP = {  # as many strategies as a mini-batch may have, the last with a pack fo
     "tp4ep4": "tp4ep4:24@32",
     "tp2pp2ep2+rc": "tp2pp2ep2+rc:24@32",
     "dp2cp2ep4": "dp2cp2ep4:24@32",
+    "tp4+sp": "tp4+sp:24@32",
+    "tp4ep4+sp": "tp4ep4+sp:24@32",
+    "dp2tp2ep4+sp+rc": "dp2tp2ep4+sp+rc:24@32",
+    "cp2tp2ep2+sp": "cp2tp2ep2+sp:24@32",
 }
 
 
@@ -81,21 +85,42 @@ def test_other_families():
     check(run_ranks(4, errors_of, SOME, ["dp4ep4:24@32"]))
 
 
+def test_sequence_parallel_with_shared_experts_and_latent_attention():
+    """Shared experts on rows without a batch dim, layers without experts, experts that tp cuts in a pipeline of two stages."""
+    check(run_ranks(4, errors_of, ("deepseek_v2", "glm4_moe"), ["tp4ep4+sp:24@32", "tp2pp2+sp:24@32"]))
+
+
 EVERY = (
     *("afmoe", "aria_text", "axk1", "beam", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5_moe"),
     *("exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granitemoe", "granitemoe_swa"),
     *("granitemoeshared", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m2"),
     *("mixtral", "olmoe", "qwen3_moe", "solar_open"),
 )
+SEQUENCE_PARALLEL = (
+    *(
+        "aria_text",
+        "beam",
+        "cohere2_moe",
+        "deepseek_v2",
+        "dots1",
+        "ernie4_5_moe",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+    ),
+    *("hy_v3", "kolibri1", "laguna", "mellum", "mixtral", "qwen3_moe", "solar_open"),
+)
+"""Those of them that can be: the attention of the others is not cut, or gathers."""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", EVERY)
 def test_every_family_under_each_layout_that_it_has_a_plan_for(family):
     shape = describe_model(tiny_model_of(family)).shape
-    layouts = ["dp4ep4", "dp2tp2ep2", "dp2pp2ep2", "tp4ep4"]
+    layouts = ["dp4ep4", "dp2tp2ep2", "dp2pp2ep2", "tp4ep4", "tp4+sp", "tp4ep4+sp"]
     legal = [f"{name}:24@32" for name in layouts if Strategy.parse(name).unsupported_reason(shape) is None]
     assert f"{layouts[0]}:24@32" in legal
+    assert (f"{layouts[-1]}:24@32" in legal) == (family in SEQUENCE_PARALLEL)
     check(run_ranks(4, errors_of, (family,), legal))
 
 

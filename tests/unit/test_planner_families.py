@@ -106,8 +106,8 @@ def test_what_is_held_whole_costs_memory_and_time_at_every_tp() -> None:
 
 
 def test_sequence_parallel_is_not_offered_where_the_engine_refuses_it(tmp_path: Path) -> None:
-    default_config("mixtral").save_pretrained(tmp_path)
-    with pytest.raises(HotspaConfigError, match=r"cannot run \+sp.*mlp.gate works on whole rows") as caught:
+    default_config("granitemoe").save_pretrained(tmp_path)
+    with pytest.raises(HotspaConfigError, match=r"cannot run \+sp.*q_proj works on whole rows") as caught:
         Setup.read(str(tmp_path), "1x8", sequence_parallel=True)
     assert "leave --sequence-parallel out" in str(caught.value)
     asked = ["--model", str(tmp_path), "--nodes", "1x8", "--strategy", "tp8+sp", "--pack-tokens", "9"]
