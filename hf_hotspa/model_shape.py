@@ -72,16 +72,34 @@ class ModelShape:
         return max(self.layer_parameters - self.attention_parameters, 0)
 
     @property
+    def idle_parameters(self) -> int:
+        """Parameters of one layer that do not compute a token: of its experts, those that a router does not choose for it."""
+        if not self.num_experts:
+            return 0
+        chosen = min(max(self.experts_per_token, 1), self.num_experts)
+        return self.expert_parameters * (self.num_experts - chosen) // self.num_experts
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters of one layer that compute a token."""
+        return self.layer_parameters - self.idle_parameters
+
+    @property
+    def active_mlp_parameters(self) -> int:
+        """The same of the MLP, or of the experts."""
+        return max(self.mlp_parameters - self.idle_parameters, 0)
+
+    @property
     def whole_parameters(self) -> int:
-        """Parameters of one layer that tensor parallelism does not divide, beside norms."""
-        return round(self.whole_attention * self.attention_parameters + self.whole_mlp * self.mlp_parameters)
+        """Of those that compute a token, those that tensor parallelism does not divide, beside norms."""
+        return round(self.whole_attention * self.attention_parameters + self.whole_mlp * self.active_mlp_parameters)
 
     @property
     def quadratic_cost(self) -> float:
         """Cost of a causal attention pair relative to the linear cost of a token.
 
-        Forward FLOP of one layer and one sequence of l tokens are `2 P l` in matrix products (P parameters a layer)
-        and `2 l^2 a` in causal attention (a = attention width), so the cost of a sequence is
+        Forward FLOP of one layer and one sequence of l tokens are `2 P l` in matrix products (P parameters that compute a
+        token) and `2 l^2 a` in causal attention (a = attention width), so the cost of a sequence is
         proportional to `l + (a / P) l^2`.
         """
-        return self.attention_size / max(self.layer_parameters, 1)
+        return self.attention_size / max(self.active_parameters, 1)

@@ -205,10 +205,10 @@ def all_pairs(rank: int, world_size: int, family: str, options: dict[str, Any]) 
     """
     model = tiny_model(family)
     shape = describe_model(model).shape
-    found = legal_strategies(world_size, shape)
+    among = legal_strategies(world_size, shape)
     if family == MIXTURE:
-        found = found[::2] + expert_strategies(found, shape)
-    buckets = ",".join(f"{s}:{8 * (i + 1)}@128" for i, s in enumerate(found))
+        among = among[::2] + expert_strategies(among, shape)
+    buckets = ",".join(f"{s}:{8 * (i + 1)}@128" for i, s in enumerate(among))
     engine = make_engine(model, buckets, second_source=True, compute_dtype=torch.bfloat16, **options)
     runners = list(engine.phases.values())
     expected = []

@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hf_hotspa.costs.experts import runs_experts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.context import divided
+from hf_hotspa.search.experts import runnable_experts
 from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import Strategy, strategies_with_options
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -20,21 +22,18 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
     plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
-    if not may_divide:
-        return plain
-    return [
-        *plain,
-        *divided(
-            plain,
-            shape,
-            way=args.hotspa_context_parallel,
-            schedule=args.hotspa_pipeline_schedule,
-            device_type=args.device.type,
-            flexible=args.hotspa_stragglers in GIVING,
-        ),
-    ]
+    schedule, flexible = args.hotspa_pipeline_schedule, args.hotspa_stragglers in GIVING
+    capacity = args.hotspa_expert_capacity or None
+    way, device_type = args.hotspa_context_parallel, args.device.type
+    found = list(plain)
+    if may_divide:
+        found += divided(plain, shape, way=way, schedule=schedule, device_type=device_type, flexible=flexible)
+    found += runnable_experts(plain, shape, schedule=schedule, flexible=flexible, capacity=capacity)
+    # with a capacity of experts every strategy computes whole packs; what no strategy can be is said by the engine
+    whole = [s for s in found if runs_experts(s, shape, schedule, flexible, capacity)]
+    return whole or found
 
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
     """What is measured of them: what options change follows from the others."""
-    return list(dict.fromkeys(replace(s, dp=s.dp * s.cp, cp=1, sp=False, rc=0, z=0) for s in strategies))
+    return list(dict.fromkeys(replace(s, dp=s.dp * s.cp, cp=1, sp=False, rc=0, z=0, ep=1) for s in strategies))

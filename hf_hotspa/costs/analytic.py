@@ -1,6 +1,6 @@
 """Time coefficients from data sheets, for machines that one does not have.
 
-A layer's matrix products cost `6 P s / t` floating-point operations for s tokens (P parameters a layer; 2 forward, 4
+A layer's matrix products cost `6 P s / t` floating-point operations for s tokens (P parameters that compute a token; 2 forward, 4
 backward, of which 2 for gradients of weights, which frozen weights do without), causal attention `7 l^2 a / t` a sequence (2 forward; 5 backward with recomputation of the scores, as flash
 attention does); blocks that the family's plan does not cut cost every device the same. Tensor parallelism adds four all-reduces a layer (Narayanan et al., SC'21, section 2.3), each
 `2 s h e (1 - 1/t)` bytes over the slowest link that the group passes; across nodes every NIC of a node carries its
@@ -64,12 +64,15 @@ def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapt
     """
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
     whole = shape.whole_parameters
-    parameters = (shape.layer_parameters - whole) / tp + whole
+    parameters = (shape.active_parameters - whole) / tp + whole
     matmul = _products(parameters, adapter) / (peak * MATMUL_EFFICIENCY)
     heads = shape.attention_size * ((1 - shape.whole_attention) / tp + shape.whole_attention)
     attention = 7 * heads / (peak * ATTENTION_EFFICIENCY)
     # what a pack pays however short it is: half-empty tiles, reading the weights three times, or starting the kernels
-    reads = 3 * parameters * width / hardware.device.memory_bandwidth
+    read = parameters + shape.idle_parameters * (
+        (1 - shape.whole_mlp) / tp + shape.whole_mlp
+    )  # a pack uses all experts
+    reads = 3 * read * width / hardware.device.memory_bandwidth
     fixed = max(matmul * HALF_TOKENS, reads, KERNELS_PER_LAYER * KERNEL_S)
     return Cost(
         attention,

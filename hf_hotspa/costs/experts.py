@@ -7,7 +7,7 @@ taken as equal, as the balance losses of families make them: how unequal a route
 import math
 from collections.abc import Iterable
 
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
 
@@ -50,6 +50,21 @@ def check_capacity(factor: float | None) -> None:
             where="hotspa_expert_capacity",
             fix="use a number such as 1.25, or leave it out: no token is dropped",
         )
+
+
+def runs_experts(
+    strategy: Strategy,
+    shape: ModelShape,
+    schedule: str,
+    flexible: bool = False,
+    capacity: float | None = None,
+) -> bool:
+    """Whether `check_experts` lets a strategy pass; the arguments are described there."""
+    try:
+        check_experts([Bucket(strategy, 1, 1)], shape, schedule, flexible, capacity)
+    except HotspaError:
+        return False
+    return True
 
 
 def check_experts(

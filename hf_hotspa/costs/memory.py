@@ -38,7 +38,13 @@ _MIB, _GIB = 1 << 20, 1 << 30
 
 
 def activation_bytes(
-    shape: ModelShape, tp: int, *, recompute: bool = False, sequence_parallel: bool = False, element_bytes: int = 2
+    shape: ModelShape,
+    tp: int,
+    *,
+    recompute: bool = False,
+    sequence_parallel: bool = False,
+    element_bytes: int = 2,
+    ep: int = 1,
 ) -> float:
     """Activations that one decoder layer keeps for one token until its backward pass, in bytes.
 
@@ -47,16 +53,18 @@ def activation_bytes(
     parallelism; queries, keys, values and the attention's output (4a) and three MLP intermediates (3f) are divided by
     tp, but for the shares of blocks that every coordinate holds whole. For a LLaMA in 16 bit with sequence parallelism
     these are the `(18h + 6f) / t` bytes that are customary; Korthikanti et al. (2022) derive the same way. With
-    recomputation only the layer's input (1h) stays. f is what the MLP's parameters leave for three matrices; for a
-    mixture of experts it counts all experts.
+    recomputation only the layer's input (1h) stays. f is what the parameters of the MLP that compute a token leave for three
+    matrices: of experts the k that are chosen for it. These keep what goes into and comes out of each (2kh), which tp coordinates
+    hold alike where they cut experts, and share where ep divides them; loads are taken as equal.
     """
     if recompute:
         return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
-    mlp = shape.mlp_parameters / shape.hidden_size
+    mlp = shape.active_mlp_parameters / shape.hidden_size
+    of_experts = 2 * shape.experts_per_token * shape.hidden_size / (tp if ep > 1 else 1)
     whole = 5 * shape.hidden_size / (tp if sequence_parallel else 1)
     cut = (heads * (1 - shape.whole_attention) + mlp * (1 - shape.whole_mlp)) / tp
-    return element_bytes * (whole + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
+    return element_bytes * (whole + of_experts + cut + heads * shape.whole_attention + mlp * shape.whole_mlp)
 
 
 @dataclass(frozen=True)
@@ -245,7 +253,7 @@ class MemoryModel:
             return per_token * num_layers * held_tokens + backward * pack_tokens
         shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
         hidden = shape.hidden_size * element_bytes
-        inner = shape.mlp_parameters / (3 * shape.hidden_size) * element_bytes
+        inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) / strategy.tp
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
@@ -267,7 +275,8 @@ class MemoryModel:
             # all is divided, but for what the two blocks gather
             gathered = 2 * shape.hidden_size * element_bytes
             return (measured[1] - gathered) / tp + gathered + repeated
-        return activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes) + repeated
+        own = activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes, ep=strategy.ep)
+        return own + repeated
 
     def largest_pack(
         self,

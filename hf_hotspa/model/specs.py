@@ -317,12 +317,7 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
 
 
 def _sp_unsupported_reason(
-    plan: TensorPlan,
-    kinds: tuple[LayerKind, ...],
-    routers: int,
-    embedding: str,
-    before: list[str],
-    fused: set[str],
+    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str], fused: set[str]
 ) -> str | None:
     """Why tensor parallelism of the model cannot be sequence parallel, or None."""
     if any(kind.alone for kind in kinds):

@@ -18,6 +18,7 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.context import that_pay
+from hf_hotspa.search.experts import experts_that_pay
 from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.plan import Plan
 from hf_hotspa.search.search import search
@@ -124,6 +125,7 @@ def make_auto_plan(
     top = _longest([table, *evaluated], shape, longest, policy, max(map(tokens, strategies)))
     sample, size = _sample(table, top, policy, mini_batch_size)
     strategies = that_pay(strategies, sample, size, top, tokens, shape.quadratic_cost)
+    strategies = experts_that_pay(strategies, top, tokens)
     if may_chunk:
         schedule = cost.memory.options.schedule
         strategies = with_chunks(strategies, top, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)

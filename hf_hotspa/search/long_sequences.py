@@ -40,7 +40,7 @@ def with_chunks(
         return list(strategies)
     # a pipeline of chunks is not fully sharded
     may_pipeline = runs_chunks(schedule)
-    plain = [s for s in strategies if not s.ck and s.cp == 1 and (s.pp == 1 or (may_pipeline and not s.z))]
+    plain = [s for s in strategies if not s.ck and s.cp == s.ep == 1 and (s.pp == 1 or (may_pipeline and not s.z))]
     chunked = _that_hold(plain, longest, tokens, in_host=False)
     if not chunked and has_host_memory:
         chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
@@ -66,7 +66,7 @@ def longest_by_strategy(
         ways = [strategy, replace(strategy, rc=strategy.rc or 1)]
         plain = replace(strategy, ck=0, kg=0, kh=False)
         may_pipeline = strategy.pp == 1 or (runs_chunks(schedule) and not strategy.z)
-        if not shape.ck_unsupported_reason and may_pipeline:
+        if not shape.ck_unsupported_reason and may_pipeline and strategy.ep == 1:
             again = list(dict.fromkeys((plain, replace(plain, rc=plain.rc or 1))))
             for in_host in (False, True) if plain.pp == plain.cp == 1 else (False,):
                 tried = [replace(way, ck=size, kh=in_host) for size in CHUNK_SIZES for way in again]

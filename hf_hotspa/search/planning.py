@@ -24,6 +24,7 @@ from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.context import divided, that_pay
+from hf_hotspa.search.experts import experts_that_pay, runnable_experts
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
 from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
@@ -172,7 +173,8 @@ class Setup:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
         options = strategies_with_options(self.world_size, self.model.shape)
         plain = list(dict.fromkeys(map(self.with_options, options)))
-        return [*plain, *divided(plain, self.model.shape, schedule=self.schedule)]
+        shape, schedule = self.model.shape, self.schedule
+        return [*plain, *divided(plain, shape, schedule=schedule), *runnable_experts(plain, shape, schedule=schedule)]
 
     def with_options(self, strategy: Strategy) -> Strategy:
         """A strategy with its own options and those that are asked for of all."""
@@ -277,6 +279,7 @@ def make_plan(
         return capacities.tokens(strategy, capacities.arena(strategy))
 
     strategies = that_pay(strategies, drawn, mini_batch_size, top, tokens, shape.quadratic_cost)
+    strategies = experts_that_pay(strategies, top, tokens)
     strategies = with_chunks(strategies, top, tokens, shape, schedule=setup.schedule)
     choice = search(
         drawn,

@@ -1,0 +1,115 @@
+"""Expert parallelism in searches: proposed where it pays, left out where it cannot; what a token of a mixture costs."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from hf_hotspa.costs.analytic import layer_cost
+from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.memory import MemoryModel, activation_bytes
+from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.search.experts import expert_strategies, experts_that_pay, runnable_experts
+from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
+from hf_hotspa.search.planning import Setup, make_plan
+from hf_hotspa.strategy import Strategy, parse_buckets
+from tests.unit.test_cost_memory import LLAMA_7B
+
+MIXTRAL_8X7B = {
+    "model_type": "mixtral", "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096,
+    "intermediate_size": 14336, "vocab_size": 32000, "num_local_experts": 8, "num_experts_per_tok": 2, "hidden_act": "silu",
+    "max_position_embeddings": 32768, "tie_word_embeddings": False,
+}  # fmt: skip
+OF_EXPERTS = 3 * 4096 * 14336
+SHAPE = replace(
+    LLAMA_7B, layer_parameters=LLAMA_7B.attention_parameters + 8 * OF_EXPERTS, num_experts=8, experts_per_token=2,
+    expert_parameters=8 * OF_EXPERTS,
+)  # fmt: skip
+
+
+def names(strategies):
+    return [str(s) for s in strategies]
+
+
+def test_every_division_of_experts() -> None:
+    plain = [Strategy(6, 2), Strategy(4, rc=1), Strategy(4, z=3), Strategy(2, 2, 2, sp=True), Strategy(4, ck=8)]
+    assert names(expert_strategies(plain, SHAPE)) == [
+        "dp6tp2pp1ep2", "dp6tp2pp1ep4", "dp4tp1pp1ep2+rc", "dp4tp1pp1ep4+rc", "dp2tp2pp2ep2+sp", "dp2tp2pp2ep4+sp",
+    ]  # fmt: skip
+    assert expert_strategies(plain, LLAMA_7B) == []
+    assert expert_strategies(plain, replace(SHAPE, ep_unsupported_reason="loose experts")) == []
+    # what cannot run is not offered, nor is anything beside cp
+    plain = [Strategy(4), Strategy(2, 1, 2), Strategy(2, cp=2), Strategy(2, 2, sp=True)]
+    assert names(runnable_experts(plain, SHAPE))[:3] == ["dp4tp1pp1ep2", "dp4tp1pp1ep4", "dp2tp1pp2ep2"]
+    assert all(s.cp == 1 for s in runnable_experts(plain, SHAPE))
+    assert all(s.pp == 1 for s in runnable_experts(plain, SHAPE, schedule="gpipe"))
+    assert all(not s.sp for s in runnable_experts(plain, SHAPE, capacity=1.25))
+    assert runnable_experts(plain, SHAPE, flexible=True) == []
+
+
+def test_what_cannot_pay_is_left_out() -> None:
+    plain = [Strategy(8), Strategy(8, rc=1), Strategy(4, 2), Strategy(4, 1, 2)]
+    everything = [*plain, *expert_strategies(plain, SHAPE)]
+
+    def tokens(strategy):
+        return 1000 * strategy.ep * (1 + strategy.rc) * (3 if strategy.tp > 1 else 1)
+
+    assert experts_that_pay(everything, 1000, tokens) == plain
+    # dp8 does not hold it: the smallest that does, and one more; no pipeline and nothing that recomputes beside it
+    assert names(experts_that_pay(everything, 1500, tokens))[4:] == ["dp8tp1pp1ep2", "dp8tp1pp1ep4"]
+    assert names(experts_that_pay(everything, 4000, tokens))[4:] == [
+        "dp8tp1pp1ep4", "dp8tp1pp1ep8", "dp4tp2pp1ep2", "dp4tp2pp1ep4",
+    ]  # fmt: skip
+    # where nothing else holds it, layers that recompute come in
+    of_dp = [s for s in everything if s.tp == s.pp == 1]
+    assert names(experts_that_pay(of_dp, 16000, tokens))[2:] == ["dp8tp1pp1ep8+rc"]
+    # nothing does at all: the largest, of which what is missing is said
+    assert names(experts_that_pay(of_dp, 50000, tokens))[2:] == ["dp8tp1pp1ep8", "dp8tp1pp1ep8+rc"]
+    # one that stands alone stays
+    assert experts_that_pay([Strategy(8, ep=4)], 1000, tokens) == [Strategy(8, ep=4)]
+
+
+def test_chunks_are_tried_without_ep() -> None:
+    """Of strategies that divide experts no chunks are made, which are refused beside them."""
+    assert not any(
+        s.ck and s.ep > 1 for s in with_chunks([Strategy(4), Strategy(4, ep=4)], 9000, lambda s: s.ck, SHAPE)
+    )
+    assert longest_by_strategy(Strategy(4, ep=4), SHAPE, lambda s: 100)[0] == (Strategy(4, ep=4), 100)
+
+
+def test_a_token_costs_the_experts_that_compute_it() -> None:
+    attention, hidden = SHAPE.attention_parameters, SHAPE.hidden_size
+    assert SHAPE.active_parameters == attention + 2 * OF_EXPERTS
+    assert LLAMA_7B.active_parameters == LLAMA_7B.layer_parameters
+    assert SHAPE.quadratic_cost == SHAPE.attention_size / SHAPE.active_parameters
+    # as a dense layer of the same width, and what goes into and comes out of two experts
+    dense = replace(
+        SHAPE, layer_parameters=SHAPE.active_parameters, num_experts=0, experts_per_token=0, expert_parameters=0
+    )
+    rows = 2 * 2 * hidden * 2
+    for tp in (1, 4):
+        assert activation_bytes(SHAPE, tp) == pytest.approx(activation_bytes(dense, tp) + rows)
+        assert activation_bytes(SHAPE, tp, ep=4) == pytest.approx(activation_bytes(dense, tp) + rows / tp)
+    machine = load_hardware("a800-80g")
+    of_mixture, of_dense = (layer_cost(shape, 1, machine, "bfloat16") for shape in (SHAPE, dense))
+    assert of_mixture.b == pytest.approx(of_dense.b)
+    assert of_mixture.c > of_dense.c  # all weights are read
+    model = MemoryModel(ModelSizes(SHAPE, "bfloat16"), 8)
+    other = MemoryModel(ModelSizes(replace(SHAPE, experts_per_token=8), "bfloat16"), 8)
+    assert model.breakdown(Strategy(8), 4096).activations < other.breakdown(Strategy(8), 4096).activations / 2
+    assert isinstance(SHAPE, ModelShape)
+
+
+def test_plans_propose_it_where_it_pays(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MIXTRAL_8X7B))
+    setup = Setup.read(str(tmp_path), "2x8", "h100-80g")
+    few = [s for s in setup.strategies() if s.z == 0 and s.cp == 1 and not s.sp]
+    assert any(s.ep > 1 for s in few)
+    monkeypatch.setattr(Setup, "strategies", lambda self: few)
+    found = make_plan(setup, "commoncrawl", 4096, mini_batch_size=32).plan.choice
+    assert any(bucket.strategy.ep > 1 for bucket in (*found.buckets, found.static))
+    assert parse_buckets(str(found)) == found.buckets
+    monkeypatch.setattr(Setup, "strategies", lambda self: [s for s in few if s.ep == 1])
+    before = make_plan(setup, "commoncrawl", 4096, mini_batch_size=32).plan.choice
+    assert found.static_seconds < before.static_seconds
