@@ -14,6 +14,7 @@ from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cards import load_hardware
+from hf_hotspa.costs.context import AUTO, check_context
 from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
@@ -344,12 +345,15 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
 
     Raises:
         HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
+        UnsupportedError: a strategy with cp that does not run, see `check_context`.
     """
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
     asked = setup.with_options(Strategy.parse(strategy))
     shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
-    check_buckets((Bucket(asked, pack_tokens, pack_tokens),), setup.world_size, shape)
+    bucket = Bucket(asked, pack_tokens, pack_tokens)
+    check_buckets((bucket,), setup.world_size, shape)
+    check_context((bucket,), shape, AUTO, setup.schedule, "cuda")
     memory = setup.memory.breakdown(asked, pack_tokens)
     if setup.limit_bytes is None:
         return Estimate(setup, asked, pack_tokens, memory, None)

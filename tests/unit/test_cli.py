@@ -314,6 +314,8 @@ def test_corrupt_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, con
         ("tp128", "100", "legal with 32 processes"),
         ("nonsense", "100", "is not a strategy"),
         ("dp32", "0", "a pack of 0 tokens is impossible"),
+        ("cp32+ck1024+kh", "8192", "keys and values in host memory (+kh) with cp"),
+        ("cp32", "16", "packs of 16 tokens, and cp32 divides them over 32 ranks"),
     ],
 )
 def test_estimate_refusals(capsys: pytest.CaptureFixture[str], strategy: str, tokens: str, message: str) -> None:

@@ -112,6 +112,8 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
         ("cp2pp2:4096", AUTO, "gpipe", "cpu", "it wants packs of one shape"),
         ("cp4+ck128+kg1:4096", AUTO, "auto", "cpu", "kept graphs (+kg)"),
         ("cp4+ck128+kh:4096", AUTO, "auto", "cpu", "leave +kh out"),
+        ("cp4+ck128+kh:4096", ULYSSES, "auto", "cuda", "leave +kh out"),
+        ("cp4+ck128+kh:4096", GATHER, "auto", "cuda", "leave +kh out"),
         ("cp4+ck128:4096", RING, "auto", "cpu", "those before them on the ring"),
     ],
 )
