@@ -134,8 +134,14 @@ class MicroBatch:
         index = torch.tensor(of_sequences, dtype=torch.int64).to(device, non_blocking=True)
         cuts = self.cuts or [(0, length) for length in self.lengths]
 
+        begin = places[0].start if places else 0
+        # no copy of what lies together: the chunks of a pack are all there at once
+        together = [place.start for place in places] == [begin + done for done in accumulate((0, *lengths[:-1]))]
+
         def taken(row: torch.Tensor) -> torch.Tensor:
-            return torch.cat([row[:, place] for place in places], 1) if places else row[:, :0]
+            if together or not places:
+                return row[:, begin : begin + sum(lengths)]
+            return torch.cat([row[:, place] for place in places], 1)
 
         labels = taken(self.labels)
         columns = {

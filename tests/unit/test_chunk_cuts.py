@@ -83,6 +83,7 @@ def test_a_part_of_a_pack_has_the_targets_positions_and_columns_of_the_whole(fir
     part = pack.part(first, stop)
     for name in ("input_ids", "position_ids", "labels"):
         assert torch.equal(getattr(part, name), getattr(pack, name)[:, first:stop])
+        assert getattr(part, name).untyped_storage().data_ptr() == getattr(pack, name).untyped_storage().data_ptr()
     assert part.num_tokens == sum(part.lengths) == stop - first
     assert part.cu_seqlens.tolist() == [sum(part.lengths[:i]) for i in range(len(part.lengths) + 1)]
     assert part.cu_seqlens.dtype == pack.cu_seqlens.dtype
