@@ -17,7 +17,6 @@ seconds of all ranks, too, which other programs hardly change.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -30,6 +29,7 @@ from typing import Any
 
 from contest import MODELS, check_runs_everywhere, make_model, make_rows, model_config, short_name
 from cost_report import TARGETS, compare_memory, print_memory, print_rows, processor_seconds, summarise
+from result_file import write_json
 from worlds import run_world
 
 from hf_hotspa.costs.memory import MemoryOptions
@@ -361,9 +361,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "targets": TARGETS,
         "models": [compare(options, name, cases) for name in options.model],
     }
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

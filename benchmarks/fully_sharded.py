@@ -12,7 +12,6 @@ agree to 1e-4, or the program stops.
 """
 
 import argparse
-import json
 import os
 import statistics
 import tempfile
@@ -25,6 +24,7 @@ from contest import MODELS, make_model
 from peers.live import LiveSide, SideError, in_turns
 from peers.sides import Side
 from peers.work import Work
+from result_file import write_json
 
 UNCOUNTED = 2
 
@@ -145,9 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "sides": found,
         "ratios": ratios,
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

@@ -13,7 +13,6 @@ is printed is the ratio of medians. All of our sides compute the head in pieces 
 """
 
 import argparse
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +22,7 @@ from statistics import median
 from typing import Any
 
 import torch
+from result_file import write_json
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 
 from hf_hotspa.calibrate.probe import PeakMemory, freeing_at_once
@@ -84,7 +84,8 @@ def make_model(hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
 
 
 def carried_bytes(options: argparse.Namespace) -> float:
-    """Keys and values of a token in all layers, and the sums of their gradients, in fp32."""
+    """Keys and values of a token in all layers, and the sums of their gradients, in fp32. The token itself (its id, position
+    and label, 24 bytes) is beside them."""
     width = options.hidden / KV_SHARE
     return options.layers * 2 * width * (4 + 4)
 
@@ -297,9 +298,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         "rounds": rounds,
         "aims": [{**vars(aim), "is_met": aim.is_met} for aim in aims],
     }
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

@@ -10,14 +10,12 @@ timed. Nothing is moved, no process is started, no GPU is needed.
 """
 
 import argparse
-import json
 import os
 import platform
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import permutations
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,6 +32,7 @@ from planner_cases import (
 from planner_targets import chains, modelled_table
 from planner_timing import planning_times
 from port_bounds import classes_of, lower_bound
+from result_file import write_json
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.placement import Layout
@@ -286,8 +285,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "irregular_mean": None if irregular is None else irregular <= IRREGULAR_TARGET,
     }
     print(f"\nlargest ratio {regular}, largest irregular mean {irregular}; {time.perf_counter() - start:.0f} s")
-    Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-    Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

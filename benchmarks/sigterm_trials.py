@@ -29,6 +29,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from result_file import write_json
+
 LAUNCHERS = {
     "torchrun": ("torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
     "accelerate": ("accelerate.commands.launch", "--multi_gpu", "--num_machines", "1", "--num_processes", "2",
@@ -227,9 +229,7 @@ def main() -> None:
     print(table(trials))
     good = sum(trial.reason is None for trial in trials)
     print(f"{good} of {len(trials)} left a checkpoint of the same step on all ranks")
-    if options.json is not None:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps([asdict(trial) for trial in trials], indent=1) + "\n")
+    write_json(options.json, [asdict(trial) for trial in trials])
     sys.exit(good < len(trials))
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rate_limit import NodePorts, RateLimitedTransport
+from result_file import write_json
 from switches import (
     DTYPES,
     MODELS,
@@ -37,7 +38,6 @@ from switches import (
     medians,
     model_vector,
     timed,
-    write_json,
 )
 from worlds import run_world
 

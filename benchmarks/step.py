@@ -16,7 +16,6 @@ weights, and their losses must agree.
 """
 
 import argparse
-import json
 import os
 import platform
 import statistics
@@ -24,11 +23,11 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
 from typing import Any
 
 from contest import MODELS, Side, make_model, make_rows, make_sides, mini_batch_lengths, short_name
 from distributions import NAMES, compare_distributions
+from result_file import write_json
 from trainer_overhead import trainer_overhead
 from worlds import run_world
 
@@ -317,7 +316,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f" {options.rounds} rounds",
             flush=True,
         )
-        write_json(options, {"machine": facts, "options": vars(options)} | compare_distributions(options))
+        write_json(options.json, {"machine": facts, "options": vars(options)} | compare_distributions(options))
         return
     print(
         f"model {options.model} {options.dtype}; mini-batch of {len(lengths)} sequences, {sum(lengths)} tokens, longest "
@@ -330,14 +329,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result |= compare_steps(options, lengths)
     if options.trainer_steps:
         result["trainer_overhead"] = trainer_overhead(options, lengths)
-    write_json(options, result)
-
-
-def write_json(options: argparse.Namespace, result: dict[str, Any]) -> None:
-    """Everything, where it was asked for."""
-    if options.json:
-        Path(options.json).parent.mkdir(parents=True, exist_ok=True)
-        Path(options.json).write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
 
 
 if __name__ == "__main__":

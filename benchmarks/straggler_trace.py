@@ -16,7 +16,6 @@ division by cost alone moves the wrong thing; by cost and speed, seconds are mul
 """
 
 import argparse
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +23,7 @@ from statistics import fmean
 from typing import Any
 
 import pyarrow.parquet as pq
+from result_file import write_json
 
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
 from hf_hotspa.packing.packs import divide_by_speed
@@ -119,9 +119,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"{path.stem}: {len(steps)} steps, {len(steps[0])} replicas of {len(steps[0][0][0][0])} stages")
         for side, value in seconds.items():
             print(f"  {side:<20}{value:>9.3f} s a step   {seconds['as it ran'] / value:.2f}x")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

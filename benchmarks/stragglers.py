@@ -14,7 +14,6 @@ beside as ratios.
 """
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -25,6 +24,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
+from result_file import write_json
 from transformers.models.llama import LlamaConfig, LlamaForCausalLM
 from worlds import run_world
 
@@ -409,9 +409,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print("\n" + {"one": PAPER, "four": PAPER_FOUR, "table": "the paper: Table I"}[part])
     given = {key: value for key, value in vars(options).items() if key != "json"}
     result = {"options": given, "runs": results}
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

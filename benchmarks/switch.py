@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from result_file import write_json
 from switch_baselines import MEMORY_FILES, AllGather, Checkpoint, Copies, FusedRaw, PerSlice
 from switches import (
     DTYPES,
@@ -39,7 +40,6 @@ from switches import (
     model_vector,
     over_ranks,
     timed,
-    write_json,
 )
 from worlds import run_world
 from written_plans import transfers_of

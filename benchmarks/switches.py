@@ -5,14 +5,12 @@ gradient return: contributions are summed. Every rank computes everything from t
 have delivered it can compute, too: the value of an element is a function of its position.
 """
 
-import json
 import os
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -265,10 +263,3 @@ def markdown(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         "| " + " | ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in cells
     ]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 1) + ":" for width in widths) + "|", *lines[1:]])
-
-
-def write_json(path: str | None, result: Mapping[str, Any]) -> None:
-    """Writes a result where one is asked for."""
-    if path:
-        Path(path).parent.mkdir(parents=True, exist_ok=True)
-        Path(path).write_text(json.dumps(result, indent=1) + "\n")

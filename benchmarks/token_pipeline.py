@@ -9,7 +9,6 @@ them, which is compared with the wall time, and one of four stages, each with ha
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from result_file import write_json
 from worlds import run_world
 
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
@@ -147,9 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print(
         f"pp2 measured {result['pp2']['speedup']:.2f} times as fast in chunks; pp4 simulated {four['whole'] / four['chunks']:.2f} times"
     )
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

@@ -1,0 +1,12 @@
+"""The JSON file in which a benchmark leaves its numbers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def write_json(path: str | Path | None, result: Any) -> None:
+    """Writes a result, where a file was asked for; its folder is made."""
+    if path:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(json.dumps(result, indent=1) + "\n")
