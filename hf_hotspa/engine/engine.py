@@ -347,10 +347,9 @@ class HotSPaEngine:
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        frozen = [runner.frozen_bytes for runner in runners]
-        ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
+        facts = [runner.facts for runner in runners]
         return step_report(
-            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, frozen, ways
+            self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )
 
     def evaluation(self) -> Evaluation:

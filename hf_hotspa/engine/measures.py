@@ -3,7 +3,6 @@
 import resource
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -63,6 +62,18 @@ class PhaseMeasure(NamedTuple):
     context_bytes: float = 0.0
 
 
+class PhaseFacts(NamedTuple):
+    """What every rank knows of a phase that ran.
+
+    Attributes:
+        frozen_bytes: Bytes of frozen weights that its load moved between ranks, summed over ranks.
+        context: See `PhaseReport.context`.
+    """
+
+    frozen_bytes: int = 0
+    context: str = ""
+
+
 class Observer:
     """Who is told of the phases of a mini-batch while it runs: nobody. Others must not raise and not communicate."""
 
@@ -120,9 +131,8 @@ def step_report(
     order: Sequence[int],
     measures: Tensor,
     total_s: float,
-    ranks: Tensor | None = None,
-    frozen_bytes: Sequence[int] | None = None,
-    contexts: Sequence[str] | None = None,
+    ranks: Tensor,
+    facts: Sequence[PhaseFacts],
 ) -> StepReport:
     """The report of a mini-batch.
 
@@ -134,10 +144,8 @@ def step_report(
         measures: fp64 [world size, phases in that order, fields of `PhaseMeasure`].
         total_s: Wall seconds on this rank.
         ranks: fp64 [world size, 2]: seconds to the agreement, and peak memory in bytes.
-        frozen_bytes: For each phase in that order the bytes of frozen weights that were moved; none when None.
-        contexts: For each phase in that order `PhaseReport.context`; no phase has cp when None.
+        facts: Of each phase in that order.
     """
-    nothing = [""] * len(order)
     return StepReport(
         step=step,
         loss=loss,
@@ -149,19 +157,15 @@ def step_report(
         num_dropped=plan.num_dropped,
         num_empty=plan.num_empty,
         phases=tuple(
-            replace(_phase_report(plan.phases[index], measured, frozen), context=context)
-            for index, measured, frozen, context in zip(
-                order, measures.unbind(1), frozen_bytes or [0] * len(order), contexts or nothing, strict=True
-            )
+            _phase_report(plan.phases[index], measured, known)
+            for index, measured, known in zip(order, measures.unbind(1), facts, strict=True)
         ),
         total_s=total_s,
-        ranks=None
-        if ranks is None
-        else RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
+        ranks=RankMeasures(ranks[:, 0].tolist(), ranks[:, 1].long().tolist(), measures.tolist()),
     )
 
 
-def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> PhaseReport:
+def _phase_report(phase: PhasePlan, measured: Tensor, facts: PhaseFacts) -> PhaseReport:
     most = PhaseMeasure(*measured.amax(0).tolist())
     least = PhaseMeasure(*measured.amin(0).tolist())
     total = PhaseMeasure(*measured.sum(0).tolist())
@@ -184,7 +188,7 @@ def _phase_report(phase: PhasePlan, measured: Tensor, frozen_bytes: int) -> Phas
         ),
         busiest_tokens=max(sum(pack.num_tokens for pack in packs) for packs in phase.replicas),
         longest_tokens=max((sequence.num_tokens for sequence in phase.sequences()), default=0),
-        frozen_bytes=frozen_bytes,
+        **facts._asdict(),
         unit_load_s=most.unit_load_s,
         unit_return_s=most.unit_return_s,
         hidden_unit_load_s=max(0.0, least.unit_load_busy_s - most.unit_load_s),
