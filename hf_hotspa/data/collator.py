@@ -12,7 +12,7 @@ Labels are shifted here, once: `labels_1T[0, t]` is the target of position t, so
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -134,14 +134,11 @@ class MicroBatch:
         index = torch.tensor(of_sequences, dtype=torch.int64).to(device, non_blocking=True)
         cuts = self.cuts or [(0, length) for length in self.lengths]
 
-        begin = places[0].start if places else 0
-        # no copy of what lies together: the chunks of a pack are all there at once
-        together = [place.start for place in places] == [begin + done for done in accumulate((0, *lengths[:-1]))]
+        together = all(one.stop == other.start for one, other in pairwise(places))  # no copy: all chunks live at once
+        whole = slice(places[0].start, places[-1].stop) if places else slice(0)
 
         def taken(row: torch.Tensor) -> torch.Tensor:
-            if together or not places:
-                return row[:, begin : begin + sum(lengths)]
-            return torch.cat([row[:, place] for place in places], 1)
+            return row[:, whole] if together else torch.cat([row[:, place] for place in places], 1)
 
         labels = taken(self.labels)
         columns = {

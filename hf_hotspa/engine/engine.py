@@ -37,7 +37,7 @@ from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import Observer, PhaseMeasure, peak_memory, step_report
+from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.switching import Switching
@@ -347,7 +347,8 @@ class HotSPaEngine:
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
-        facts = [runner.facts for runner in runners]
+        ways = [context.way if (context := runner.replica.context) is not None else "" for runner in runners]
+        facts = [PhaseFacts(runner.frozen_bytes, way) for runner, way in zip(runners, ways, strict=True)]
         return step_report(
             self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )

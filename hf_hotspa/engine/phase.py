@@ -21,7 +21,7 @@ from hf_hotspa.data.collator import MicroBatch, PhaseBatch
 from hf_hotspa.data.idle import idle_micro_batch
 from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import PhaseFacts, PhaseMeasure
+from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
@@ -358,12 +358,6 @@ class PhaseRunner:
             return torch.zeros_like(loss)
         # the last stage's loss has the balance loss of its routers in it
         return loss + self.parts.balance_loss.to(loss)
-
-    @property
-    def facts(self) -> PhaseFacts:
-        """What every rank knows of its last run."""
-        context = self.replica.context
-        return PhaseFacts(self.frozen_bytes, context.way if context is not None else "")
 
     @property
     def host_bytes(self) -> int:
