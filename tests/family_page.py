@@ -14,6 +14,7 @@ GROUPS = {
     "cp": ("dp2cp2", "cp4"),
     "+z3": ("dp4+z3", "dp4+rc+z3"),
     "ck": ("dp1+ck5",),
+    "ep": ("dp4ep4",),
     "switched": ("mix",),
 }
 """The columns of the table, and the strategies of the sweep behind each."""
@@ -23,8 +24,8 @@ _HEAD = """# Families
 Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
 of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
 that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
-of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; the plain ones without cp
-switched inside one mini-batch). What is not exact is refused, with an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
+of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; dp4ep4 of
+mixtures of experts; the plain ones without cp switched inside one mini-batch). What is not exact is refused, with an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
 
 Where tp holds a block whole, or a family's plan leaves one out, every rank of a tensor-parallel group computes it: exact, without saving
 memory. Layers that run one sequence of a pack at a time gain less from packing.
@@ -34,8 +35,8 @@ memory. Layers that run one sequence of a pack at a time gain less from packing.
 The page is generated: `python -m tests.family_sweep` runs the sweep (about {minutes} minutes on two cores) and writes it anew;
 `python -m tests.family_sweep qwen3` runs one family.
 
-| family | | dp | tp | pp | tp and pp | cp | +z3 | ck | switched | notes |
-|---|---|---|---|---|---|---|---|---|---|---|
+| family | | dp | tp | pp | tp and pp | cp | +z3 | ck | ep | switched | notes |
+|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 
 
@@ -75,8 +76,8 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
     lines = [
-        "| | families | exact under dp | tp | pp | cp | +z3 | ck | switched |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| | families | exact under dp | tp | pp | cp | +z3 | ck | ep | switched |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     kinds = {"dense": False, "mixture of experts": True}
     for kind, mixture in kinds.items():
@@ -89,10 +90,13 @@ def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
             ("cp", None),
             ("+z3", None),
             ("ck", None),
+            ("ep", "mixture"),
             ("switched", None),
         ):
-            planned = [row for row in rows if plan is None or row[plan]]
-            cells.append(f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}")
+            planned = [row for row in rows if plan is None or row.get(plan)]
+            cells.append(
+                "-" if not planned else f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}"
+            )
         lines.append(f"| {kind} | {len(rows)} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

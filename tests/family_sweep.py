@@ -41,12 +41,20 @@ NUM_ROWS = {
     "dp4+z3": 16,
     "dp4+rc+z3": 16,
     "dp1+ck5": 4,
+    "dp4ep4": 16,
 }
 """Rows of each strategy's mini-batch: two a pack, two packs a replica, three for the longest pipeline."""
 MIX = "mix"
 CHUNKED = [strategy for strategy in NUM_ROWS if "+ck" in strategy]
 """Run on one rank."""
+DIVIDED = [strategy for strategy in NUM_ROWS if "ep" in strategy]
+"""Run for mixtures of experts."""
 _SHORTEST = 7
+
+
+def of_four_ranks(is_of_experts: bool) -> list[str]:
+    """What is run on four ranks, of a mixture of experts or of a dense model."""
+    return [s for s in NUM_ROWS if s not in CHUNKED and (is_of_experts or s not in DIVIDED)]
 
 
 def rows_of(strategy: str, vocab_size: int) -> list[dict[str, Any]]:
@@ -126,7 +134,7 @@ def _run(rank: int, model: Any, legal: Sequence[str]) -> dict[str, dict[str, Any
     references = {s: (_num_labels(rows[s]), *reference_step(model, rows[s])) for s in legal} if rank == 0 else {}
     model.zero_grad(set_to_none=True)
     batches = {s: (rows[s], [s]) for s in legal}
-    mixed = [s for s in legal if "cp" not in s and "+" not in s]
+    mixed = [s for s in legal if s not in DIVIDED and "cp" not in s and "+" not in s]
     if len(mixed) > 1:
         batches[MIX] = ([row for s in mixed for row in rows[s]], mixed)
     found = {}
@@ -177,7 +185,7 @@ def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> di
     row: dict[str, Any] = {"tp_plan": tp, "pp_plan": pp, "strategies": {}}
     try:
         row["mixture"] = is_mixture(tiny_config_of(family))
-        strategies = [strategy for strategy in NUM_ROWS if strategy not in CHUNKED]
+        strategies = of_four_ranks(row["mixture"])
         try:
             row["strategies"] = run_ranks(4, sweep_on_rank, family, strategies, timeout=timeout)[0]
         except WorldError as error:
@@ -231,7 +239,9 @@ def main() -> None:
         begin = time.monotonic()
         if options.strategies:
             row = results[family]
-            add_strategies(family, row, options.strategies, options.timeout)
+            dense = not row.get("mixture", False)
+            own = [strategy for strategy in options.strategies if not (dense and strategy in DIVIDED)]
+            add_strategies(family, row, own, options.timeout)
         else:
             row = results[family] = sweep_family(family, options.timeout, options.apart)
         text = {name: outcome(found) for name, found in row["strategies"].items()}

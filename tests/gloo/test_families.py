@@ -10,7 +10,7 @@ from hf_hotspa.checkpoint.export import export
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.family_page import outcome
-from tests.family_sweep import CHUNKED, NUM_ROWS, RESULTS, sweep_on_rank
+from tests.family_sweep import CHUNKED, RESULTS, of_four_ranks, sweep_on_rank
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 from tests.tiny_families import tiny_model_of
@@ -25,7 +25,7 @@ SAMPLE = ("deepseek_v2", "qwen3_5_text")
 @pytest.mark.parametrize("family", [pytest.param(f, marks=() if f in SAMPLE else pytest.mark.slow) for f in ROWS])
 def test_a_family_is_as_its_row_says(family):
     row = ROWS[family]
-    found = run_ranks(4, sweep_on_rank, family, [s for s in NUM_ROWS if s not in CHUNKED], timeout=300)[0]
+    found = run_ranks(4, sweep_on_rank, family, of_four_ranks(row["mixture"]), timeout=300)[0]
     found |= run_ranks(1, sweep_on_rank, family, CHUNKED, timeout=300)[0]
     assert {name: outcome(result) for name, result in found.items()} == {
         name: outcome(result) for name, result in row["strategies"].items()
