@@ -70,7 +70,7 @@ _MIXTURES: dict[str, tuple[type[PreTrainedConfig], type[PreTrainedModel], dict[s
     MIXTURE: (
         MixtralConfig,
         MixtralForCausalLM,
-        {"num_key_value_heads": 4, "intermediate_size": 18, "num_local_experts": 8, "sliding_window": None},
+        {"num_key_value_heads": 4, "intermediate_size": 24, "num_local_experts": 8, "sliding_window": None},
     ),
 }
 
