@@ -46,6 +46,7 @@ from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
+from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
@@ -231,6 +232,7 @@ def prepare_auto(
                 evaluated=tables[1:],
                 may_chunk=may_chunk,
                 has_host_memory=args.device.type != "cpu",
+                may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
             )
 
         plan = agreement.run(

@@ -14,6 +14,7 @@ from hf_hotspa.costs.model import CostModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
+from hf_hotspa.packing.pipeline_order import runs_chunks
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
@@ -90,6 +91,7 @@ def make_auto_plan(
     evaluated: Sequence[SequenceTable] = (),
     may_chunk: bool = True,
     has_host_memory: bool = True,
+    may_go_round: bool = False,
 ) -> Plan:
     """Plans a run.
 
@@ -110,6 +112,7 @@ def make_auto_plan(
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
         may_chunk: Whether a sequence that would not fit may be trained in chunks of tokens (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
+        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
 
     Raises:
         DataError: there is nothing to train on.
@@ -144,6 +147,7 @@ def make_auto_plan(
             margin=margin,
             pack_margin=PACK_MARGIN,
             plain_margin=margin,
+            may_go_round=may_go_round and runs_chunks(cost.memory.options.schedule),
         )
     except DeviceMemoryError as error:
         raise DeviceMemoryError(

@@ -22,6 +22,7 @@ from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
+from hf_hotspa.packing.pipeline_order import runs_chunks
 from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.context import divided, that_pay
@@ -292,6 +293,7 @@ def make_plan(
         longest=top,
         quadratic_cost=shape.quadratic_cost,
         max_phases=max_phases,
+        may_go_round=runs_chunks(setup.schedule),
     )
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)

@@ -12,6 +12,7 @@ What is exact and what is not:
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
+* Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool and the best single strategy alone (`search.rounds`).
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
   runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
   as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
@@ -34,6 +35,7 @@ from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice, Row
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
+from hf_hotspa.search.rounds import Phases, going_round
 from hf_hotspa.strategy import Bucket, Strategy
 
 EXACT_PHASES = 600
@@ -64,6 +66,7 @@ def search(
     margin: float = 0.01,
     pack_margin: float = 0.0,
     plain_margin: float = 0.0,
+    may_go_round: bool = False,
 ) -> Choice:
     """Chooses strategies, edges and pack sizes.
 
@@ -81,6 +84,7 @@ def search(
             what was measured, and the time model is not that exact.
         plain_margin: How much better than a single strategy with fewer ranks to a replica one with more must be, as a
             share: ranks that wait for one another are harder to predict.
+        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
 
     Raises:
         HotspaConfigError: there are no lengths, no strategy with coefficients, or an argument is impossible.
@@ -102,7 +106,7 @@ def search(
     if all(capacities.tokens(s, capacities.arena(s)) < longest for s in pool):
         raise capacities.too_long(longest, pool)
     searcher = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
-    return searcher.run(margin, pack_margin, plain_margin)
+    return searcher.run(margin, pack_margin, plain_margin, may_go_round)
 
 
 def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple[list[list[int]], list[float]]:
@@ -123,9 +127,6 @@ def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple
         weights.append(_RARE)
     return batches, weights
 
-
-_Phases = tuple[tuple[Strategy, int, int, int], ...]
-"""`(strategy, low, high, pack tokens)` of each phase, by length."""
 
 _Estimated = tuple[tuple[Strategy, int, int, float], ...]
 """`(strategy, low, high, estimated seconds)` of each phase, by length."""
@@ -155,7 +156,7 @@ class _Search:
         max_phases: int,
     ) -> None:
         self.batches, weights = mini_batches(sample, mini_batch_size, longest)
-        self.time, self.capacities, self.switch = time, capacities, switch
+        self.time, self.capacities, self.switch = time, capacities, dict(switch)
         self.longest, self.max_phases = longest, max_phases
         self.most_tokens = max(longest, *map(sum, self.batches))
         pool = [strategy for strategy in pool if not self._needs_no_shards(strategy, pool)]
@@ -165,7 +166,7 @@ class _Search:
         self.pool = [s for s in pool if s not in set(self.plain.values())]
         self.num_drawn = round(1 / weights[0])
         self.weights = weights
-        self.evaluator = Evaluator(self.batches, time, switch, quadratic_cost, weights)
+        self.evaluator = Evaluator(self.batches, time, self.switch, quadratic_cost, weights)
         self.exact = True
         self._known_packs: dict[tuple[Strategy, int, int], list[int]] = {}
 
@@ -183,13 +184,17 @@ class _Search:
             plain, self.capacities.arena(plain)
         )
 
-    def run(self, margin: float, pack_margin: float, plain_margin: float) -> Choice:
+    def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool) -> Choice:
         static = self._best_static(plain_margin)
         best, best_seconds = static, self._seconds(static)
         static_seconds = best_seconds
         for phases in self._candidates() if self.max_phases > 1 and len(self.pool) > 1 else ():
             if (seconds := self._seconds(phases)) < best_seconds:
                 best, best_seconds = phases, seconds
+        if may_go_round:
+            known = margin, len(self.time.layer_costs), self.capacities, self.switch, self._seconds
+            best, static = (going_round(phases, *known) for phases in (best, static))
+            best_seconds, static_seconds = self._seconds(best), self._seconds(static)
         if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
             best = static
         best, static = (self._plainest([self._slim(each, pack_margin) for each in phases]) for phases in (best, static))
@@ -204,7 +209,7 @@ class _Search:
                 return strategy, low, high, smaller
         return phase
 
-    def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> _Phases:
+    def _plainest(self, phases: Sequence[tuple[Strategy, int, int, int]]) -> Phases:
         """The same without `+sp` where the packs fit without."""
         arena, plainest = max(self.capacities.arena(phase[0]) for phase in phases), []
         for strategy, low, high, tokens in phases:
@@ -215,7 +220,7 @@ class _Search:
             plainest.append((strategy, low, high, tokens))
         return tuple(plainest)
 
-    def _seconds(self, phases: _Phases) -> float:
+    def _seconds(self, phases: Phases) -> float:
         return sum(self.evaluator.phase(*phase).seconds for phase in phases)
 
     def _capacity(self, strategy: Strategy, arena: int) -> int:
@@ -234,7 +239,7 @@ class _Search:
             self._known_packs[key] = sorted(sizes, reverse=True)
         return self._known_packs[key]
 
-    def _best_static(self, plain_margin: float) -> _Phases:
+    def _best_static(self, plain_margin: float) -> Phases:
         """All single strategies and pack sizes, those with the lowest bound first, until no bound can win.
 
         The fastest, or of those that are less than the margin behind it one with the fewest ranks to a replica.
@@ -256,7 +261,7 @@ class _Search:
         _, strategy, tokens = min(near, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0]))
         return ((strategy, *whole, tokens),)
 
-    def _candidates(self) -> list[_Phases]:
+    def _candidates(self) -> list[Phases]:
         """Pools worth simulating, over all sizes of arena."""
         arenas: list[int] = []
         for arena in sorted({self.capacities.arena(s) for s in self.pool}, reverse=True):
@@ -277,13 +282,13 @@ class _Search:
             return [self._with_packs(each) for each in candidates.values()]
         return self._best_first(list(candidates.values()))
 
-    def _best_first(self, left: list[_Estimated]) -> list[_Phases]:
+    def _best_first(self, left: list[_Estimated]) -> list[Phases]:
         """Simulates pools, that with the best estimate first, until the best is not beaten for a while.
 
         By how much a strategy takes longer than was estimated is about the same for other lengths; so what was
         simulated corrects the estimates of all pools that have the strategy.
         """
-        packed: list[_Phases] = []
+        packed: list[Phases] = []
         error: dict[Strategy, float] = {}
         best, in_vain = float("inf"), 0
 
@@ -304,7 +309,7 @@ class _Search:
         packed.sort(key=self._seconds)
         return [*packed, *map(self._moved, packed[:2])]
 
-    def _with_packs(self, each: _Estimated) -> _Phases:
+    def _with_packs(self, each: _Estimated) -> Phases:
         """The phases with their best pack sizes in a pool of these strategies."""
         arena = max(self.capacities.arena(strategy) for strategy, *_ in each)
         return tuple(self._packed(strategy, low, high, arena) for strategy, low, high, _ in each)
@@ -359,7 +364,7 @@ class _Search:
                     best, best_seconds = tokens, seconds
         return strategy, low, high, best
 
-    def _moved(self, phases: _Phases) -> _Phases:
+    def _moved(self, phases: Phases) -> Phases:
         """The same strategies with edges moved to neighbouring candidates while that helps."""
         best, best_seconds = phases, self._seconds(phases)
         edges = choose_edges(self.batches, [max(phase[2:]) for phase in phases], self.longest, 2 * _MOST_EDGES)
@@ -379,7 +384,7 @@ class _Search:
                             break
         return best
 
-    def _choice(self, phases: _Phases, static: _Phases) -> Choice:
+    def _choice(self, phases: Phases, static: Phases) -> Choice:
         rows = []
         for strategy, low, high, tokens in phases:
             cost = self.evaluator.phase(strategy, low, high, tokens)

@@ -118,6 +118,19 @@ def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "pp4 simulated" in capsys.readouterr().out
 
 
+def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("interleaved", tmp_path / "interleaved.json")
+    assert list(found["sides"]) == ["dp1tp1pp2", "dp1tp1pp2+v2"]
+    for rounds, side in enumerate(found["sides"].values(), start=1):
+        assert len(side["forward"]) == len(side["backward"]) == 2 * rounds  # every stage has run
+        assert min(*side["forward"], *side["backward"], side["idle over busy"]) > 0
+        # no rank is done before it has run all of its passes
+        passes = [sum(pair) for pair in zip(side["forward"], side["backward"], strict=True)]
+        assert side["simulated"] >= max(sum(passes[rank::2]) for rank in (0, 1)) * 2 * (1 - 1e-9)
+        assert side["formula"] == 1 / (2 * rounds)
+    assert "+v2 is" in capsys.readouterr().out
+
+
 def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Ours and both ways of FSDP2 that run on CPU; DeepSpeed is left to the whole run."""
     command = ["--logs", str(tmp_path / "logs"), "--sides", "dp4", "FSDP2"]

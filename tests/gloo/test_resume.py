@@ -121,12 +121,13 @@ DIAGONAL = [(2, 1), pytest.param(1, 3, marks=pytest.mark.slow), (4, 2), (3, 4)]
 @pytest.mark.parametrize(("saved", "world"), DIAGONAL)
 def test_another_layout_goes_on_from_the_same_bits(saved, world, tmp_path):
     [losses, *_] = run_ranks(saved, one_run, str(tmp_path / "a"), None, {})
-    check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, [STRATEGIES[world]])
+    pools = [STRATEGIES[world], *(["dp2:16@32,pp2+v2:60"] if world == 2 else [])]
+    check_other_layouts(tmp_path, tmp_path / "a" / "checkpoint-3", losses, world, pools)
 
 
 MATRIX = {
     1: ["dp1:60@64"],
-    2: ["dp2:60@64", "tp2:60", "pp2:60", STRATEGIES[2]],
+    2: ["dp2:60@64", "tp2:60", "pp2+v2:60", STRATEGIES[2]],
     3: ["dp3:60@64", "pp3:60", STRATEGIES[3]],
     4: ["dp4:60@64", "dp2tp2:60", "tp4:60", "pp4:60", "tp2pp2:60", STRATEGIES[4]],
     8: ["dp8:60@64", "dp2tp2pp2:60", "tp4pp2:60", "dp2pp4:60", STRATEGIES[8]],

@@ -340,3 +340,22 @@ def test_bad_input() -> None:
         DeviceMemoryError, match="a limit of [0-9]+MiB .* with .*, or sequences of at most [0-9]+ tokens"
     ):
         search([10_000_000], strategies, time, memory, switch)
+
+
+@pytest.mark.parametrize("num_layers", [8, 7])
+def test_two_stages_on_each_rank_of_a_pipeline_are_chosen_where_they_are_faster_and_fit(num_layers: int) -> None:
+    """Only for what would be chosen without: a handful of packs through four ranks, which need eight layers for it."""
+    pipeline, lengths = Strategy(1, 1, 4), [100] * 8
+    time = TimeModel("test", (1,) * num_layers, 0, {1: Cost(b=1e-6)}, hop_intra=Hop(1e-9, 1e-12))
+    roomy = FixedCapacities({pipeline: 200, replace(pipeline, v=2): 200})
+    plain, found = (
+        search(lengths, [pipeline], time, roomy, {pipeline: 1e-6}, may_go_round=may) for may in (False, True)
+    )
+    assert plain.static.strategy == pipeline
+    assert found.static.strategy == found.buckets[0].strategy == replace(pipeline, v=2 if num_layers == 8 else 1)
+    assert found.seconds < plain.seconds * 0.95 if num_layers == 8 else found.seconds == plain.seconds
+    # what does not hold the longest sequence, and what hops make slower, is not
+    narrow = FixedCapacities({pipeline: 200, replace(pipeline, v=2): 99})
+    assert search(lengths, [pipeline], time, narrow, {pipeline: 1e-6}, may_go_round=True).static.strategy == pipeline
+    far = replace(time, hop_intra=Hop(1.0, 0.0))
+    assert search(lengths, [pipeline], far, roomy, {pipeline: 1e-6}, may_go_round=True).static.strategy == pipeline
