@@ -3,11 +3,12 @@
     python benchmarks/stragglers.py                                  # one slow rank of four
     python benchmarks/stragglers.py --part four                      # 8, 6, 4 and 2 times as slow on four of eight ranks
     python benchmarks/stragglers.py --part table                     # what migration costs where no rank is slow
+    python benchmarks/stragglers.py --part stages                    # one slow stage of four, layers divided by speed
     HOTSPA_BENCHMARK_SLOW=2:3.5 python benchmarks/stragglers.py      # rank 2 takes 3.5 times as long
 
 All sides in turn in one run: mini-batch by mini-batch, each with weights, optimizer and decisions of its own from the same start, on the
 same rows. Every product of a linear that tp cuts sleeps for its size, on a slow rank `chi` times as long, so that the cores are never the
-limit; under `dp4` every forward sleeps for its tokens, three times as long as a product does (the backward is two more). Every side finds
+limit; under `dp4` and `pp4` every forward sleeps for its tokens and layers, three times as long as a product does (the backward is two more). Every side finds
 the slow ranks by itself, by what its mini-batches measured, and the first ones are not counted. What it took to look at the variation of
 weights (once a period) is not counted either. The numbers of the paper (arXiv 2401.11469: 8 V100, ViT-1B, tree collectives) stand
 beside as ratios.
@@ -36,16 +37,22 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.parallel.flexible_work import Exchange
+from hf_hotspa.parallel.stage_input import PassThrough
 from hf_hotspa.parallel.waiting import PRODUCTS, ProductClock
 from hf_hotspa.rows.features import DEFAULT_RULES, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers import ratios
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.modes import GIVING
+from hf_hotspa.stragglers.speeds import Speeds
+from hf_hotspa.stragglers.stage_cuts import cut_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"
 WARM, PERIOD, LENGTH, LEARNING_RATE = 4, 2, 16, 3e-3
+PACKS = 16
+"""Packs of a mini-batch of a pipeline."""
+RECUT = "pp recut"
 MIGRATION = {
     "migrate": Exchange.BROADCAST,
     "migrate, own reduces": Exchange.UNMERGED,
@@ -70,10 +77,10 @@ PAPER_FOUR = "the paper (Fig. 11, four of eight GPUs at chi = 8, 6, 4, 2): lambd
 def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--part", choices=("one", "four", "table"), nargs="+", default=["one"])
+    parser.add_argument("--part", choices=("one", "four", "table", "stages"), nargs="+", default=["one"])
     parser.add_argument("--chi", type=float, nargs="+", default=[2.0, 4.0, 8.0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[64, 128])
-    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model; of each stage with --part stages")
     parser.add_argument("--rows", type=int, default=64, help="rows of 16 tokens in a mini-batch")
     parser.add_argument("--rounds", type=int, default=3, help="mini-batches of each side that count")
     parser.add_argument("--usual", type=float, default=0.4, help="seconds of products of a usual rank in a mini-batch")
@@ -82,6 +89,7 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.quick:
         options.chi, options.hidden, options.layers, options.rows = [4.0], [32], 1, 16
+        options.layers += "stages" in options.part
         options.rounds, options.usual = 1, 0.05
     return options
 
@@ -142,7 +150,8 @@ class Sleep:
 
         def forwards(replica: Replica, micro_batch: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
             if replica.mesh.strategy.tp == 1:
-                time.sleep(self._token_s * micro_batch.num_tokens * self.times)
+                mine = sum(not isinstance(layer, PassThrough) for layer in replica.layers)
+                time.sleep(self._token_s * micro_batch.num_tokens * mine / len(replica.layers) * self.times)
             return forward(replica, micro_batch, *args, **kwargs)
 
         ProductClock.of, ProductClock.linear = product, whole  # type: ignore[method-assign]
@@ -154,7 +163,7 @@ class Answer:
     """One side.
 
     Args:
-        strategy: tp or dp.
+        strategy: tp, dp or pp. A further word names an engine of its own, for a side that cuts pipelines anew.
         mode: Of `hotspa_stragglers`.
         slow: Whether devices are slow.
         exchange: How columns migrate.
@@ -175,8 +184,9 @@ class Measured:
 
     def __init__(self, rank: int, world_size: int, hidden: int, strategies: str, options: argparse.Namespace) -> None:
         self.rank, self.tokens = rank, options.rows * LENGTH
-        self.model = make_model(hidden, options.layers, num_heads=max(world_size, 4))
-        size = options.layers * (4 * hidden * hidden + 3 * hidden * 4 * hidden) * self.tokens * 3 // world_size
+        layers = options.layers * (world_size if strategies.startswith("pp") else 1)
+        self.model = make_model(hidden, layers, num_heads=max(world_size, 4))
+        size = layers * (4 * hidden * hidden + 3 * hidden * 4 * hidden) * self.tokens * 3 // world_size
         self.sleep = Sleep(options.usual / size, options.usual * world_size / self.tokens)
         self.sleep.install()
         generator = torch.Generator().manual_seed(0)
@@ -187,7 +197,11 @@ class Measured:
         self.table = SequenceTable.of_rows(self.rows, DEFAULT_RULES)
         self.engines = {
             name: HotSPaEngine(
-                self.model, parse_buckets(f"{name}{world_size}:{LENGTH}@{self.tokens}"), EngineOptions(flexible=True)
+                self.model,
+                parse_buckets(
+                    f"{name.split()[0]}{world_size}:{LENGTH}@{self.tokens // (PACKS if 'pp' in name else 1)}"
+                ),
+                EngineOptions(flexible=True),
             )
             for name in strategies.split(",")
         }
@@ -222,6 +236,7 @@ class Side:
         self.given: dict[str, tuple[float, ...]] | None = None
         self.seconds: list[float] = []
         self.found_after: int | None = None
+        self.recut_s: list[float] = []
         self.loss, self.shares = 0.0, ""
         world.sleep.times = 1.0
         if answer.mode == "semi":
@@ -246,7 +261,8 @@ class Side:
             engine.give(giving.shares, giving.resized)
         elif self.given is not None:
             engine.give(self.given)
-        speeds = self.pace.devices.speeds() if self.answer.mode == "balance" else None
+        known = self.pace.devices.speeds() if self.answer.mode == "balance" else None
+        speeds = Speeds(known) if known is not None else None
         plan = plan_mini_batch(range(len(world.rows)), world.table, engine.buckets, speeds=speeds)
         mini_batch = self.collate.of_plan(plan, dict(enumerate(world.rows)))
         engine.agreement.barrier()
@@ -257,6 +273,8 @@ class Side:
         report, _ = self.pace.trained(plan, report)
         if self.found_after is None and self.chis and self.chis.keys() <= self.pace.devices.slow:
             self.found_after = number + 1
+        if self.answer.strategy == RECUT:
+            self._recut()
         if giving is not None and self.answer.migrating is not None:
             with patch.object(ratios, "num_migrating", lambda *_: self.answer.migrating):
                 giving.decide(self.pace.devices.known, self.pace.devices.slow)
@@ -269,8 +287,21 @@ class Side:
             if weight is not None and own is not None:
                 own.copy_(weight)
 
+    def _recut(self) -> None:
+        """Divides layers by what is known of the devices; what it takes is said, and not counted in a mini-batch."""
+        engine, begin = self.engine, time.perf_counter()
+        costs = engine.description.vector.stage_costs
+        if engine.recut(cut_by_speed(costs, engine.phases, self.pace.devices.speeds())):
+            self.pace.take_cut(engine.description.vector, engine.layouts)
+            self.recut_s.append(time.perf_counter() - begin)
+
     def _shares(self, report: Any) -> str:
         giving = self.pace.giving
+        if self.answer.strategy == RECUT:
+            (strategy,) = self.engine.phases
+            stages = self.engine.description.vector.stage_costs.stages(strategy.pp)
+            took = f", cut in {sum(self.recut_s):.2f} s" if self.recut_s else ""
+            return f"layers {'+'.join(str(len(stage)) for stage in stages)}{took}"
         if giving is None or report.ranks is None:
             return ""
         (given,) = giving.shares.values()
@@ -298,7 +329,7 @@ def found(sides: Mapping[str, Side]) -> dict[str, Any]:
             "found_after": side.found_after,
             "loss": side.loss,
             "shares": side.shares,
-            "strategy": side.answer.strategy,
+            "strategy": side.answer.strategy.split()[0],
             "exact": side.answer.mode not in ("resize", "semi"),
         }
         for name, side in sides.items()
@@ -333,6 +364,24 @@ def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: ar
         "ideal": ideal,
         "sides": result,
     }
+
+
+def stages_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
+    """One slow stage of four, whose layers go to the others."""
+    slow, times = slow_rank(chi)
+    world = Measured(rank, world_size, hidden, f"pp,{RECUT}", options)
+    answers = {"pp4: none slow": Answer("pp", slow=False), "pp4: off": Answer("pp")}
+    answers |= {"pp4: balance": Answer(RECUT, "balance")}
+    sides = {name: Side(world, answer, {slow: times}) for name, answer in answers.items()}
+    take_turns(sides, options.rounds)
+    result = found(sides)
+    world.close()
+    losses = [side["loss"] for side in result.values()]
+    if max(losses) - min(losses) > 1e-3 * losses[0]:
+        raise SystemExit(f"the losses of exact sides differ: {losses}")
+    ratio = times * world_size / (times * (world_size - 1) + 1)
+    what = f"hidden {hidden}, {options.layers * world_size} layers, one of four stages takes {times:g} times as long"
+    return {"what": what, "ideal": {"pp": ratio * result["pp4: none slow"]["seconds"]}, "sides": result}
 
 
 def four_of_eight(rank: int, world_size: int, hidden: int, options: argparse.Namespace) -> dict[str, Any]:
@@ -398,15 +447,17 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     results = []
     for part in options.part:
         for hidden in options.hidden:
-            if part == "one":
+            if part in ("one", "stages"):
                 for chi in options.chi:
-                    results.append(run_world(4, one_of_four, hidden, chi, options))
+                    by_chi = one_of_four if part == "one" else stages_of_four
+                    results.append(run_world(4, by_chi, hidden, chi, options))
                     show(results[-1])
                 continue
             measure = four_of_eight if part == "four" else table_of_migration
             results.append(run_world(8, measure, hidden, options))
             show(results[-1])
-        print("\n" + {"one": PAPER, "four": PAPER_FOUR, "table": "the paper: Table I"}[part])
+        if part != "stages":  # the paper has no pipelines
+            print("\n" + {"one": PAPER, "four": PAPER_FOUR, "table": "the paper: Table I"}[part])
     given = {key: value for key, value in vars(options).items() if key != "json"}
     result = {"options": given, "runs": results}
     write_json(options.json, result)

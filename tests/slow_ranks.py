@@ -7,12 +7,17 @@ from typing import Any
 from unittest.mock import patch
 
 from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.layout.vector import EMBEDDING
 from hf_hotspa.model.replica import Replica
 
 
 @contextmanager
 def said_to_take(
-    rank: int, times: Callable[[int, int], float], token_s: float = 1e-2, product_share: float = 0.0
+    rank: int,
+    times: Callable[[int, int], float],
+    token_s: float = 1e-2,
+    product_share: float = 0.0,
+    by_weights: bool = False,
 ) -> Iterator[None]:
     """Every phase measures a computation in proportion to its tokens, some ranks several times as long.
 
@@ -21,6 +26,8 @@ def said_to_take(
         times: Mini-batch (counted from 0) and rank to how many times the seconds of a usual rank this one takes.
         token_s: The seconds of a usual rank, a token.
         product_share: The part of products, which alone takes longer; what a rank gives away it does not compute.
+        by_weights: A rank takes in proportion to what it multiplies with, too (the cost of stages by count): `token_s` is
+            then that of a million weights.
     """
     run = PhaseRunner.run
 
@@ -28,6 +35,10 @@ def said_to_take(
         loss, found = run(runner, phase, *args, step=step, **kwargs)
         tokens = sum(m.num_tokens for m in phase.micro_batches)
         usual = token_s * tokens / runner.mesh.strategy.tp
+        if by_weights:
+            slots, is_last = runner.replica.slots, runner.replica.is_last
+            held = sum(s.numel for s in slots if s.spec.unit != EMBEDDING or (s.spec.in_head and is_last))
+            usual = token_s * tokens * held / 1e6
         if not product_share:
             return loss, found._replace(compute_s=usual * times(step, rank), others_s=0.0)
         work = runner.replica.flexible

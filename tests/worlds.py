@@ -15,6 +15,7 @@ from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, parse_buckets
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
 
@@ -52,7 +53,12 @@ def make_mini_batch(
     read = [read_row(row, index, collator.rules) for index, row in enumerate(rows)]
     table = SequenceTable.of_rows(read, collator.rules)
     plan = plan_mini_batch(
-        range(len(rows)), table, engine.buckets, quadratic_cost=shape.quadratic_cost, policy=policy, speeds=speeds
+        range(len(rows)),
+        table,
+        engine.buckets,
+        quadratic_cost=shape.quadratic_cost,
+        policy=policy,
+        speeds=Speeds(speeds),
     )
     return collator.of_plan(plan, dict(enumerate(read)))
 

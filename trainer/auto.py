@@ -71,6 +71,7 @@ class AutoStrategies:
         quadratic_cost: See `ModelShape.quadratic_cost`.
         singles: Gives the single strategies that fit, the fastest as predicted first.
         stage_costs: What stages are cut by, as the plan has it.
+        fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
     """
 
     def __init__(
@@ -81,7 +82,9 @@ class AutoStrategies:
         quadratic_cost: float,
         singles: Callable[[], list[Bucket]],
         stage_costs: StageCosts | None,
+        fits: Callable[[ModelDescription], None],
     ) -> None:
+        self.fits = fits
         self.plan, self._args, self._quadratic_cost = plan, args, quadratic_cost
         self.chooser: PhaseChooser | None = None
         self.refits: deque[Refit] = deque(maxlen=_REFITS_KEPT)
@@ -243,7 +246,11 @@ def prepare_auto(
         tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
     quadratic_cost = description.shape.quadratic_cost
     singles = lambda: fitting(strategies, lambda s: planned([s]))  # noqa: E731
-    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured)
+
+    def fits(cut: ModelDescription) -> None:
+        cost_model(calibration, cut, args).memory.check_pool(plan.pool, limit, limit_text(limit, source))
+
+    return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits)
 
 
 def measured_costs(

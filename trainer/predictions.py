@@ -20,7 +20,7 @@ from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.model.specs import describe_model
+from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
@@ -76,14 +76,18 @@ class Predictions:
         self, engine: HotSPaEngine, known: Known, args: HotSPaTrainingArguments, may_divide: bool = True
     ) -> None:
         self._args, self._known, self._engine = args, known, engine
-        cost = cost_model(known.calibration, engine.description, args)
-        # as the engine does, which does not know of it
-        self._cost = replace(cost, time=replace(cost.time, cut_by=engine.description.shape.quadratic_cost))
+        self.take_cut(engine.description)
         legal = searched_strategies(engine.description.shape, args, may_divide=may_divide)
         self._legal = [s for s in legal if self._cost.time.knows(s)]
         self._switch = self._cost.switch_seconds([*(bucket.strategy for bucket in engine.buckets), *self._legal])
         self.single: SingleStrategy | None = None
         self.singles: Callable[[], list[Bucket]] = list
+
+    def take_cut(self, description: ModelDescription) -> None:
+        """Predicts for stages that are cut as the description says, by devices of the paces that cut them."""
+        cost = cost_model(self._known.calibration, description, self._args)
+        # as the engine does, which does not know of it
+        self._cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
         """Looks for the best single strategy for a data set, whatever strategies were given.

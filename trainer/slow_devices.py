@@ -3,13 +3,13 @@
 Watching costs nothing of its own: every rank learns the seconds of all ranks from what the engine gathers at the end of a
 mini-batch anyway, and all come to the same conclusion. What is found is in the step reports (`paces`, `slow`), and in the log of the
 main process when a device becomes slow or recovers. `balance` also divides the packs of later mini-batches over replicas by
-their speed, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
+their speed and cuts the layers of pipelines by it, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
 Both change the order of sums alone. `resize` lets slow ranks leave columns out, and `semi` divides between the two by what a
 pretest found; these are not exact, and say so. What any of them depends on is in checkpoints.
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,13 +18,16 @@ from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.pretest import pretest
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.report import StepReport
 from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.modes import GIVING, LOSSY
-from hf_hotspa.stragglers.speeds import SpeedHistory
+from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.dataloader import planned_ahead
+from hf_hotspa.trainer.predictions import Predictions
+from hf_hotspa.trainer.stage_cuts import StageCuts
 
 logger = logging.getLogger(__name__)
 
@@ -42,23 +45,33 @@ class DeviceWatch:
         mode: `hotspa_stragglers`, not `off`.
         delay: How many mini-batches are planned ahead of training.
         resizing: How products are resized, in `resize` and `semi`.
+        stages: Cuts pipelines in `balance`; None where their cut stays.
 
     Attributes:
         decides: Whether the run depends on what is found; a checkpoint then holds it.
         speeds: By which packs are divided; None where the mode divides evenly.
 
     Raises:
-        HotspaConfigError: no strategy has replicas to divide packs over, or shards whose columns could go elsewhere.
+        HotspaConfigError: no strategy has replicas to divide packs over or stages to divide layers over, or shards whose
+            columns could go elsewhere.
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
-    def __init__(self, engine: HotSPaEngine, mode: str, delay: int, resizing: Resizing | None = None) -> None:
+    def __init__(
+        self,
+        engine: HotSPaEngine,
+        mode: str,
+        delay: int,
+        resizing: Resizing | None = None,
+        stages: StageCuts | None = None,
+    ) -> None:
         self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
-            _needs(engine, "dp", mode, "no strategy has replicas", "packs are divided over the replicas of dp")
+            why = "packs are divided over the replicas of dp, and layers over the stages of pp"
+            _needs(engine, ("dp", "pp"), mode, "no strategy has replicas or stages", why)
         if mode in GIVING:
             why = "columns are those of products that a tensor-parallel group shares"
-            _needs(engine, "tp", mode, "no strategy is tensor parallel", why)
+            _needs(engine, ("tp",), mode, "no strategy is tensor parallel", why)
             if untried := [str(s) for s in engine.phases if s.z or s.cp > 1]:
                 raise UnsupportedError(
                     f"hotspa_stragglers={mode} with {', '.join(untried)}",
@@ -67,6 +80,8 @@ class DeviceWatch:
                 )
         self._pace = engine.device_pace(mode if mode in GIVING else None)
         self.speeds = SpeedHistory(delay) if mode == "balance" else None
+        self._stages = stages if mode == "balance" else None
+        self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
         self._speaks, self._said = engine.rank == 0, 0
         self._last: list[float] = []
         self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY and resizing is not None else None
@@ -89,7 +104,8 @@ class DeviceWatch:
         return self.speeds
 
     def begin(self, step: int, pass_steps: int) -> None:
-        """Before a mini-batch. Collective where columns are chosen by variation.
+        """Before a mini-batch. Collective where columns are chosen by variation, and where a resumed run has another cut
+        of stages.
 
         Args:
             step: Mini-batches trained so far.
@@ -97,9 +113,14 @@ class DeviceWatch:
         """
         if self._statistics is not None:
             self._statistics.begin(step, pass_steps)
+        if self._stages is not None and (said := self._stages.begin()):
+            self._take_cut()
+            if self._speaks:
+                logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, said, self.mode)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; returns it with what it says of the devices."""
+        """Takes the report of a mini-batch; returns it with what it says of the devices. Collective where pipelines are cut
+        anew."""
         report, event = self._pace.trained(plan, report)
         answer = self._answer(report.step)
         if (event is not None or answer) and self._speaks and self._said < _MOST_SAID:
@@ -114,9 +135,7 @@ class DeviceWatch:
         """What is done from some later mini-batch on; empty where nothing changes."""
         devices = self._pace.devices
         if self.speeds is not None:
-            first = self.speeds.trained(step - 1, devices.speeds())
-            evenly = "evenly" if devices.speeds() is None else "by speed"
-            return f"from mini-batch {first + 1} on packs are divided {evenly}" if first is not None else ""
+            return self._balanced(step, self.speeds)
         giving = self._pace.giving
         if giving is None or not giving.decide(devices.known, devices.slow):
             return ""
@@ -136,11 +155,27 @@ class DeviceWatch:
             said += [f"rank {rank} {' and '.join(does)}"] if does else []
         return ", ".join(said) or "all columns are computed where they lie"
 
+    def _balanced(self, step: int, history: SpeedHistory) -> str:
+        ranks, said = self._pace.devices.speeds(), list[str]()
+        if self._stages is not None and (of_stages := self._stages.decide(ranks)):
+            self._take_cut()
+            said.append(of_stages)
+        loads = self._stages.loads if self._stages is not None else ()
+        first = history.trained(step - 1, Speeds(ranks, loads) if ranks is not None else None)
+        if first is not None and self._has_replicas:
+            said.append(f"from mini-batch {first + 1} on packs are divided {'evenly' if ranks is None else 'by speed'}")
+        return "; ".join(said)
+
+    def _take_cut(self) -> None:
+        self._pace.take_cut(self._engine.description.vector, self._engine.layouts)
+
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, JSON-ready."""
         state: dict[str, Any] = {"devices": self._pace.devices.state_dict()}
         if self.speeds is not None:
             state["speeds"] = self.speeds.state_dict()
+        if self._stages is not None:
+            state["stages"] = self._stages.state_dict()
         if self._pace.giving is not None:
             state["giving"] = self._pace.giving.state_dict()
         return state
@@ -154,6 +189,8 @@ class DeviceWatch:
         same = self._pace.devices.load_state_dict(state.get("devices", {}))
         if same and self.speeds is not None and "speeds" in state:
             self.speeds.load_state_dict(state["speeds"])
+        if same and self._stages is not None and "stages" in state:
+            self._stages.load_state_dict(state["stages"])
         if same and self._pace.giving is not None and "giving" in state:
             self._pace.giving.load_state_dict(state["giving"])
             self._engine.give(self._pace.giving.shares, self._pace.giving.resized)
@@ -168,8 +205,17 @@ class DeviceWatch:
             self._statistics.load(tensors)
 
 
-def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> DeviceWatch | None:
+def watch_devices(
+    engine: HotSPaEngine,
+    args: HotSPaTrainingArguments,
+    fits: Callable[[ModelDescription], None],
+    predictions: Predictions | None = None,
+) -> DeviceWatch | None:
     """Whoever watches the devices of a run; None where nobody does, and for a device alone. Collective for `semi`.
+
+    Args:
+        fits: Raises where a device cannot hold the pool in a cut of stages.
+        predictions: Told of every new cut.
 
     Raises:
         HotspaConfigError: see `DeviceWatch`.
@@ -177,8 +223,9 @@ def watch_devices(engine: HotSPaEngine, args: HotSPaTrainingArguments) -> Device
     if args.hotspa_stragglers == "off" or engine.world_size == 1:
         return None
     ahead = planned_ahead(args.dataloader_num_workers, args.dataloader_prefetch_factor)
+    stages = StageCuts(engine, fits, predictions.take_cut if predictions is not None else None)
     resizing = Resizing(args.hotspa_resize_columns, args.hotspa_resize_imputation, args.hotspa_resize_period)
-    return DeviceWatch(engine, args.hotspa_stragglers, ahead, resizing)
+    return DeviceWatch(engine, args.hotspa_stragglers, ahead, resizing, stages)
 
 
 def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:
@@ -186,11 +233,11 @@ def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:
     return [max(shares) for shares in zip(*by_strategy.values(), strict=True)]
 
 
-def _needs(engine: HotSPaEngine, axis: str, mode: str, found: str, why: str) -> None:
-    if all(getattr(strategy, axis) == 1 for strategy in engine.phases):
+def _needs(engine: HotSPaEngine, axes: Sequence[str], mode: str, found: str, why: str) -> None:
+    if all(getattr(strategy, axis) == 1 for strategy in engine.phases for axis in axes):
         names = ", ".join(map(str, engine.phases))
         raise HotspaConfigError(
             f"hotspa_stragglers={mode}, and {found} ({names})",
             why=why,
-            fix=f"use a strategy with {axis}2 or more, or hotspa_stragglers=watch",
+            fix=f"use a strategy with {' or '.join(f'{axis}2' for axis in axes)} or more, or hotspa_stragglers=watch",
         )

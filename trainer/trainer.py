@@ -192,12 +192,13 @@ class HotSPaTrainer(
         self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
         self.engine.observer = PhaseDispatcher(self)
         self._predictions = Predictions(self.engine, calibration, args, in_parts) if calibration is not None else None
-        self._devices = watch_devices(self.engine, args)
+        known = calibration.calibration if calibration is not None else None
+        fits = self._auto.fits if self._auto else lambda cut: check_given(buckets, cut, known, args, options)
+        self._devices = watch_devices(self.engine, args, fits, self._predictions)
         if self._auto is not None:
             self.engine.failures.predicted_bytes = self._auto.predicted_bytes
         else:
-            known = calibration.calibration if calibration is not None else None
-            check_given(buckets, self.engine.description, known, args, options)
+            fits(self.engine.description)
             if args.process_index == 0:
                 warn_of_known(args.output_dir, buckets)
         self._source.agrees(self.model, self.engine.model_digest)

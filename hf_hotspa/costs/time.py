@@ -21,7 +21,7 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelin
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.streams import Streams, Turn
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.interleaved_order import interleaved_order
@@ -61,7 +61,8 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        measured: What stages are cut by, where it was measured, in the place of the relative costs.
+        measured: What stages are cut by, where it was measured, in the place of the relative costs; stages of slow devices
+            (its `paces`) take so much longer.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
@@ -220,6 +221,7 @@ class TimeModel:
         mean = sum(self.layer_costs) / len(self.layer_costs)
         stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
+        paces = stage_costs.paces_of(strategy.num_stages) or (USUAL_PACE,) * strategy.num_stages
         for stage, layers in enumerate(stage_costs.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
                 sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers)
@@ -230,7 +232,7 @@ class TimeModel:
                 cost += _shared(self.embeddings.get(tp, Cost()), cp)
             if stage == strategy.num_stages - 1:
                 cost += _shared(self.heads.get(tp, Cost()), cp)
-            costs.append(cost * factor)
+            costs.append(cost * (factor * (paces[stage] / USUAL_PACE)))
         return tuple(costs)
 
     def _phase_factor(self, tp: int, pp: int) -> float:

@@ -53,10 +53,14 @@ class DevicePace:
         self, vector: ParameterVector, layouts: dict[Strategy, Layout], quadratic_cost: float, gives: str | None = None
     ) -> None:
         self._quadratic_cost = quadratic_cost
-        self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
+        self.take_cut(vector, layouts)
         self._strategies = {str(s): s for s in layouts}
         self.giving = Giving([s for s in layouts if s.tp > 1], gives) if gives else None
         self.devices = SlowDevices(next(iter(layouts)).world_size)
+
+    def take_cut(self, vector: ParameterVector, layouts: dict[Strategy, Layout]) -> None:
+        """Goes on with another cut of stages: what is known of devices stays, as it is relative to what they run."""
+        self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:
         """Takes the report of a mini-batch.

@@ -17,7 +17,7 @@ optimizer step changes the weights; what one rank finds wrong before a phase is 
 import os
 import time
 import weakref
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,8 +40,10 @@ from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.layout.placement import Layout
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.specs import ModelDescription, describe_model
@@ -49,7 +51,7 @@ from hf_hotspa.packing.pipeline_order import check_runs
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.parallel.flexible_work import FlexibleWork
-from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.parallel.same_rows import check_mini_batch
 from hf_hotspa.report import StepReport
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
@@ -111,10 +113,9 @@ class HotSPaEngine:
             self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
             if same:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
-        buffers = dict(bare_model(model)[0].named_buffers())
-        shared = self._switching, self.master, buffers, self.overlap, options
+        self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
         self.phases = {
-            strategy: PhaseRunner(self.description, self._groups.mesh(strategy), *shared)
+            strategy: self._runner(self.description, self._groups.mesh(strategy))
             for strategy in self._switching.pool.strategies
         }
         self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
@@ -162,6 +163,33 @@ class HotSPaEngine:
         self.agreement.run("set-up", switching.check_memory, lambda _: digests)
         return switching
 
+    def _runner(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
+        return PhaseRunner(description, mesh, self._switching, self.master, self._buffers, self.overlap, self._options)
+
+    def recut(
+        self, paces: Iterable[tuple[int, ...]], fits: Callable[[ModelDescription], None] = lambda _: None
+    ) -> bool:
+        """Between two mini-batches, cuts the stages of pipelines by these paces of their devices (`StageCosts.paces`). The
+        next load fills the new stages; the master store, and so checkpoints, do not change. Collective where a cut changes.
+
+        Args:
+            paces: The same on all ranks; none for the cut that the engine was made with.
+            fits: Raises on a rank that cannot hold the model in this cut.
+
+        Returns:
+            Whether a cut changed.
+
+        Raises:
+            DeviceMemoryError: on every rank, where one of them cannot hold it; the cut is the one before.
+        """
+        description = with_paces(self.description, paces, self._options.stage_costs)
+        meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
+        if meshes:
+            where, shared = f"cut of stages before mini-batch {self._steps + 1}", (self._switching, self.agreement)
+            self.phases |= take_cut(description, meshes, *shared, self._runner, fits, where)
+        self.description = description
+        return bool(meshes)
+
     def mesh(self, strategy: Strategy) -> DeviceMesh | None:
         """The torch mesh of a strategy of this engine: all ranks, over those of the axes `pp`, `dp`, `cp`, `tp` whose
         degree is above 1; None where all degrees are 1. Collective.
@@ -185,8 +213,12 @@ class HotSPaEngine:
         Args:
             gives: How what slow ranks should not compute is decided, too (`DevicePace`); None where it is not.
         """
-        layouts = {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
-        return DevicePace(self.description.vector, layouts, self.description.shape.quadratic_cost, gives)
+        return DevicePace(self.description.vector, self.layouts, self.description.shape.quadratic_cost, gives)
+
+    @property
+    def layouts(self) -> dict[Strategy, Layout]:
+        """Where the weights of each strategy lie."""
+        return {strategy: self._switching.pool.layout(strategy) for strategy in self.phases}
 
     def give(self, shares: Mapping[str, Sequence[float]], resized: Mapping[str, Sequence[float]] | None = None) -> None:
         """From the next mini-batch on ranks give these shares of the columns of their products to the others of their

@@ -5,6 +5,7 @@ Built before anything large is allocated, so that what does not fit is refused w
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -61,7 +62,15 @@ class Switching:
         weight_sizes = [dtype.itemsize for dtype in self.weight_dtypes]
         gradient_sizes = [dtype.itemsize if dtype else 1 for dtype in self.return_dtypes]
 
-        self.pool = PlanPool(vector, strategies, cluster, weight_sizes, gradient_sizes, options.planner)
+        self._make_pool = partial(
+            PlanPool,
+            strategies=strategies,
+            cluster=cluster,
+            weight_sizes=weight_sizes,
+            gradient_sizes=gradient_sizes,
+            planner=options.planner,
+        )
+        self.pool = self._make_pool(vector)
         largest = max(
             arena_bytes([self.pool.layout(s).rank_sizes(r)], self.weight_dtypes, [self.rooms(s).weights])
             for s in strategies
@@ -74,32 +83,60 @@ class Switching:
         forward = None if alone else ProcessGroupTransport(groups.forward)
         masters = [getattr(torch, s.master_dtype) for s in vector.segments]
         master_device = options.master_device(device)
-        apart = master_device.type != device.type
+        self._is_apart = apart = master_device.type != device.type
         native = {SECOND, RELAY, TARGET} | ({SOURCE} if masters == self.weight_dtypes and not apart else set())
         overlap = options.overlap(device)
         self.executor = SwitchExecutor(
             transport, rank, options.staging_bytes, device, forward, native, bool(overlap), master_device
         )
-        copies = 2 if self.pool.second_source else 1
-        self.arenas = Arenas(device, copies)
-        self.forecast: MemoryForecast = forecast(
-            vector,
-            [0] * len(vector.segments) if apart else self.pool.master.rank_sizes(rank),
-            [self.pool.layout(s).rank_sizes(rank) for s in strategies],
-            self.executor.extra_bytes(self.switches()),
-            copies,
-            self.gradient_dtypes,
-            [self.rooms(s) for s in strategies],
-        )
+        self._rank = rank
+        self.arenas = Arenas(device, 2 if self.pool.second_source else 1)
+        self.forecast: MemoryForecast = self._forecast(vector)
         self._frozen_sizes = [
             0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
         ]
         self._frozen_bytes: dict[str, int] = {}
         self._limit = options.memory_limit or device_limit(device)
-        self._rank = rank
         streams = any(strategy.z for strategy in strategies)
         self.worker = SwitchWorker(device, on_failure) if overlap or streams else None
         self._epoch = 0
+
+    def _forecast(self, vector: ParameterVector) -> MemoryForecast:
+        """What this rank will take with the pool of plans that is there."""
+        strategies, rank = self.pool.strategies, self._rank
+        return forecast(
+            vector,
+            [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank),
+            [self.pool.layout(s).rank_sizes(rank) for s in strategies],
+            self.executor.extra_bytes(self.switches()),
+            2 if self.pool.second_source else 1,
+            self.gradient_dtypes,
+            [self.rooms(s) for s in strategies],
+        )
+
+    def take_cut(self, vector: ParameterVector) -> Callable[[], None]:
+        """Makes all plans anew for another cut of stages; nothing may be under way. Not collective.
+
+        Returns:
+            Goes back to the plans before, where another rank cannot follow.
+
+        Raises:
+            DeviceMemoryError: the device cannot hold the strategies with it; the plans before are still there.
+        """
+        pool, before = self.pool, self.forecast
+
+        def back() -> None:
+            self.pool, self.forecast = pool, before
+
+        try:
+            self.pool = self._make_pool(vector)
+            self.pool.second_source = pool.second_source
+            self.forecast = self._forecast(vector)
+            self.check_memory()
+        except BaseException:
+            back()
+            raise
+        return back
 
     def switches(self) -> list[Switch]:
         """Every switch that a mini-batch may need."""
@@ -118,7 +155,9 @@ class Switching:
         self.forecast.check(self._limit, self._rank)
 
     def prepare(self) -> None:
-        """Allocates everything, so that buffers stay where they are from the first mini-batch on."""
+        """Allocates everything, so that buffers stay where they are from the first mini-batch on. What they held is void."""
+        self.arenas.forget()
+        self.executor.forget()
         for plan, dtypes in self.switches():
             self.executor.prepare(plan, dtypes)
         sizes = [self.pool.layout(strategy).rank_sizes(self._rank) for strategy in self.pool.strategies]

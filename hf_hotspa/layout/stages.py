@@ -1,15 +1,19 @@
 """Which pipeline stage holds which layer: the one function that layouts, replicas and checkpoints all call.
 
 A cut by count weighs a layer by its parameters; where seconds of the model were measured it weighs those (`StageCosts`).
+Where devices are slow (`stragglers.stage_cuts`), the stages that have them are weighed with their pace.
 `partition` is the whole of PipeDream's programme, with stages that are replicated unequally. Layouts have one dp for all
 stages, so nothing can run what it finds then: it says how much is lost by that.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError
+
+USUAL_PACE = 100
+"""The pace of a stage whose devices are not slow; a stage of 300 takes three times as long for the same layers."""
 
 
 @dataclass(frozen=True)
@@ -21,14 +25,19 @@ class StageCosts:
         head: Of the head, which the last stage has.
         embedding: Of the embedding, which the first stage has; a table look-up is nearly free.
         sends: `sends[i]`: passing the hidden state on behind layer i, one way; empty where it costs nothing.
+        paces: Of the stages of pipelines with slow devices, one tuple for each depth, as long as the pipeline has stages:
+            how long a stage takes, see `USUAL_PACE`. A depth without one has no slow stage.
     """
 
     layers: tuple[int, ...]
     head: int = 0
     embedding: int = 0
     sends: tuple[int, ...] = ()
+    paces: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
+        if min((pace for paces in self.paces for pace in paces), default=1) < 1:
+            raise HotspaConfigError("a pace of a stage is not positive", fix="give paces relative to 100")
         if self.sends and len(self.sends) < len(self.layers) - 1:
             raise HotspaConfigError(f"{len(self.sends)} sends between {len(self.layers)} layers")
         if min(self.head, self.embedding, *self.layers, *self.sends, 0) < 0:
@@ -40,7 +49,17 @@ class StageCosts:
         Raises:
             StrategyError: more stages than layers.
         """
-        return cut_stages(self.layers, self.head, num_stages, self.embedding, self.sends)
+        return cut_stages(
+            self.layers, self.head, num_stages, self.embedding, self.sends, self.paces_of(num_stages) or ()
+        )
+
+    def paces_of(self, num_stages: int) -> tuple[int, ...] | None:
+        """The paces of the stages of a pipeline; None where none is slow."""
+        return next((paces for paces in self.paces if len(paces) == num_stages), None)
+
+    def with_paces(self, paces: Iterable[tuple[int, ...]]) -> "StageCosts":
+        """The same costs where stages have these paces."""
+        return replace(self, paces=tuple(sorted(paces)))
 
     def ranks(self, pp: int, v: int = 1) -> tuple[tuple[int, ...], ...]:
         """The layers of each rank of a pipeline, ascending: stage s of pp * v is on rank s mod pp.
@@ -52,21 +71,24 @@ class StageCosts:
         return tuple(tuple(layer for stage in stages[rank::pp] for layer in stage) for rank in range(pp))
 
     def of_ranks(self, pp: int, v: int = 1) -> list[int]:
-        """What each rank of a pipeline costs, passing on left out."""
+        """What each rank of a pipeline costs at the usual pace, passing on left out."""
         costs = self.of_stages(self.stages(pp * v))
         return [sum(costs[rank::pp]) for rank in range(pp)]
 
     def of_stages(self, stages: Sequence[range]) -> list[int]:
-        """What each stage of a cut costs, passing on left out."""
+        """What each stage of a cut costs at the usual pace, passing on left out."""
         sums = [sum(self.layers[stage.start : stage.stop]) for stage in stages]
         sums[0] += self.embedding
         sums[-1] += self.head
         return sums
 
     def slowest(self, stages: Sequence[range]) -> int:
-        """What the slowest stage of a cut costs, or the slowest pass between two, there and back."""
-        sums = self.of_stages(stages)
-        return max(*sums, *(2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends), 0)
+        """What the slowest stage of a cut costs at the usual pace, or the slowest pass between two, there and back."""
+        return max(*self.of_stages(stages), *self.passes(stages), 0)
+
+    def passes(self, stages: Sequence[range]) -> list[int]:
+        """What passing on between the stages of a cut costs, there and back; empty where it costs nothing."""
+        return [2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends]
 
 
 def cut_stages(
@@ -75,6 +97,7 @@ def cut_stages(
     num_stages: int,
     embedding_cost: int = 0,
     sends: Sequence[int] = (),
+    paces: Sequence[int] = (),
 ) -> tuple[range, ...]:
     """Cuts the layers in consecutive stages so that the slowest stage is as fast as it can be.
 
@@ -82,12 +105,14 @@ def cut_stages(
     over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what passing on
     the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared stage costs,
     then the earliest cut points. The last stage also pays the head, the first one the embedding. Each stage gets a layer.
+    The cost of a stage is multiplied by its pace.
 
     Args:
         layer_costs: Relative cost of each layer.
         head_cost: Relative cost of the head.
         embedding_cost: The same of the embedding.
         sends: The same of one pass behind each layer but the last; none when empty.
+        paces: Of each stage, see `USUAL_PACE`; all alike when empty.
 
     Returns:
         The layer indices of each stage.
@@ -100,12 +125,19 @@ def cut_stages(
             f"{num_stages} pipeline stages cannot share {len(layer_costs)} layers",
             fix=f"use pp between 1 and {len(layer_costs)}",
         )
-    return _cut(tuple(layer_costs), head_cost, num_stages, embedding_cost, tuple(sends))
+    times = tuple(paces) or (1,) * num_stages
+    passes = tuple(send * USUAL_PACE for send in sends) if paces else tuple(sends)
+    return _cut(tuple(layer_costs), head_cost, num_stages, embedding_cost, passes, times)
 
 
 @lru_cache(maxsize=64)
 def _cut(
-    layer_costs: tuple[int, ...], head_cost: int, num_stages: int, embedding_cost: int, sends: tuple[int, ...]
+    layer_costs: tuple[int, ...],
+    head_cost: int,
+    num_stages: int,
+    embedding_cost: int,
+    sends: tuple[int, ...],
+    paces: tuple[int, ...],
 ) -> tuple[range, ...]:
     num_layers = len(layer_costs)
     prefix = [0]
@@ -120,7 +152,7 @@ def _cut(
                 (max(slowest, cost, 2 * sends[i - 1] if stage and sends else 0), squares + cost * cost, (*cuts, j))
                 for i, (slowest, squares, cuts) in best.items()
                 if i < j
-                for cost in [prefix[j] - prefix[i] + extra]
+                for cost in [(prefix[j] - prefix[i] + extra) * paces[stage]]
             )
             for j in range(stage + 1, num_layers - (num_stages - stage - 1) + 1)
         }

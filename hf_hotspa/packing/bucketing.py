@@ -26,7 +26,7 @@ from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
 from hf_hotspa.packing.packs import pack_sequences
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.stragglers.speeds import Speeds, replica_speeds
+from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket
 
 OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
@@ -161,7 +161,7 @@ def plan_mini_batch(
         buckets: The buckets; phases come in their order.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         policy: One of `OVERLONG_POLICIES`, for rows above the longest bucket.
-        speeds: Of each rank, where some are slow: packs are divided over replicas by the slowest rank of each.
+        speeds: Where some ranks are slow, by what packs are divided over replicas.
 
     Raises:
         HotspaConfigError: no bucket, or an unknown policy.
@@ -181,7 +181,7 @@ def plan_mini_batch(
             pp=bucket.strategy.pp,
             quadratic_cost=quadratic_cost,
             longest=bucket.longest,
-            speeds=replica_speeds(bucket.strategy, speeds),
+            speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
         phases.append(
             PhasePlan(

@@ -52,7 +52,9 @@ class PlanPool:
         second_source: bool = False,
     ) -> None:
         check_planner(planner)
-        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost, vector.measured)
+        # by the usual paces: a cut for slow devices leaves every shard with its rank
+        measured = vector.measured.with_paces(()) if vector.measured is not None else None
+        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost, measured)
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
         self.units = Units(vector)

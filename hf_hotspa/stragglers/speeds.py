@@ -5,25 +5,39 @@ Mini-batches are planned ahead of training, by data loader workers by several; s
 then divides alike, and so does a run that goes on from `state_dict`. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
 
-Speeds = tuple[float, ...]
-"""Of each rank, relative to one another."""
 
+@dataclass(frozen=True)
+class Speeds:
+    """By which packs are divided over replicas.
 
-def replica_speeds(strategy: Strategy, speeds: Speeds | None) -> Speeds | None:
-    """The speed of each replica, that of its slowest rank; None where all are as fast."""
-    if speeds is None or strategy.dp == 1:
-        return None
-    slowest = [float("inf")] * strategy.dp
-    for rank, speed in enumerate(speeds):
-        replica = strategy.coord(rank).dp
-        slowest[replica] = min(slowest[replica], speed)
-    return tuple(slowest) if len(set(slowest)) > 1 else None
+    Args:
+        ranks: The speed of each rank, relative to one another.
+        loads: Where the stages of pipelines are cut by speed, too, what each has to do, by the mean of its pipeline: one
+            tuple for each depth, as long as the pipeline has stages.
+    """
+
+    ranks: tuple[float, ...]
+    loads: tuple[tuple[float, ...], ...] = ()
+
+    def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
+        """The speed of each replica, that of the rank which is done last; None where all are as fast."""
+        if strategy.dp == 1:
+            return None
+        stages, pp = strategy.num_stages, strategy.pp
+        loads = next((loads for loads in self.loads if len(loads) == stages), (1.0,) * stages)
+        of_ranks = [sum(loads[rank::pp]) / strategy.v for rank in range(pp)]  # stage s is on rank s mod pp
+        slowest = [float("inf")] * strategy.dp
+        for rank, speed in enumerate(self.ranks):
+            coord = strategy.coord(rank)
+            slowest[coord.dp] = min(slowest[coord.dp], speed / of_ranks[coord.pp])
+        return tuple(slowest) if len(set(slowest)) > 1 else None
 
 
 class SpeedHistory:
@@ -58,7 +72,7 @@ class SpeedHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next divisions depend on, JSON-ready."""
-        return {"in_force": [[first, None if s is None else list(s)] for first, s in self._in_force]}
+        return {"in_force": [[first, *((None,) if s is None else (s.ranks, s.loads))] for first, s in self._in_force]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state.
@@ -67,11 +81,8 @@ class SpeedHistory:
             HotspaConfigError: it is not one.
         """
         try:
-            history = [
-                (int(first), None if speeds is None else tuple(map(float, speeds)))
-                for first, speeds in state["in_force"]
-            ]
-            if not history or any(min(speeds, default=0.0) <= 0.0 for _, speeds in history if speeds is not None):
+            history = [(int(first), _read(*speeds)) for first, *speeds in state["in_force"]]
+            if not history:
                 raise ValueError("no speeds")
         except (KeyError, TypeError, ValueError) as error:
             raise HotspaConfigError(
@@ -79,3 +90,12 @@ class SpeedHistory:
                 fix="leave it out; packs are divided evenly until slow devices are found anew",
             ) from None
         self._in_force = history
+
+
+def _read(ranks: Sequence[float] | None, loads: Sequence[Sequence[float]] = ()) -> Speeds | None:
+    if ranks is None:
+        return None
+    speeds = Speeds(tuple(map(float, ranks)), tuple(tuple(map(float, of_depth)) for of_depth in loads))
+    if min((number for numbers in (speeds.ranks, *speeds.loads) for number in numbers), default=0.0) <= 0.0:
+        raise ValueError("no speeds")
+    return speeds

@@ -50,7 +50,7 @@ def test_switch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "part", ["one", pytest.param("four", marks=pytest.mark.slow), pytest.param("table", marks=pytest.mark.slow)]
+    "part", ["one", *(pytest.param(name, marks=pytest.mark.slow) for name in ("four", "table", "stages"))]
 )
 def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: str) -> None:
     found = run_quick("stragglers", tmp_path / "out" / "stragglers.json", "--part", part)
@@ -71,6 +71,9 @@ def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: st
         sides = {f"tp4: {answer}" for answer in answers} | {
             f"dp4: {answer}" for answer in ("none slow", "off", "balance")
         }
+    if part == "stages":
+        sides = {f"pp4: {answer}" for answer in ("none slow", "off", "balance")}
+        assert run["sides"]["pp4: balance"]["shares"].startswith("layers 2+1+")  # of eight
     assert set(run["sides"]) == sides
     assert all(side in text for side in sides)
     exact = [side["loss"] for side in run["sides"].values() if side["exact"]]

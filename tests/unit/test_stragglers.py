@@ -33,7 +33,7 @@ from hf_hotspa.stragglers.ratios import (
     settled_semi,
     undone,
 )
-from hf_hotspa.stragglers.speeds import SpeedHistory, replica_speeds
+from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Strategy
 
 FOUR_SLOW = [8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
@@ -328,16 +328,22 @@ def test_a_state_of_other_ranks_is_left_and_damage_is_named():
 
 
 def test_a_replica_is_as_fast_as_its_slowest_rank():
-    speeds = (1.0, 1.0, 0.5, 1.0)
-    assert replica_speeds(Strategy(4, 1, 1), speeds) == speeds
-    assert replica_speeds(Strategy(2, 2, 1), speeds) == (1.0, 0.5)
-    assert replica_speeds(Strategy(1, 4, 1), speeds) is None
-    assert replica_speeds(Strategy(2, 2, 1), (1.0, 0.5, 0.5, 1.0)) is None
-    assert replica_speeds(Strategy(4, 1, 1), None) is None
+    speeds = Speeds((1.0, 1.0, 0.5, 1.0))
+    assert speeds.of_replicas(Strategy(4, 1, 1)) == speeds.ranks
+    assert speeds.of_replicas(Strategy(2, 2, 1)) == (1.0, 0.5)
+    assert speeds.of_replicas(Strategy(1, 4, 1)) is None
+    assert Speeds((1.0, 0.5, 0.5, 1.0)).of_replicas(Strategy(2, 2, 1)) is None
+
+
+def test_a_replica_whose_slow_stage_has_less_to_do_is_faster():
+    cut = Speeds((1.0, 1.0, 0.5, 1.0), ((1.25, 0.75),))  # stages of ranks 0 and 1, 2 and 3
+    assert cut.of_replicas(Strategy(2, 1, 2)) == (0.5 / 0.75, 1 / 1.25)
+    assert cut.of_replicas(Strategy(4, 1, 1)) == cut.ranks  # of another depth
+    assert Speeds(cut.ranks).of_replicas(Strategy(2, 1, 2)) == (0.5, 1.0)
 
 
 def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
-    slow, slower = (1.0, 0.5), (1.0, 0.25)
+    slow, slower = Speeds((1.0, 0.5)), Speeds((1.0, 0.25), ((1.5, 0.5), (1.0, 1.0, 2.0)))
     history = SpeedHistory(delay=2)
     assert history.trained(0, None) is None
     assert history.trained(4, slow) == 7
@@ -353,7 +359,13 @@ def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
     assert [resumed.of(n) for n in (8, 9, 10)] == [slow, slower, None]
     resumed.restart()
     assert resumed.of(0) is None
-    for damage in ({}, {"in_force": []}, {"in_force": [[0, [1.0, 0.0]]]}, {"in_force": [["x", None]]}):
+    for damage in (
+        {},
+        {"in_force": []},
+        {"in_force": [[0, [1.0, 0.0]]]},
+        {"in_force": [["x", None]]},
+        {"in_force": [[0, [1.0], [[0.0]]]]},
+    ):
         with pytest.raises(HotspaConfigError, match="speeds of devices cannot be read"):
             resumed.load_state_dict(damage)
 

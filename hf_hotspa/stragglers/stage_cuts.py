@@ -1,0 +1,112 @@
+"""Cutting the layers of pipelines by the speed of devices: a stage with a slow device gets fewer layers.
+
+All replicas of a strategy have one cut, and packs are divided over them by speed (`speeds.Speeds`). So of a strategy counts
+how many mini-batches of one pack all its replicas together are done with in a time: of each, the inverse of its slowest
+stage. With one replica that is PipeDream's objective, stages weighed with their pace; with several the even cut is often
+the better one, as the replicas that are not slow would suffer from another.
+
+Every rank comes to the same cut: paces are integers, and sums are of fractions. No torch.
+"""
+
+from collections.abc import Iterable, Sequence
+from fractions import Fraction
+
+from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
+from hf_hotspa.strategy import Strategy
+
+LEAST_GAIN = Fraction(5, 100)
+"""A cut is left for one that is faster by this share at least: a switch costs seconds, and paces are measured."""
+
+Paces = tuple[tuple[int, ...], ...]
+"""See `StageCosts.paces`."""
+
+
+def paces_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
+    """How long each rank takes, see `USUAL_PACE`.
+
+    Args:
+        speeds: Of each rank, 1 for one that is not slow.
+    """
+    return tuple(max(round(USUAL_PACE / speed), 1) for speed in speeds)
+
+
+def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[int]]:
+    """For each replica the pace of each of its stages, that of the slowest rank; stage s is on rank s mod pp of it."""
+    found = [[0] * strategy.pp for _ in range(strategy.dp)]
+    for rank, pace in enumerate(ranks):
+        coord = strategy.coord(rank)
+        found[coord.dp][coord.pp] = max(found[coord.dp][coord.pp], pace)
+    return [paces * strategy.v for paces in found]
+
+
+def throughput(
+    costs: StageCosts, stages: Sequence[range], replicas: Iterable[Sequence[int]], pp: int | None = None
+) -> Fraction:
+    """How many packs all replicas are done with in the time of one unit of cost, together.
+
+    Args:
+        stages: The cut.
+        replicas: `stages_of_replicas`.
+        pp: Ranks of a pipeline; as many as stages when None.
+    """
+    own, passes, total = costs.of_stages(stages), costs.passes(stages), Fraction(0)
+    pp = pp or len(stages)
+    for paces in replicas:
+        taken = [cost * pace for cost, pace in zip(own, paces, strict=True)]
+        of_ranks = [sum(taken[rank::pp]) for rank in range(pp)]
+        total += Fraction(USUAL_PACE, max(*of_ranks, *(p * USUAL_PACE for p in passes), 1))
+    return total
+
+
+def cut_by_speed(costs: StageCosts, strategies: Iterable[Strategy], speeds: Sequence[float] | None) -> Paces:
+    """The paces by which the stages of a pool should be cut.
+
+    Args:
+        costs: What decides the cut, with the paces in force.
+        strategies: The pool; of one world size.
+        speeds: Of each rank, relative to one that is not slow; None where none is.
+
+    Returns:
+        For `StageCosts.with_paces`. Those in force where no other ones are worth it; none where no device is slow.
+    """
+    if speeds is None:
+        return ()
+    ranks, found = paces_of_ranks(speeds), list[tuple[int, ...]]()
+    by_depth: dict[int, dict[Strategy, list[list[int]]]] = {}
+    for strategy in strategies:
+        if strategy.pp > 1:
+            by_depth.setdefault(strategy.num_stages, {})[strategy] = stages_of_replicas(strategy, ranks)
+    for depth, pool in by_depth.items():
+        paces = _best(costs, depth, [(s.pp, replicas) for s, replicas in pool.items()])
+        if paces is not None:
+            found.append(paces)
+    return tuple(sorted(found))
+
+
+def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int]]]]) -> tuple[int, ...] | None:
+    """The paces for the pipelines of so many stages; None for the even cut. The one in force where no other is worth it."""
+    even = costs.with_paces(()).stages(depth)
+    of_even = [throughput(costs, even, replicas, pp) for pp, replicas in pool]
+
+    def gain(paces: tuple[int, ...] | None) -> Fraction:
+        """By the even cut, summed over the strategies."""
+        stages = even if paces is None else costs.with_paces((paces,)).stages(depth)
+        gains = (throughput(costs, stages, r, pp) / e for (pp, r), e in zip(pool, of_even, strict=True))
+        return sum(gains, Fraction(0))
+
+    now = costs.paces_of(depth)
+    candidates: list[tuple[int, ...] | None] = [None]
+    for _, replicas in pool:
+        # of all replicas together, and of each
+        candidates += [tuple(max(of_stage) for of_stage in zip(*replicas, strict=True)), *map(tuple, replicas)]
+    best = max(candidates, key=gain)  # the first of equal ones, so the even one before all
+    return best if gain(best) >= (1 + LEAST_GAIN) * gain(now) else now
+
+
+def stage_loads(costs: StageCosts) -> tuple[tuple[float, ...], ...]:
+    """For each depth that is cut by speed, the cost of its stages by their mean."""
+    loads = []
+    for paces in costs.paces:
+        own = costs.of_stages(costs.stages(len(paces)))
+        loads.append(tuple(max(cost, 1) * len(own) / max(sum(own), 1) for cost in own))
+    return tuple(loads)
