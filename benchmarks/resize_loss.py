@@ -105,7 +105,11 @@ def train(rank: int, world_size: int, options: argparse.Namespace) -> dict[str, 
     return found
 
 
-def curves(sides: Mapping[str, Any], steps: int) -> str:
+def curves(
+    sides: Mapping[str, Any],
+    steps: int,
+    title: str = "Loss of exact training, and with columns left out on one of two ranks",
+) -> str:
     """A chart of the losses, means over neighbouring steps."""
     width, height, left, bottom = 760, 420, 50, 40
     size = max(steps // 30, 1)
@@ -122,7 +126,7 @@ def curves(sides: Mapping[str, Any], steps: int) -> str:
 
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" font-family="sans-serif" font-size="12">',
-        "<title>Loss of exact training, and with columns left out on one of two ranks</title>",
+        f"<title>{title}</title>",
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for i in range(6):

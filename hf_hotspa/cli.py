@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from hf_hotspa.commands import reports as reporting
@@ -27,6 +28,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
+from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream
 from hf_hotspa.reporting.pictures import check_pictures
 from hf_hotspa.search.histogram import DISTRIBUTIONS
 from hf_hotspa.search.lengths import LONGEST
@@ -143,6 +145,12 @@ def _parser() -> argparse.ArgumentParser:
     memory.add_argument("--hardware", help=f"{machines}; gives the limit")
     memory.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
     memory.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
+    memory.add_argument(
+        "--pipeline-mode",
+        default=SYNCHRONOUS,
+        choices=PIPELINE_MODES,
+        help="hotspa_pipeline_mode: with pipedream each stage keeps versions of its weights",
+    )
 
     measure = commands.add_parser(
         "calibrate",
@@ -192,7 +200,8 @@ def _plan(args: argparse.Namespace) -> tuple[PlannedSetup, str]:
 
 
 def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
-    estimate = make_estimate(_setup(args), args.strategy, args.pack_tokens)
+    mode = PipeDream() if args.pipeline_mode == PIPEDREAM else None
+    estimate = make_estimate(replace(_setup(args), pipedream=mode), args.strategy, args.pack_tokens)
     return estimate, "" if args.json else estimate_text(estimate)
 
 

@@ -163,7 +163,7 @@ class TokenRangeError(DataError):
 
 
 class NonFiniteError(HotspaError):
-    """A loss or a gradient is NaN or infinite; the weights were not changed."""
+    """A loss or a gradient is NaN or infinite; the weights were not changed (but with `hotspa_pipeline_mode=pipedream`)."""
 
     code = "HSP-310"
 
@@ -175,7 +175,7 @@ class CallbackError(HotspaError):
 
 
 class PhaseMemoryError(HotspaError):
-    """A rank ran out of memory inside a phase; the weights were not changed, and the next launch is told."""
+    """A rank ran out of memory inside a phase; the next launch is told."""
 
     code = "HSP-401"
 

@@ -25,6 +25,7 @@ from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings
 from hf_hotspa.trainer.misspelt import warn_of_misspelt
 from hf_hotspa.trainer.older_transformers import recompute_argument
 from hf_hotspa.trainer.optimizers import check_optimizer_name
+from hf_hotspa.trainer.pipeline_mode import PipelineModeArguments
 from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
 from hf_hotspa.trainer.straggler_arguments import StragglerArguments
 from hf_hotspa.uncaught import show_errors_once
@@ -50,7 +51,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 
 
 @dataclass
-class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
+class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, TrainingArguments):
     """The arguments of `HotSPaTrainer`.
 
     `gradient_accumulation_steps` is a part of the mini-batch: it reads 1 in the steps of the training loop, which does not
@@ -327,6 +328,7 @@ class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
         explain_arguments(self)
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
+        self.check_pipeline_mode(self.hotspa_buckets)
         read_accelerator_config(self)
         if self._deepspeed is not None:
             self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
@@ -372,7 +374,8 @@ class HotSPaTrainingArguments(StragglerArguments, TrainingArguments):
     def _check_types(self) -> None:
         """Flags may come from Python or YAML: what is no number cannot be compared with one."""
         # not the types of the dataclass fields, which HfArgumentParser rewrites
-        own = {**StragglerArguments.__annotations__, **HotSPaTrainingArguments.__annotations__}
+        parts = (StragglerArguments, PipelineModeArguments, HotSPaTrainingArguments)
+        own = {name: kind for part in parts for name, kind in part.__annotations__.items()}
         for name, kind in own.items():
             value, wanted = getattr(self, name), int | float if kind is float else kind
             if not isinstance(value, wanted) or (isinstance(value, bool) and wanted is not bool):

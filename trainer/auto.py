@@ -327,6 +327,7 @@ def memory_options(args: HotSPaTrainingArguments) -> MemoryOptions:
         weight_copies=2 if second or (second is None and args.device.type == "cuda") else 1,
         schedule=args.hotspa_pipeline_schedule,
         context_parallel=args.hotspa_context_parallel,
+        pipedream=args.hotspa_pipedream,
         offload_master=args.hotspa_offload == "master" and args.device.type == "cuda",
     )
 

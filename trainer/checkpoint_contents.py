@@ -135,7 +135,7 @@ class CheckpointContents:
             run=self._folder.run,
             versions=versions(),
             files=files,
-            segments=saved_segments(self._vector, self._world),
+            segments=saved_segments(self._vector, engine.master),
             parameters=saved_parameters(self._vector, self._share.states, dtypes, exported),
         )
 

@@ -47,6 +47,7 @@ def engine_options(
         flexible=args.hotspa_stragglers in GIVING,
         context_parallel=args.hotspa_context_parallel,
         expert_capacity=args.hotspa_expert_capacity or None,
+        pipedream=args.hotspa_pipedream,
         attention_dropout=args.hotspa_attention_dropout is None,
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},

@@ -22,7 +22,7 @@ class FlagParser(HfArgumentParser):
     def __init__(self, dataclass_types: Iterable[Any], **options: Any) -> None:
         kinds = list(dataclass_types)
         super().__init__(kinds, **{"epilog": MORE, **options})
-        inherited = set(HotSPaTrainingArguments.__dataclass_fields__) - set(HotSPaTrainingArguments.__annotations__)
+        inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
         for action in self._actions:  # hundreds: the help is about what is ours
             if action.dest in inherited - {"output_dir"}:
                 action.help = argparse.SUPPRESS

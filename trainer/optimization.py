@@ -119,6 +119,22 @@ class OptimizationMixin(Trainer):
         assert self.optimizer is not None
         return group_facts(self.optimizer) | {"max_grad_norm": text_of(self.args.max_grad_norm)}
 
+    def _give_optimizer(self, engine: HotSPaEngine) -> None:
+        """Where stages update by themselves, it is they who step."""
+        if engine.updates is not None:
+            assert self.optimizer is not None
+            engine.updates.step = bare_optimizer(self.optimizer).step
+
+    def _clip_grad_norm(self, model: nn.Module) -> float:
+        assert self.engine is not None
+        if self.engine.updates is not None:  # each stage has clipped, or none
+            return self.engine.grad_norm
+        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
+        assert self.engine is not None
+        return self.engine.grad_norm
+
     def _check_optimizer_stays(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too."""
         if self.optimizer is not None and (

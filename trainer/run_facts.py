@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.packing.weight_versions import delay_text
 from hf_hotspa.report import RunFacts
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.rows.table import SequenceTable
@@ -60,6 +61,7 @@ def run_facts(
             "overlong": args.hotspa_overlong,
             "planner": args.hotspa_planner,
             "pipeline_schedule": args.hotspa_pipeline_schedule,
+            "pipeline_mode": pipeline_mode(args),
             "context_parallel": args.hotspa_context_parallel,
             "expert_capacity": args.hotspa_expert_capacity,
             "stragglers": args.hotspa_stragglers,
@@ -79,3 +81,9 @@ def run_facts(
         lengths=length_histogram(table.sequence_lengths) if table is not None else None,
         single=str(single.bucket.strategy) if single is not None else None,
     )
+
+
+def pipeline_mode(args: HotSPaTrainingArguments) -> str:
+    """How the stages of a run update: with `pipedream`, by how many packs their weights are behind."""
+    mode = args.hotspa_pipedream
+    return args.hotspa_pipeline_mode if mode is None else delay_text(mode, args.hotspa_buckets[0].strategy.pp)

@@ -342,6 +342,7 @@ class HotSPaTrainer(
             self._stream_progress.trained(inputs)
         if self._devices is not None:
             self._devices.begin(self.state.global_step, self._steps_a_pass)
+        self._give_optimizer(self.engine)
         try:
             report = self.engine.forward_backward(mini_batch, self.state.global_step, self._settings())
         except NonFiniteError as failure:
@@ -358,14 +359,6 @@ class HotSPaTrainer(
         self.last_report = report
         self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
         return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)
-
-    def _clip_grad_norm(self, model: nn.Module) -> float:
-        assert self.engine is not None
-        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        assert self.engine is not None
-        return self.engine.grad_norm
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""

@@ -143,9 +143,10 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
     return {"class": type(bare).__name__, "groups": groups, "scalars": share.scalars}
 
 
-def saved_segments(vector: ParameterVector, world_size: int) -> tuple[SavedSegment, ...]:
+def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
     """How the ranks divide the vector, for the manifest: as the master store divides each of its segments."""
-    segments, layout = [], master_layout(vector, world_size)
+    world_size = master.world_size
+    segments, layout = [], master_layout(vector, world_size, master.by_stage)
     for segment in vector.segments:
         cuts = [0]
         for rank in range(world_size):

@@ -26,6 +26,7 @@ from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import most_packs
+from hf_hotspa.packing.weight_versions import PipeDream
 from hf_hotspa.strategy import Bucket, Strategy
 
 UNLIMITED_TOKENS = 1 << 40
@@ -85,6 +86,8 @@ class MemoryOptions:
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         offload_master: Whether the master store and the optimizer's state are in the memory of the host.
         context_parallel: How ranks of cp attend, one of `costs.context.WAYS`.
+        pipedream: How stages update by themselves; None for the synchronous update. Each stage then has the master store of its
+            own weights, and several versions of them.
     """
 
     optimizer_bytes: float = 8
@@ -97,6 +100,7 @@ class MemoryOptions:
     schedule: str = "auto"
     offload_master: bool = False
     context_parallel: str = "auto"
+    pipedream: PipeDream | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +120,11 @@ class MemoryModel:
     @cached_property
     def _master(self) -> MasterSizes:
         return MasterSizes(0, 0, 0) if self.options.offload_master else self.sizes.master(self.world_size)
+
+    def _master_of(self, strategy: Strategy, stage: int) -> MasterSizes:
+        if self.options.pipedream is None:
+            return self._master
+        return self.sizes.master_of_stage(strategy, stage)
 
     def arena_bytes(self, strategy: Strategy) -> int:
         """Weights (as many copies as are kept) and gradients of the strategy on its fullest rank."""
@@ -160,7 +169,7 @@ class MemoryModel:
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
         options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
-        master = self._master
+        master = self._master_of(strategy, stage)
         held_tokens, longest, chain = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity, 1
         if strategy.ck and strategy.pp > 1:
             chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
@@ -177,6 +186,9 @@ class MemoryModel:
         hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
         last = stage == strategy.pp - 1 and in_flight > 0
         weights = options.weight_copies * sizes.weight_bytes
+        if options.pipedream is not None:
+            versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
+            weights += (versions - 1) * sizes.trained_bytes
         rows = -(-shape.vocab_size // strategy.tp)
         logits = options.end_bytes.get(strategy.tp)
         if logits is None:

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.layout.placement import master_layout, strategy_layout
+from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
@@ -54,11 +54,13 @@ class StageSizes:
         num_layers: Decoder layers of the stage.
         weight_bytes: Weights of the strategy that are there at a time.
         gradient_bytes: Gradients that are, in the dtype in which they accumulate.
+        trained_bytes: Of all weights of the strategy, those that are trained.
     """
 
     num_layers: int
     weight_bytes: int
     gradient_bytes: int
+    trained_bytes: int = 0
 
     @property
     def arena_bytes(self) -> int:
@@ -195,11 +197,12 @@ class ModelSizes:
         weights = _held(np.array(of_weights)[:, None] * sizes, rooms.weights)
         of_gradients = [dtype_bytes(accumulated(s.dtype)) if s.trainable else 0 for s in segments]
         gradients = _held(np.array(of_gradients)[:, None] * sizes, rooms.gradients)
+        trained = np.array([b if s.trainable else 0 for b, s in zip(of_weights, segments, strict=True)]) @ sizes
         fullest = (weights + gradients).reshape(strategy.pp, apart).argmax(axis=1)
         stages = []
         for stage, layers in enumerate(self.stage_costs.ranks(strategy.pp, strategy.v)):
             rank = stage * apart + int(fullest[stage])
-            stages.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank])))
+            stages.append(StageSizes(len(layers), int(weights[rank]), int(gradients[rank]), int(trained[rank])))
         return tuple(stages)
 
     def _from_shape(self, strategy: Strategy) -> tuple[StageSizes, ...]:
@@ -222,7 +225,8 @@ class ModelSizes:
                 gradients = max(_of_neighbours(added)) if strategy.z else len(layers) * adapter
             else:
                 gradients = kept + max(_of_neighbours(units)) if strategy.z else whole
-            stages.append(StageSizes(len(layers), weights * weight_bytes, gradients * gradient_bytes))
+            trained = (whole if self.adapter is None else len(layers) * adapter) * weight_bytes
+            stages.append(StageSizes(len(layers), weights * weight_bytes, gradients * gradient_bytes, trained))
         return tuple(stages)
 
     def _head_shares(self, tp: int) -> tuple[float, float]:
@@ -262,10 +266,26 @@ class ModelSizes:
         """The largest share of the master store."""
         if self.vector is None:
             frozen = self.num_parameters - self.num_trained
-            share = -(-self.num_trained // world_size)
-            frozen_bytes = -(-frozen // world_size) * dtype_bytes(self.compute_dtype)
-            return MasterSizes(share * _MASTER_BYTES + frozen_bytes, share * _MASTER_BYTES, share)
-        sizes = np.stack([placement.sizes for placement in master_layout(self.vector, world_size).placements])
+            return self._shared_out(self.num_trained, frozen, world_size)
+        return self._fullest(master_layout(self.vector, world_size), range(world_size))
+
+    def master_of_stage(self, strategy: Strategy, stage: int) -> MasterSizes:
+        """The largest share of a rank of a stage, where each stage has the master store of its own weights."""
+        size = strategy.stage_size
+        if self.vector is None:
+            alone = self.stages(Strategy(pp=strategy.pp))[stage]
+            trained, whole = (b // dtype_bytes(self.compute_dtype) for b in (alone.trained_bytes, alone.weight_bytes))
+            return self._shared_out(trained, whole - trained, size)
+        layout = master_layout(self.vector, strategy.world_size, strategy)
+        return self._fullest(layout, range(stage * size, (stage + 1) * size))
+
+    def _shared_out(self, trained: int, frozen: int, num_ranks: int) -> MasterSizes:
+        share, rest = -(-trained // num_ranks), -(-frozen // num_ranks) * dtype_bytes(self.compute_dtype)
+        return MasterSizes(share * _MASTER_BYTES + rest, share * _MASTER_BYTES, share)
+
+    def _fullest(self, layout: Layout, ranks: range) -> MasterSizes:
+        assert self.vector is not None
+        sizes = np.stack([placement.sizes[ranks.start : ranks.stop] for placement in layout.placements])
         width = np.array([dtype_bytes(s.master_dtype) for s in self.vector.segments])
         trained = np.array([s.trainable for s in self.vector.segments])
         weights, elements = width @ sizes, trained.astype(np.int64) @ sizes

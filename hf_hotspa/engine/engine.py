@@ -41,6 +41,7 @@ from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_m
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
+from hf_hotspa.engine.pipedream import PipeDreamRunner, check_pipedream_model, stage_updates
 from hf_hotspa.engine.switching import Switching
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
@@ -48,6 +49,7 @@ from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions, default_device
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.packing.pipeline_order import check_runs
+from hf_hotspa.packing.weight_versions import PipeDream
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.parallel.flexible_work import FlexibleWork
@@ -73,6 +75,8 @@ class HotSPaEngine:
         observer: Told of the phases, and asked once a mini-batch whether this rank wants to stop.
         failures: What ended a phase; knows of a lack of memory on this rank.
         model_digest: `weights_digest` of the model, where it was read when the engine was made.
+        updates: The optimizer steps of this rank's stage, where stages update by themselves (`EngineOptions.pipedream`): set its
+            `step`. None where the loop around the engine steps, once a mini-batch.
         stop_ranks: The ranks that wanted to stop after the last mini-batch; the same on all ranks.
 
     Raises:
@@ -104,7 +108,9 @@ class HotSPaEngine:
         self.description = self._describe(model, options, weights)
         self._switching = self._plan(options)
         home = options.master_device(device)
-        self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device)
+        strategies = self._switching.pool.strategies
+        by_stage = strategies[0] if options.pipedream is not None else None
+        self.master = MasterStore(self.description.vector, self.rank, self.world_size, home, device, by_stage)
         self.model_digest: str | None = None
         self._frozen_in: tuple[weakref.ref[nn.Module], int] | None = None  # a model with our frozen weights, and which
         if weights is not None:
@@ -113,11 +119,9 @@ class HotSPaEngine:
             self.model_digest, same = fill_from_model(model, self.master, self.agreement, self._groups.switch)
             if same:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
+        self.updates = stage_updates(options.pipedream, strategies[0], self._groups, self.master)
         self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
-        self.phases = {
-            strategy: self._runner(self.description, self._groups.mesh(strategy))
-            for strategy in self._switching.pool.strategies
-        }
+        self.phases = {strategy: self._runner(self.description, self._groups.mesh(strategy)) for strategy in strategies}
         self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
         self._switching.prepare()
@@ -138,6 +142,8 @@ class HotSPaEngine:
             check_context(self.buckets, description.shape, *given)
             shape, capacity = description.shape, options.expert_capacity
             check_experts(self.buckets, shape, options.pipeline_schedule, options.flexible, capacity)
+            if options.pipedream is not None:
+                check_pipedream_model(self.buckets, description, options)
             check_model(model, description, weights)
             check_loss(model, description, options, self.rank, self.device)
             return description
@@ -164,7 +170,10 @@ class HotSPaEngine:
         return switching
 
     def _runner(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
-        return PhaseRunner(description, mesh, self._switching, self.master, self._buffers, self.overlap, self._options)
+        shared = self._switching, self.master, self._buffers, self.overlap, self._options
+        if self.updates is not None:
+            return PipeDreamRunner(description, mesh, *shared, updates=self.updates)
+        return PhaseRunner(description, mesh, *shared)
 
     def recut(
         self, paces: Iterable[tuple[int, ...]], fits: Callable[[ModelDescription], None] = lambda _: None
@@ -181,7 +190,12 @@ class HotSPaEngine:
 
         Raises:
             DeviceMemoryError: on every rank, where one of them cannot hold it; the cut is the one before.
+            HotspaConfigError: stages update by themselves: the master store has their cut.
         """
+        if self.updates is not None:
+            raise HotspaConfigError(
+                "another cut of stages that update by themselves", fix="use hotspa_stragglers=watch"
+            )
         description = with_paces(self.description, paces, self._options.stage_costs)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
         if meshes:
@@ -271,14 +285,24 @@ class HotSPaEngine:
 
     @property
     def grad_norm(self) -> float:
-        """Global 2-norm of the gradient of the last mini-batch, before clipping."""
+        """Global 2-norm of the gradient of the last mini-batch, before clipping; where stages update by themselves, the root of
+        the mean square over the updates."""
         return self._grad_norm
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scales the gradients so that their global 2-norm is at most `max_norm`; returns the norm before.
 
         The factor is torch's: `max_norm / (norm + 1e-6)`, at most 1. No communication.
+
+        Raises:
+            HotspaConfigError: stages update by themselves, and have done so.
         """
+        if self.updates is not None:
+            raise HotspaConfigError(
+                "gradients are to be clipped by their global norm, where stages update by themselves",
+                why="no moment exists at which the gradients of all stages are there",
+                fix="clip on each stage: EngineOptions(pipedream=PipeDream(max_norm=...))",
+            )
         factor = max_norm / (self._grad_norm + 1e-6)
         if factor < 1.0:
             self.master.scale_gradients(factor)
@@ -369,13 +393,17 @@ class HotSPaEngine:
         where: str,
     ) -> StepReport:  # fmt: skip
         mine = [self._agreed - begin, float(peak_memory(self.device)), float(self.observer.wants_stop())]
-        values = [loss, self.master.squared_norm(), *mine, *(number for phase in measures for number in phase)]
+        updates = self.updates
+        square = updates.squared_norm if updates is not None else self.master.squared_norm()
+        values = [loss, square, *mine, *(number for phase in measures for number in phase)]
         rows = self.agreement.gather(values)
         total_loss, squared_norm = rows[:, 0].sum().item(), rows[:, 1].sum().item()
         self._grad_norm = squared_norm**0.5
         self.stop_ranks = tuple(rows[:, 4].nonzero().flatten().tolist())
         if not (torch.isfinite(rows[:, :2]).all()):
-            raise_non_finite(mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where)
+            raise_non_finite(
+                mini_batch.plan, self.phases, self.master, self.agreement, total_loss, where, updates is None
+            )
         per_phase, ranks = rows[:, 5:].view(self.world_size, len(order), -1), rows[:, 2:4]
         total_s = time.perf_counter() - begin
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]

@@ -65,7 +65,7 @@ class OutOfMemory:
             + f"; predicted {self.predicted_bytes / _MIB:,.1f} MiB, held at most {self.held_bytes / _MIB:,.1f} MiB: "
             + self.text,
             where=where,
-            why="its peers wait for it inside collectives and cannot try again; the weights were not changed",
+            why="its peers wait for it inside collectives and cannot try again",
             fix="start again with resume_from_checkpoint=True: auto then makes smaller packs for this strategy; with "
             "strategies of your own, lower the tokens after @, or use more tp or pp",
         )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.model.storage import from_storage, to_storage
+from hf_hotspa.strategy import Strategy
 
 
 class MasterStore:
@@ -24,6 +25,7 @@ class MasterStore:
         device: Where the share lives.
         compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
             beside an accelerator is pinned.
+        by_stage: See `master_layout`.
 
     Attributes:
         weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
@@ -40,11 +42,13 @@ class MasterStore:
         world_size: int,
         device: torch.device,
         compute_device: torch.device | None = None,
+        by_stage: Strategy | None = None,
     ) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
+        self.by_stage = by_stage
         self.compute_device = compute_device or device
         pinned = device.type == "cpu" and self.compute_device.type == "cuda"
-        self.layout: Layout = master_layout(vector, world_size)
+        self.layout: Layout = master_layout(vector, world_size, by_stage)
         self.frozen_version = 0
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []
@@ -172,6 +176,11 @@ class MasterStore:
         """Hangs the gradients on the parameters (an optimizer's `zero_grad` may have dropped them)."""
         for parameter, gradient in self._views:
             parameter.grad = gradient
+
+    def unbind_gradients(self) -> None:
+        """Takes them off again: an optimizer leaves parameters without a gradient as they are."""
+        for parameter, _ in self._views:
+            parameter.grad = None
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""

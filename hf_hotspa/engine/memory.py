@@ -25,7 +25,8 @@ class MemoryForecast:
     Args:
         master_weights: Its share of the master store.
         master_gradients: The gradients of that share.
-        weights: Weights in the largest strategy of the pool; of two strategies with a second source.
+        weights: Weights in the largest strategy of the pool; of two strategies with a second source. Where stages update by
+            themselves, with all versions of them.
         gradients: Gradients in the largest strategy.
         switch: Staging and relay buffers: all that a switch needs beside source and target.
     """
@@ -71,6 +72,7 @@ def forecast(
     copies: int = 1,
     gradient_dtypes: Sequence[torch.dtype | None] | None = None,
     rooms: Sequence[Rooms] | None = None,
+    versions: int = 1,
 ) -> MemoryForecast:
     """Counts what a rank will allocate.
 
@@ -81,6 +83,7 @@ def forecast(
         copies: How many strategies' weights are kept at a time.
         gradient_dtypes: In which dtype each segment's gradients accumulate; in that of the masters when None.
         rooms: For each strategy, which segments share memory; none do when None.
+        versions: How many versions of the trained weights are kept at a time.
     """
     masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
     weights = [getattr(torch, segment.dtype) for segment in vector.segments]
@@ -90,10 +93,13 @@ def forecast(
     def size(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]) -> int:
         return sum(n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True) if dtype)
 
+    changing = [dtype if s.trainable else None for dtype, s in zip(weights, vector.segments, strict=True)]
+    more = (versions - 1) * max((size(sizes, changing) for sizes in strategies), default=0)
+
     return MemoryForecast(
         size(master_sizes, masters),
         size(master_sizes, trained),
-        copies * arena_bytes(strategies, weights, [room.weights for room in rooms] if rooms else None),
+        more + copies * arena_bytes(strategies, weights, [room.weights for room in rooms] if rooms else None),
         arena_bytes(
             strategies,
             trained if gradient_dtypes is None else gradient_dtypes,

@@ -18,6 +18,9 @@ from hf_hotspa.strategy import Strategy
 _ROWS_SHOWN = 8
 _FIX = "lower the learning rate, clip gradients, or look for broken samples in this mini-batch"
 _UNCHANGED = "the weights were not changed"
+_CHANGED = (
+    "packs before it in this mini-batch have changed the weights already, on each stage others; go on from a checkpoint"
+)
 
 
 def raise_non_finite(
@@ -27,6 +30,7 @@ def raise_non_finite(
     agreement: Agreement,
     loss: float,
     where: str,
+    is_unchanged: bool = True,
 ) -> NoReturn:
     """Raises the same error on every rank. Collective.
 
@@ -36,10 +40,12 @@ def raise_non_finite(
         agreement: Where ranks tell each other what they found.
         loss: The loss of the mini-batch.
         where: The mini-batch, for the message.
+        is_unchanged: Whether no weight has been changed by this mini-batch.
 
     Raises:
         NonFiniteError: naming the first parameter whose gradient is not finite, and the first pack whose loss is not.
     """
+    why = _UNCHANGED if is_unchanged else _CHANGED
     places = agreement.gather([float(number) for number in _first_bad_pack(plan, phases)])
     for phase, replica, pack in places.int().tolist():
         if phase >= 0:
@@ -51,12 +57,12 @@ def raise_non_finite(
             raise NonFiniteError(
                 f"the gradient of {names[0]!r} is not finite ({len(names)} parameters on this rank), the loss is {loss}",
                 where=where,
-                why=_UNCHANGED,
+                why=why,
                 fix=_FIX,
             )
 
     agreement.run(where, check_gradients)
-    raise NonFiniteError(f"the loss is {loss}", where=where, why=_UNCHANGED, fix=_FIX)
+    raise NonFiniteError(f"the loss is {loss}", where=where, why=why, fix=_FIX)
 
 
 def _first_bad_pack(plan: MiniBatchPlan, phases: Mapping[Strategy, PhaseRunner]) -> tuple[int, int, int]:

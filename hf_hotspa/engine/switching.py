@@ -69,6 +69,7 @@ class Switching:
             weight_sizes=weight_sizes,
             gradient_sizes=gradient_sizes,
             planner=options.planner,
+            by_stage=options.pipedream is not None,
         )
         self.pool = self._make_pool(vector)
         largest = max(
@@ -89,7 +90,7 @@ class Switching:
         self.executor = SwitchExecutor(
             transport, rank, options.staging_bytes, device, forward, native, bool(overlap), master_device
         )
-        self._rank = rank
+        self._rank, self._pipedream = rank, options.pipedream
         self.arenas = Arenas(device, 2 if self.pool.second_source else 1)
         self.forecast: MemoryForecast = self._forecast(vector)
         self._frozen_sizes = [
@@ -103,7 +104,7 @@ class Switching:
 
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
         """What this rank will take with the pool of plans that is there."""
-        strategies, rank = self.pool.strategies, self._rank
+        strategies, rank, mode = self.pool.strategies, self._rank, self._pipedream
         return forecast(
             vector,
             [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank),
@@ -112,6 +113,7 @@ class Switching:
             2 if self.pool.second_source else 1,
             self.gradient_dtypes,
             [self.rooms(s) for s in strategies],
+            mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp) if mode is not None else 1,
         )
 
     def take_cut(self, vector: ParameterVector) -> Callable[[], None]:

@@ -271,15 +271,27 @@ def gradient_layout(vector: ParameterVector, strategy: Strategy) -> Layout:
     return _placed(f"gradients of {strategy}", vector, strategy, added)
 
 
-def master_layout(vector: ParameterVector, world_size: int) -> Layout:
-    """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all."""
-    known: dict[int, Placement] = {}
+def master_layout(vector: ParameterVector, world_size: int, by_stage: Strategy | None = None) -> Layout:
+    """The layout of the master store: every segment cut evenly over all ranks, so that loading a layer draws on all.
+
+    Args:
+        by_stage: A pipeline whose stages update by themselves: each segment is cut over the ranks of its stage alone. None
+            where all ranks update together.
+    """
+    known: dict[tuple[int, range], Placement] = {}
+    placements = []
     for segment in vector.segments:
-        if segment.numel not in known:
-            blocks = -(-segment.numel // MASTER_ALIGNMENT)
-            cuts = np.arange(world_size + 1, dtype=np.int64) * blocks // world_size * MASTER_ALIGNMENT
+        owners = range(world_size)
+        if by_stage is not None:
+            first = stage_of_unit(vector, by_stage, segment.unit) * by_stage.stage_size
+            owners = range(first, first + by_stage.stage_size)
+        if (segment.numel, owners) not in known:
+            blocks, num = -(-segment.numel // MASTER_ALIGNMENT), len(owners)
+            cuts = np.arange(num + 1, dtype=np.int64) * blocks // num * MASTER_ALIGNMENT
             cuts = np.minimum(cuts, segment.numel)
-            rows = np.column_stack((np.arange(world_size), cuts[:-1], cuts[1:], np.zeros(world_size, np.int64)))
-            known[segment.numel] = place(rows[cuts[1:] > cuts[:-1]], np.diff(cuts))
-    placements = tuple(known[segment.numel] for segment in vector.segments)
-    return Layout("master store", world_size, tuple(segment.start for segment in vector.segments), placements)
+            rows = np.column_stack((np.array(owners), cuts[:-1], cuts[1:], np.zeros(num, np.int64)))
+            sizes = np.zeros(world_size, np.int64)
+            sizes[owners.start : owners.stop] = np.diff(cuts)
+            known[segment.numel, owners] = place(rows[cuts[1:] > cuts[:-1]], sizes)
+        placements.append(known[segment.numel, owners])
+    return Layout("master store", world_size, tuple(segment.start for segment in vector.segments), tuple(placements))

@@ -206,7 +206,8 @@ class ParameterVector:
 
 def trained_part(vector: ParameterVector) -> ParameterVector:
     """The trained parameters of a vector, laid end to end in the same order."""
-    return build_vector([spec for spec in vector.specs if spec.trainable], vector.layer_costs, vector.head_cost)
+    trained = [spec for spec in vector.specs if spec.trainable]
+    return build_vector(trained, vector.layer_costs, vector.head_cost).with_measured(vector.measured)
 
 
 def _unit_order(unit: int, num_layers: int) -> int:

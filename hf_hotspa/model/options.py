@@ -12,6 +12,7 @@ from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.pipeline_order import check_schedule
+from hf_hotspa.packing.weight_versions import PipeDream
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.plan.planner import check_planner
 
@@ -50,6 +51,8 @@ class EngineOptions:
     Args:
         compute_dtype: The dtype of weights and activations in the strategies; the model's own when None.
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
+        pipedream: How stages update by themselves after every pack, instead of all together after the mini-batch
+            (`packing.weight_versions`); None for the synchronous update. Nothing runs beside the computation then.
         expert_capacity: How many tokens of a pack one expert computes at most, times the mean (`parallel.expert_capacity`);
             None for all, which is exact.
         context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
@@ -106,6 +109,7 @@ class EngineOptions:
     pair_costs: Mapping[int, float] = field(default_factory=dict)
     context_parallel: str = "auto"
     expert_capacity: float | None = None
+    pipedream: PipeDream | None = None
 
     def __post_init__(self) -> None:
         check_schedule(self.pipeline_schedule)
@@ -127,6 +131,12 @@ class EngineOptions:
                 why="a loss of your own replaces the smoothed cross entropy",
                 fix="leave label smoothing at 0",
             )
+        if self.pipedream is not None and (self.overlap_load or self.overlap_return or self.offload_master):
+            raise HotspaConfigError(
+                "stages that update by themselves, with switches beside the computation or a master store in host memory",
+                why="a stage loads its weights anew after every pack, and waits for that",
+                fix="leave overlap_load, overlap_return and offload_master out, or pipedream",
+            )
         if self.loss_chunk_tokens is not None and self.loss_chunk_tokens < 1:
             raise HotspaConfigError(
                 f"the loss is computed in chunks of {self.loss_chunk_tokens} tokens", fix="leave it out, or use 1024"
@@ -138,6 +148,8 @@ class EngineOptions:
 
     def overlap(self, device: torch.device) -> Overlap:
         """Which switches run beside the computation."""
+        if self.pipedream is not None:
+            return Overlap()
         beside = device.type != "cpu"  # on CPU the copies of a switch take the cores from the computation
         load, gradients = self.overlap_load, self.overlap_return
         return Overlap(beside if load is None else load, beside if gradients is None else gradients)

@@ -266,6 +266,15 @@ class Replica:
             else:
                 bind_gradient(parameter, slot_view(gradients[slot.segment], slot))
 
+    def use_weights(self, weights: Sequence[Tensor | None]) -> None:
+        """Puts other values of the trained weights in place until the next call, as `bind` does; nothing else changes.
+
+        What runs backward must have the very weights that it ran forward with: autograd looks at them again.
+        """
+        for parameter, slot in self.parameters:
+            if slot.spec.trainable:
+                parameter.data = slot_view(weights[slot.segment], slot)
+
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
         for parameter, _ in self.parameters:

@@ -126,7 +126,7 @@ def lost_peer(error: BaseException, rank: int, where: str) -> PeerError | None:
     return PeerError(
         f"another rank is gone, or did not answer in time: {text[:300]}",
         where=f"rank {rank}, {where}",
-        why="a process that dies or hangs leaves no message; the master weights of this rank are unchanged",
+        why="a process that dies or hangs leaves no message",
         fix="look at the logs of the other ranks, and start again with resume_from_checkpoint=True",
     )
 

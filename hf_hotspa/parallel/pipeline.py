@@ -115,14 +115,14 @@ class PipelineRunner:
         passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
-            own = _OneForwardOneBackward(self._stage, self._group, self._index)
+            own = OneForwardOneBackward(self._stage, self._group, self._index)
             return own.run(chunks, scale, passes)
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
             of_passes = self._torch.run(passes.kind, padded[first:end], scale)
             if of_passes is None:  # ours holds as much with fewer packs than stages
-                own = _OneForwardOneBackward(self._stage, self._group, self._index)
+                own = OneForwardOneBackward(self._stage, self._group, self._index)
                 alone = [chunk for chain in self._packs.chains(padded[first:end]) for chunk in chain]
                 of_passes = own.run(alone, scale, choose_passes("own", passes.tokens[first:end], self._num_stages))
             loss += of_passes
@@ -138,7 +138,7 @@ class PipelineRunner:
             order = interleaved_order(tokens, self._num_stages, self._rounds, None, sizes, is_trained=False)
             return self._interleaved(micro_batches, scale).run(order)
         if self._group is not None:
-            return _OneForwardOneBackward(self._stage, self._group, self._index).run_forward(chunks, scale)
+            return OneForwardOneBackward(self._stage, self._group, self._index).run_forward(chunks, scale)
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         for chunk in chunks:
             total += chunk.forward(self._stage, None, scale)
@@ -183,7 +183,7 @@ class _InFlight:
     out: Tensor
 
 
-class _OneForwardOneBackward:
+class OneForwardOneBackward:
     """One run of our own schedule.
 
     What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking

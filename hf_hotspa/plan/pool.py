@@ -32,6 +32,8 @@ class PlanPool:
         gradient_sizes: Bytes of one gradient of each segment on the wire.
         planner: One of `planner.PLANNERS`.
         second_source: Whether a load may also draw on the weights of the strategy that ran before.
+        by_stage: Whether the master store of each stage lies on its ranks; of one strategy. No transfer leaves a stage then, so
+            that stages can run theirs at different times: `relay`, which also forwards by ranks of others, becomes `algorithm1`.
 
     Attributes:
         has_frozen: Whether some weights are frozen and others trained: then there are loads of the trained ones alone.
@@ -50,15 +52,17 @@ class PlanPool:
         gradient_sizes: Sequence[int],
         planner: str = "relay",
         second_source: bool = False,
+        by_stage: bool = False,
     ) -> None:
         check_planner(planner)
+        planner = "algorithm1" if by_stage and planner == "relay" else planner
         # by the usual paces: a cut for slow devices leaves every shard with its rank
         measured = vector.measured.with_paces(()) if vector.measured is not None else None
         orders = nested_orders(strategies, vector.layer_costs, vector.head_cost, measured)
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
         self.units = Units(vector)
-        self.master = master_layout(vector, cluster.world_size)
+        self.master = master_layout(vector, cluster.world_size, self.strategies[0] if by_stage else None)
         self._vector, self._cluster, self._planner = vector, cluster, planner
         self._weight_sizes, self._gradient_sizes = weight_sizes, gradient_sizes
         self._layouts = {strategy: strategy_layout(vector, strategy) for strategy in self.strategies}

@@ -23,6 +23,7 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.packing.pipeline_order import runs_chunks
+from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
 from hf_hotspa.search.context import divided, that_pay
@@ -57,6 +58,7 @@ class Setup:
         gradients: The dtypes in which gradients accumulate and travel.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         adapter: What is trained instead of the model; None where the model is.
+        pipedream: How stages update by themselves; None for the synchronous update.
     """
 
     model: ModelConfig
@@ -72,6 +74,7 @@ class Setup:
     gradients: GradientDtypes = IN_FP32
     schedule: str = "auto"
     adapter: Adapter | None = None
+    pipedream: PipeDream | None = None
 
     @classmethod
     def read(
@@ -169,7 +172,7 @@ class Setup:
 
     @property
     def _options(self) -> MemoryOptions:
-        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule)
+        return MemoryOptions(compute_dtype=self.dtype, schedule=self.schedule, pipedream=self.pipedream)
 
     def strategies(self) -> list[Strategy]:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
@@ -206,6 +209,7 @@ class Setup:
             "sequence_parallel": self.sequence_parallel,
             "gradients": asdict(self.gradients),
             "pipeline_schedule": self.schedule,
+            "pipeline_mode": SYNCHRONOUS if self.pipedream is None else PIPEDREAM,
             "lora": {"r": self.adapter.rank, "targets": list(self.adapter.linears)} if self.adapter else None,
             "trained_parameters": self.sizes.num_trained,
         }
@@ -356,6 +360,8 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     bucket = Bucket(asked, pack_tokens, pack_tokens)
     check_buckets((bucket,), setup.world_size, shape)
     check_context((bucket,), shape, AUTO, setup.schedule, "cuda")
+    if setup.pipedream is not None:
+        check_pipedream([bucket], ["of embedding and head"] if setup.model.tied else [], setup.schedule)
     memory = setup.memory.breakdown(asked, pack_tokens)
     if setup.limit_bytes is None:
         return Estimate(setup, asked, pack_tokens, memory, None)

@@ -1,0 +1,255 @@
+"""PipeDream on one rank: a stage that updates its weights after every backward pass, and keeps versions of them.
+
+`packing.weight_versions` says which pack uses which version. Here the versions exist: `StageUpdates` makes the next one of
+the master store (of which each stage has its own part, `MasterStore.by_stage`), `PipeDreamRunner` keeps those that packs in
+flight need, and runs our 1F1B with them. Promises:
+
+* Forward and backward of a pack use the same buffers of weights on a stage, which nothing writes to in between.
+* Replicas add up the gradients of their k-th packs before update k, in the order of ranks, as a mini-batch does it
+  everywhere else; one that has no k-th pack adds nothing.
+* Versions that no pack of the mini-batch uses are not made; no more buffers exist than `PipeDream.most_versions`.
+* A gradient that is not finite is not applied, nor is any later one of the mini-batch on this stage.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hf_hotspa.data.collator import MicroBatch
+from hf_hotspa.engine.master import MasterStore
+from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.worker import SwitchJob
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import ModelDescription
+from hf_hotspa.packing.mini_batch import PhasePlan
+from hf_hotspa.packing.pipeline_order import Passes, choose_passes
+from hf_hotspa.packing.weight_versions import PipeDream, check_pipedream
+from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.pipeline import OneForwardOneBackward
+from hf_hotspa.parallel.token_chunks import Chunk
+from hf_hotspa.strategy import Bucket, Strategy
+
+
+class StageUpdates:
+    """The optimizer steps of this rank's part of its stage.
+
+    Args:
+        master: The master store, each stage's part on its ranks.
+        mode: Which version each pack uses, and to what norm a stage clips.
+        stage: The ranks of the stage; None where it is this one alone.
+
+    Attributes:
+        step: An optimizer step on the gradients of this rank's shares (`optimizer.step`); whoever drives the engine sets it.
+    """
+
+    def __init__(self, master: MasterStore, mode: PipeDream, stage: dist.ProcessGroup | None) -> None:
+        self._master, self._stage, self.mode = master, stage, mode
+        self.step: Callable[[], Any] | None = None
+        self._squares, self._num, self._is_finite = 0.0, 0, True
+
+    def begin(self) -> None:
+        """A mini-batch begins.
+
+        Raises:
+            HotspaConfigError: there is no optimizer.
+        """
+        if self.step is None:
+            raise HotspaConfigError(
+                "stages update after every pack, and the engine has no optimizer",
+                fix="set engine.updates.step = optimizer.step before the first mini-batch",
+            )
+        self._squares, self._num, self._is_finite = 0.0, 0, True
+
+    def update(self) -> None:
+        """One step on the gradients that the master store has. Collective in the stage."""
+        assert self.step is not None
+        square = own = self._master.squared_norm()
+        if self._stage is not None:
+            total = torch.tensor(own, dtype=torch.float64, device=self._master.compute_device)
+            dist.all_reduce(total, group=self._stage)
+            square = float(total)
+        self._squares, self._num = self._squares + own, self._num + 1
+        self._is_finite = self._is_finite and square < float("inf")
+        if not self._is_finite:
+            return
+        most = self.mode.max_norm
+        if most is not None and (factor := most / (square**0.5 + 1e-6)) < 1.0:
+            self._master.scale_gradients(factor)
+        self._master.bind_gradients()
+        self.step()
+
+    def end(self) -> None:
+        """All updates of the mini-batch are made: a step of the optimizer that the loop around it makes changes nothing."""
+        self._master.unbind_gradients()
+
+    @property
+    def squared_norm(self) -> float:
+        """Of the gradients of this rank's shares before clipping, the mean over the updates of the mini-batch. All ranks add
+        up to the mean squared norm of the whole model's."""
+        return self._squares / max(self._num, 1)
+
+
+def stage_updates(
+    mode: PipeDream | None, strategy: Strategy, groups: ProcessGroups, master: MasterStore
+) -> StageUpdates | None:
+    """Of the stage of this rank; None where stages do not update by themselves. Collective where they do."""
+    if mode is None:
+        return None
+    size, mine = strategy.stage_size, strategy.coord(groups.rank).pp
+    of_stages = [groups.of(range(first, first + size)) for first in range(0, strategy.world_size, size)]
+    return StageUpdates(master, mode, of_stages[mine])
+
+
+class _Run(OneForwardOneBackward):
+    """1F1B of which each pack has its own loss and its own weights."""
+
+    def __init__(self, runner: "PipeDreamRunner", labels: Sequence[int], shares: Sequence[float]) -> None:
+        group = runner.mesh.pipeline
+        assert group is not None
+        super().__init__(runner.replica, group, runner.mesh.coord.pp)
+        self._runner, self._labels, self._shares = runner, labels, shares
+
+    def _forward(self, chunks: Sequence[Chunk], i: int, hidden: Tensor | None, scale: float) -> Tensor:
+        self._runner.use_version_of(i)
+        before = self._loss.clone()
+        out = super()._forward(chunks, i, hidden, 1.0 / self._labels[i] if self._labels[i] else 0.0)
+        if self._runner.replica.is_last:  # of the mini-batch's mean loss, what this pack is
+            self._loss = before + out.detach() * self._shares[i]
+        return out
+
+    def _backward(self, chunk: Chunk, i: int, grad: Tensor | None) -> Any:
+        self._runner.use_version_of(i)
+        message = super()._backward(chunk, i, grad)
+        self._runner.update(i)
+        return message
+
+
+class PipeDreamRunner(PhaseRunner):
+    """The one strategy of a run whose stages update by themselves: arguments of `PhaseRunner`, and one more.
+
+    Args:
+        updates: Of this rank's part of its stage.
+
+    Attributes:
+        most_held: The most versions so far that this stage held at a time.
+    """
+
+    def __init__(self, *args: Any, updates: StageUpdates, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._updates, self._mode = updates, updates.mode
+        self._held: dict[int, list[Tensor | None]] = {}
+        self._free: list[list[Tensor | None]] = []
+        self._extra: list[list[Tensor | None]] = []  # all beside those of version 0
+        self._versions: list[int] = []
+        self._needed: frozenset[int] = frozenset()
+        self._labels: list[int] = []
+        self.most_held = 0
+
+    def compute(
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        most_tokens: int | None = None,
+        is_last: bool = True,
+        plan: PhasePlan | None = None,
+    ) -> Tensor:
+        """Forward and backward of all packs, and the updates; arguments and result as of `PhaseRunner.compute`.
+
+        The loss is that of the mini-batch, a mean over its label tokens, of each pack with the weights it was run with.
+        """
+        assert plan is not None, "update k is that of the k-th packs of all replicas"
+        self.act = "compute"
+        self._updates.begin()
+        self._plan_versions(plan, most_tokens)
+        self._held, self._free = {0: self.weights}, list(self._extra)
+        own = plan.replicas[self.mesh.coord.dp]
+        run = _Run(self, self._labels, [labels / plan.num_labels for labels in self._labels])
+        loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, self._passes_of(own, most_tokens))
+        for k in range(len(own), len(self._labels)):  # of other replicas alone
+            self.update(k)
+        self._updates.end()
+        return self._counted(loss)
+
+    def return_gradients(self) -> SwitchJob:
+        """Lets go of the storage; the gradients have been used. Not collective."""
+        self.act = "return"
+        self.release()
+        return self._switching.nothing(f"gradients of {self.mesh.strategy}, which are applied already")
+
+    def release(self) -> None:
+        """As of `PhaseRunner`; the buffers of versions stay for the next mini-batch."""
+        self._held, self._free = {}, []
+        super().release()
+
+    def _passes_of(self, packs: Sequence[Any], most_tokens: int | None) -> Passes:
+        return choose_passes("own", [pack.num_tokens for pack in packs], self.mesh.strategy.pp, most_tokens)
+
+    def _plan_versions(self, plan: PhasePlan, most_tokens: int | None) -> None:
+        """Which versions the packs here use, which those of any replica do, and the labels of each update."""
+        stage, coord = self.mesh.coord.pp, self.mesh.coord.dp
+        of_replicas = [self._mode.pack_versions(self._passes_of(r, most_tokens), stage) for r in plan.replicas]
+        self._versions, self._needed = of_replicas[coord], frozenset(v for versions in of_replicas for v in versions)
+        most = max(map(len, plan.replicas))
+        self._labels = [sum(r[k].num_labels for r in plan.replicas if k < len(r)) for k in range(most)]
+
+    def use_version_of(self, pack: int) -> None:
+        """Puts the weights in place that a pack runs with."""
+        self.replica.use_weights(self._held[self._versions[pack]])
+
+    def update(self, k: int) -> None:
+        """Update k, and the version after it where a pack needs it. Collective in the stage."""
+        if self._labels[k]:
+            self._master.zero_gradients()
+            self._return(None).result()
+            self._updates.update()
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.zero_()
+        in_flight = self._versions[k + 1 :]
+        for version in [v for v in self._held if v not in in_flight]:
+            self._free.append(self._held.pop(version))
+        if k + 1 in self._needed:
+            buffers = self._free.pop() if self._free else self._new_buffers()
+            plan = self._switching.pool.load(self.mesh.strategy, None, trained_only=self._switching.pool.has_frozen)
+            self._switching.load(plan, self._master.weights, buffers).result()
+            if k + 1 in in_flight:
+                self._held[k + 1] = buffers
+            else:  # another replica's packs use it
+                self._free.append(buffers)
+            self.most_held = max(self.most_held, len(self._held))
+
+    def _new_buffers(self) -> list[Tensor | None]:
+        """Memory for one more version: of the trained weights, frozen ones are the same in all."""
+        trained = self._switching.gradient_dtypes
+        self._extra.append([
+            torch.empty_like(own) if own is not None and dtype is not None else own
+            for own, dtype in zip(self.weights, trained, strict=True)
+        ])  # fmt: skip
+        return self._extra[-1]
+
+
+def check_pipedream_model(buckets: Sequence[Bucket], description: ModelDescription, options: EngineOptions) -> None:
+    """Refuses what stages cannot update by themselves, and what has no meaning without a gradient of the whole mini-batch.
+
+    Raises:
+        StrategyError: see `check_pipedream`.
+        UnsupportedError: a tied weight, a balance loss of routers, shares of products that slow ranks give away.
+    """
+    tied = [spec.name for spec in description.vector.specs if spec.in_head]
+    check_pipedream(buckets, tied, options.pipeline_schedule)
+    if description.router_layers:
+        raise UnsupportedError(
+            "hotspa_pipeline_mode=pipedream with a model whose routers have a balance loss",
+            why="that is a loss of the whole mini-batch, and stages update after every pack",
+            fix="set output_router_logits=False in the model's config, or hotspa_pipeline_mode=synchronous",
+        )
+    if options.flexible:
+        raise UnsupportedError(
+            "hotspa_pipeline_mode=pipedream with slow ranks that give columns of their products away",
+            why="what they give is agreed on for a whole mini-batch",
+            fix="use hotspa_stragglers=watch, or hotspa_pipeline_mode=synchronous",
+        )

@@ -1,0 +1,375 @@
+"""Stages that update by themselves: PipeDream's rule in one process is the reference, and what packs run with is looked at."""
+
+import hashlib
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from io import StringIO
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.nn import functional
+from transformers import PreTrainedModel, TrainerCallback
+
+from hf_hotspa.data.collator import MiniBatch
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.pipedream import PipeDreamRunner
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.packing.pipeline_order import choose_passes
+from hf_hotspa.packing.weight_versions import PipeDream
+from tests.checkpoints import memory_folder
+from tests.families import tiny_model
+from tests.harness import run_ranks
+from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.training_runs import contents, make_trainer, newest, same_bits, train, whole_state
+from tests.worlds import make_engine, make_mini_batch
+
+pytestmark = pytest.mark.gloo
+
+FAMILY = "llama_gqa_bias"
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw": lambda parameters: torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.05, momentum=0.9),
+}
+
+
+def start(model: PreTrainedModel, buckets: str, mode: PipeDream, optimizer: str = "adamw") -> tuple[HotSPaEngine, Any]:
+    """An engine whose stages update by themselves, and the optimizer that they step."""
+    engine = make_engine(model, buckets, pipedream=mode)
+    made = OPTIMIZERS[optimizer]([p for _, p in engine.named_parameters()])
+    assert engine.updates is not None
+    engine.updates.step = made.step
+    return engine, made
+
+
+@dataclass
+class Simulation:
+    """PipeDream's rule in one process: every stage has the weights of its own, older or newer, version.
+
+    Args:
+        stages: By parameter, its stage.
+    """
+
+    model: PreTrainedModel
+    optimizer: torch.optim.Optimizer
+    stages: dict[str, int]
+    mode: PipeDream
+
+    def train(self, mini_batch: MiniBatch, rows: list[dict[str, Any]]) -> tuple[float, float]:
+        """The loss of a mini-batch and its norm of gradients, as the engine reports them."""
+        phase, last = mini_batch.plan.phases[0], max(self.stages.values())
+        parameters = dict(self.model.named_parameters())
+        history = [{name: p.detach().clone() for name, p in parameters.items()}]
+        loss, squares = 0.0, list[float]()
+        for k in range(max(map(len, phase.replicas))):
+            packs = [packs[k] for packs in phase.replicas if k < len(packs)]
+            for (
+                name,
+                p,
+            ) in parameters.items():  # the stage has seen the updates of all packs but those in flight behind it
+                delay = last - (0 if self.mode.vertical_sync else self.stages[name])
+                p.data = history[max(k - delay, 0)][name].clone()
+            of_pack = self._gradients([rows[s.row] for pack in packs for s in pack.sequences])
+            labels = sum(pack.num_labels for pack in packs)
+            loss += of_pack * labels / mini_batch.num_labels
+            norms = dict.fromkeys(self.stages.values(), 0.0)
+            for name, p in parameters.items():
+                p.data = history[k][name].clone()
+                norms[self.stages[name]] += float(p.grad.square().sum()) if p.grad is not None else 0.0
+            squares.append(sum(norms.values()))
+            if self.mode.max_norm is not None:
+                for name, p in parameters.items():
+                    p.grad *= min(1.0, self.mode.max_norm / (norms[self.stages[name]] ** 0.5 + 1e-6))
+            self.optimizer.step()
+            history.append({name: p.detach().clone() for name, p in parameters.items()})
+        return loss, (sum(squares) / len(squares)) ** 0.5
+
+    def _gradients(self, rows: list[dict[str, Any]]) -> float:
+        num_labels = sum(label != -100 for row in rows for label in row["labels"][1:])
+        self.model.zero_grad(set_to_none=True)
+        total = 0.0
+        with exact_in_double(torch.float64):
+            for row in rows:
+                logits = self.model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0]
+                labels = torch.tensor(row["labels"])[1:]
+                loss = functional.cross_entropy(logits[:-1], labels, reduction="sum", ignore_index=-100) / num_labels
+                loss.backward()
+                total += loss.item()
+        return total
+
+
+def stages_of(engine: HotSPaEngine) -> dict[str, int]:
+    """By parameter, the stage whose ranks own it."""
+    vector, layout = engine.description.vector, engine.master.layout
+    size = engine.buckets[0].strategy.stage_size
+    owner = {
+        index: next(rank for rank in range(engine.world_size) if layout.sizes[rank][index]) // size
+        for index in range(len(vector.segments))
+    }
+    return {spec.name: owner[vector.segment_of(spec).index] for spec in vector.specs}
+
+
+def against_simulation(rank: int, world_size: int, cases: list[tuple[str, PipeDream, str, int]]) -> list[list[float]]:
+    """The worst relative errors of loss, norm and weights after three mini-batches, for each case."""
+    found = []
+    for buckets, mode, optimizer, num_rows in cases:
+        model = tiny_model(FAMILY, torch.float64)
+        engine, _ = start(model, buckets, mode, optimizer)
+        reference = tiny_model(FAMILY, torch.float64)
+        simulation = Simulation(reference, OPTIMIZERS[optimizer](reference.parameters()), stages_of(engine), mode)
+        errors = []
+        for seed in range(3):
+            rows = random_rows(num_rows, model.config.vocab_size, longest=40, seed=seed)
+            mini_batch = make_mini_batch(engine, rows)
+            with exact_in_double(torch.float64):
+                report = engine.forward_backward(mini_batch)
+            loss, norm = simulation.train(mini_batch, rows)
+            errors += [abs(report.loss - loss) / loss, abs(engine.grad_norm - norm) / norm]
+        weights = dict(reference.named_parameters())
+        errors += [relative_error(whole, weights[name].detach()) for name, whole in engine.weights()]
+        found.append(errors)
+        engine.close()
+    return found
+
+
+TWO = [
+    ("pp2:40@44", PipeDream(), "adamw", 9),
+    ("pp2+rc:40@44", PipeDream(vertical_sync=True, max_norm=0.5), "momentum", 9),
+]
+FOUR = [
+    ("pp4:40@44", PipeDream(), "momentum", 17),
+    ("pp4:40@44", PipeDream(vertical_sync=True), "adamw", 17),
+    ("dp2pp2:40@44", PipeDream(max_norm=0.5), "adamw", 13),
+    ("tp2pp2+sp:40@44", PipeDream(), "momentum", 7),
+]
+
+
+def weights_of_packs(engine: HotSPaEngine, mini_batch: MiniBatch) -> tuple[list[dict[str, str]], int]:
+    """For each pack what the weights of this stage were, as digests, when its forward began and ended and its backward began
+    and ended; and the most versions held."""
+    (runner,) = engine.phases.values()
+    assert isinstance(runner, PipeDreamRunner)
+    phase = mini_batch.phases[0]
+    passes = choose_passes(
+        "own", [m.num_tokens for m in phase.micro_batches], runner.mesh.strategy.pp, phase.bucket.most_tokens
+    )
+    moments = [
+        (pack, f"{'backward' if is_backward else 'forward'} {moment}")
+        for pack, is_backward in passes.operations(runner.mesh.coord.pp)
+        for moment in ("begins", "ends")
+    ]
+    found = [dict[str, str]() for _ in phase.micro_batches]
+
+    def look() -> None:
+        pack, moment = moments.pop(0)
+        held = hashlib.sha256()
+        for parameter, _ in runner.replica.parameters:
+            held.update(parameter.detach().numpy().tobytes())
+        found[pack][moment] = held.hexdigest()
+
+    runner.replica.begin_pass = runner.replica.end_pass = look
+    engine.forward_backward(mini_batch)
+    runner.replica.begin_pass = runner.replica.end_pass = lambda: None
+    assert not moments
+    return found, runner.most_held
+
+
+def digests(rank: int, world_size: int) -> list[tuple[list[dict[str, str]], int]]:
+    """`weights_of_packs` in each mode; where long packs wait; and of a runner that stashes nothing."""
+    found = []
+    for buckets, mode in (
+        ("pp4:40@44", PipeDream()),
+        ("pp4:40@44", PipeDream(vertical_sync=True)),
+        ("pp4:40@9", PipeDream()),
+        ("pp4:40@44", None),
+    ):
+        model = tiny_model(FAMILY)
+        engine, _ = start(model, buckets, mode or PipeDream())
+        mini_batch = make_mini_batch(engine, random_rows(33, model.config.vocab_size, longest=40))
+        newest = lambda runner, _: runner.replica.use_weights(runner._held[max(runner._held)])  # noqa: E731
+        with patch.object(PipeDreamRunner, "use_version_of", newest) if mode is None else nullcontext():
+            found.append(weights_of_packs(engine, mini_batch))
+        engine.close()
+    return found
+
+
+def test_forward_and_backward_of_a_pack_have_the_same_bits_of_weights() -> None:
+    for stage, (plain, synced, limited, none) in enumerate(run_ranks(4, digests)):
+        for packs, held in (plain, synced, limited):
+            assert all(len(pack) == 4 and len(set(pack.values())) == 1 for pack in packs)
+            assert len({pack["forward begins"] for pack in packs}) > 1  # weights change within the mini-batch
+            assert held <= 4
+        assert plain[1] == PipeDream().most_versions(4, stage, len(plain[0])) == 4 - stage
+        # a check that can fail: without stashing, all stages but the last go backward with other weights than forward
+        assert (stage == 3) == all(len(set(pack.values())) == 1 for pack in none[0])
+
+
+def one_in_flight(rank: int, world_size: int) -> list[bool]:
+    """Whether mini-batches of one pack, trained in both modes, leave the same bits: losses, weights. And whether norms, which are
+    summed over other shares, are the same but for rounding."""
+    ends = []
+    for mode in (None, PipeDream()):
+        model = tiny_model(FAMILY)
+        engine = make_engine(model, "pp2:40@400", pipedream=mode)
+        optimizer = OPTIMIZERS["adamw"]([p for _, p in engine.named_parameters()])
+        if engine.updates is not None:
+            engine.updates.step = optimizer.step
+        losses, norms = list[float](), list[float]()
+        for seed in range(4):
+            mini_batch = make_mini_batch(engine, random_rows(6, model.config.vocab_size, longest=40, seed=seed))
+            assert mini_batch.plan.phases[0].num_packs == 1
+            report = engine.forward_backward(mini_batch)
+            optimizer.step()  # with stages that update by themselves, of no effect
+            losses.append(report.loss)
+            norms.append(engine.grad_norm)
+        ends.append((losses, norms, {name: whole.clone() for name, whole in engine.weights()}))
+        engine.close()
+    (losses, norms, weights), (losses_too, norms_too, weights_too) = ends
+    return [
+        losses == losses_too,
+        norms == pytest.approx(norms_too, rel=1e-12),
+        *(torch.equal(weights[name], weights_too[name]) for name in weights),
+    ]
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    """The messages of what cannot be, and of a loss that is not finite."""
+    model, messages = tiny_model(FAMILY), []
+
+    def note(run: Callable[[], Any]) -> None:
+        with pytest.raises(HotspaError) as caught:
+            run()
+        messages.append(str(caught.value))
+
+    for buckets in ("dp2:40", "pp2:8,dp2:40", "pp2+ck8:40", "pp2+z2:40"):
+        note(partial(make_engine, model, buckets, pipedream=PipeDream()))
+    tied = tiny_model("qwen3_qk_norm_tied")
+    note(lambda: make_engine(tied, "pp2:40", pipedream=PipeDream()))
+    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(), pipeline_schedule="1f1b"))
+    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(), overlap_load=True))
+    note(lambda: make_engine(model, "pp2:40", pipedream=PipeDream(vertical_sync=rank == 0)))
+    note(lambda: PipeDream(max_norm=0.0))
+    engine = make_engine(model, "pp2:40@44", pipedream=PipeDream())
+    mini_batch = make_mini_batch(engine, random_rows(9, model.config.vocab_size, longest=40))
+    note(lambda: engine.forward_backward(mini_batch))  # without an optimizer
+    note(lambda: engine.clip_grad_norm_(1.0))
+    engine.close()
+    with torch.no_grad():
+        model.lm_head.weight[5] = float("nan")
+    engine, _ = start(model, "pp2:40@44", PipeDream())
+    note(lambda: engine.forward_backward(mini_batch))
+    assert torch.isfinite(torch.cat([w for w in engine.master.weights if w is not None])).all() == (rank == 0)
+    engine.close()
+    return messages
+
+
+REFUSED = [
+    ("strategy dp2tp1pp1", "nothing is in flight"),
+    ("with the strategies", "one strategy with pp"),
+    ("+ck8", "use dp1tp1pp2"),
+    ("+z2", "use dp1tp1pp2"),
+    ("tied weight", "tie_word_embeddings=False"),
+    ("schedule 1f1b", "schedule own"),
+    ("beside the computation", "leave overlap_load"),
+    ("engine option pipedream", "rank"),
+    ("norm 0.0", "use 1.0"),
+    ("no optimizer", "engine.updates.step"),
+    ("global norm", "max_norm"),
+    ("is not finite", "have changed the weights already"),
+]
+
+
+def on_two_ranks(rank: int, world_size: int) -> tuple[list[list[float]], list[bool], list[str]]:
+    """All that two ranks can show, in one world."""
+    return against_simulation(rank, world_size, TWO), one_in_flight(rank, world_size), refusals(rank, world_size)
+
+
+def test_two_stages() -> None:
+    """Equal to PipeDream's rule in one process; with one pack in flight to synchronous training; refusals on all ranks."""
+    for simulated, same, messages in run_ranks(2, on_two_ranks):
+        for case, errors in zip(TWO, simulated, strict=True):
+            assert max(errors) <= 1e-11, case
+        assert all(same)
+        assert len(messages) == len(REFUSED)
+        for (what, fix), message in zip(REFUSED, messages, strict=True):
+            assert what in message, message
+            assert fix in message, message
+
+
+def test_weights_are_those_of_pipedreams_rule_in_one_process() -> None:
+    for found in run_ranks(4, against_simulation, FOUR):
+        for case, errors in zip(FOUR, found, strict=True):
+            assert max(errors) <= 1e-11, case
+
+
+RUN: dict[str, Any] = {
+    "family": FAMILY, "hotspa_strategies": "pp2:60@48", "hotspa_pipeline_mode": "pipedream", "hotspa_clip_per_stage": True,
+    "max_grad_norm": 0.5, "hotspa_mini_batch_size": 6, "save_steps": 3,
+}  # fmt: skip
+
+
+class Evaluates(TrainerCallback):
+    """Asks for an evaluation after every second step."""
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        control.should_evaluate = state.global_step % 2 == 0
+
+
+SYNCHRONOUS: dict[str, Any] = {"family": FAMILY, "hotspa_strategies": "dp2:60", "save_steps": 3}
+
+
+def trainer_runs(rank: int, world_size: int, folder: str) -> list[Any]:
+    """A run, the same resumed, and its checkpoint taken over by a synchronous run and given back."""
+    found: list[Any] = []
+    runs: tuple[tuple[str, str | None, dict[str, Any]], ...] = (
+        ("whole", None, RUN),
+        ("resumed", f"{folder}/whole/checkpoint-3", RUN),
+        ("synchronous", f"{folder}/whole/checkpoint-3", {**SYNCHRONOUS, "max_steps": 3}),
+        ("back", f"{folder}/synchronous/checkpoint-3", {**RUN, "hotspa_mini_batch_size": 4, "max_steps": 3}),
+    )
+    for name, resume, options in runs:
+        trainer = make_trainer(
+            f"{folder}/{name}", world_size, model_seed=5, callbacks=[Evaluates()], **{"max_steps": 5, **options}
+        )
+        trainer.eval_dataset = random_rows(5, 160, longest=60, seed=9)
+        trainer.args.hotspa_allow_data_order_change = True
+        with redirect_stdout(StringIO()) as printed:
+            losses = train(trainer, resume) if "max_steps" not in options else train_without_steps(trainer, resume)
+        rates = [log["learning_rate"] for log in trainer.state.log_history if "learning_rate" in log]
+        evaluated = [log["eval_loss"] for log in trainer.state.log_history if "eval_loss" in log]
+        found.append(((losses, rates, evaluated), printed.getvalue()))
+    return found
+
+
+def train_without_steps(trainer: Any, checkpoint: Any) -> dict[int, float]:
+    """Loads a checkpoint and saves it again."""
+    trainer.train(resume_from_checkpoint=checkpoint)
+    trainer._save_checkpoint(None, None)
+    trainer._checkpoints.close()
+    trainer.close_engine()
+    return {}
+
+
+def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:
+    with memory_folder() as folder:
+        ranks = run_ranks(2, trainer_runs, str(folder))
+        for (whole, _), (resumed, _), _, _ in ranks:
+            assert list(whole[0]) == [1, 2, 3, 4, 5]
+            assert resumed[0] == {step: loss for step, loss in whole[0].items() if step > 3}
+            assert resumed[1:] == whole[1:]  # learning rates change once a mini-batch; evaluations see all updates
+            assert len(set(whole[1])) == 5
+            assert len(whole[2]) == 2
+        ends = [contents(newest(folder / name)) for name in ("whole", "resumed")]
+        for end in ends:
+            del end["trainer_state"]  # it has the seconds of evaluations
+        assert ends[0] == ends[1]
+        saved = whole_state(folder / "whole" / "checkpoint-3")
+        for name in ("synchronous", "back"):
+            assert same_bits(whole_state(newest(folder / name)), saved)
+    (_, printed), _, (_, of_synchronous), _ = ranks[0]
+    assert "not the synchronous update" in printed
+    assert "behind by 1, 0 packs on stages 0 to 1" in printed
+    assert "not the synchronous update" not in of_synchronous

@@ -1,0 +1,108 @@
+"""The flags about how pipelines update, checked: a part of `HotSPaTrainingArguments`.
+
+`pipedream` is a training mode of its own (`packing.weight_versions`). What it cannot go together with is refused here by
+name, before anything is made; what depends on the model is refused by the engine.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
+from hf_hotspa.strategy import Bucket
+
+_NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"
+
+# name -> (values that are fine, why another one is not)
+_NOT_WITH: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "hotspa_overlap_load": (("auto", "off"), "a stage loads its weights anew after every pack, and waits for that"),
+    "hotspa_overlap_return": (("auto", "off"), "a stage updates as soon as a pack has run backward"),
+    "hotspa_offload": (("none",), "every update would cross the bus to the host and back"),
+    "hotspa_stragglers": (
+        ("off", "watch"),
+        "what slow ranks do less is agreed on for a whole mini-batch, and a stage keeps its layers",
+    ),
+    "hotspa_skip_non_finite": ((0,), "packs before the one that is not finite have changed the weights already"),
+}
+
+
+@dataclass
+class PipelineModeArguments:
+    """How the stages of a pipeline update. The last two flags have a meaning with `hotspa_pipeline_mode=pipedream` alone."""
+
+    hotspa_pipeline_mode: str = field(
+        default=SYNCHRONOUS,
+        metadata={
+            "help": "synchronous (one update a mini-batch, exact), or pipedream: stages update after the backward pass of every "
+            "pack, with weights that are behind, which is not the synchronous update. For one strategy with pp.",
+            "choices": list(PIPELINE_MODES),
+        },
+    )
+    hotspa_vertical_sync: bool = field(
+        default=False,
+        metadata={"help": "With pipedream: all stages run a pack with the version of weights of the first."},
+    )
+    hotspa_clip_per_stage: bool = field(
+        default=False,
+        metadata={
+            "help": "With pipedream: max_grad_norm holds for the gradient of each stage and pack, by itself. Else it must be 0: no "
+            "stage knows the norm over all."
+        },
+    )
+
+    @property
+    def hotspa_pipedream(self) -> PipeDream | None:
+        """How stages update by themselves; None for the synchronous update."""
+        if self.hotspa_pipeline_mode != PIPEDREAM:
+            return None
+        most: float | None = vars(self)["max_grad_norm"]  # of transformers
+        return PipeDream(self.hotspa_vertical_sync, most if self.hotspa_clip_per_stage and most else None)
+
+    def check_pipeline_mode(self, buckets: Sequence[Bucket]) -> None:
+        """Refuses what does not go together.
+
+        Args:
+            buckets: Those that were given; none with `auto`.
+
+        Raises:
+            HotspaConfigError: a value that there is not, or a flag without a meaning.
+            UnsupportedError: something that the mode cannot honour.
+        """
+        if self.hotspa_pipeline_mode not in PIPELINE_MODES:
+            raise HotspaConfigError(
+                f"hotspa_pipeline_mode is {self.hotspa_pipeline_mode!r}", fix=f"use one of {', '.join(PIPELINE_MODES)}"
+            )
+        if self.hotspa_pipeline_mode == SYNCHRONOUS:
+            for name in ("hotspa_vertical_sync", "hotspa_clip_per_stage"):
+                if getattr(self, name):
+                    raise HotspaConfigError(
+                        f"{name}=True with {_BACK}",
+                        why="all stages update together there, and clip to the norm over all",
+                        fix=f"leave it out, or use it with {_NAMED}",
+                    )
+            return
+        if not buckets:
+            raise UnsupportedError(
+                f"{_NAMED} with hotspa_strategies=auto",
+                why="auto chooses strategies to switch between, and stages that update by themselves cannot switch",
+                fix=f"give one strategy with pp of at least 2, such as pp2:2048, or {_BACK}",
+            )
+        values = vars(self)
+        check_pipedream(buckets, schedule=values["hotspa_pipeline_schedule"])
+        most = values["max_grad_norm"]
+        if most and not self.hotspa_clip_per_stage:
+            raise UnsupportedError(
+                f"{_NAMED} with max_grad_norm={most} (1.0 is its default)",
+                why="it is the norm of the whole gradient, and no moment exists at which the gradients of all stages are there",
+                fix=f"set max_grad_norm=0, or hotspa_clip_per_stage=True to clip each stage by itself, or {_BACK}",
+            )
+        if self.hotspa_clip_per_stage and not most:
+            raise HotspaConfigError(
+                f"hotspa_clip_per_stage=True with max_grad_norm={most}", fix="give the norm, such as max_grad_norm=1.0"
+            )
+        for name, (fine, why) in _NOT_WITH.items():
+            if values[name] not in fine:
+                raise UnsupportedError(
+                    f"{_NAMED} with {name}={values[name]}", why=why, fix=f"use {name}={fine[0]}, or {_BACK}"
+                )
