@@ -14,11 +14,9 @@ It promises: loss and gradients are those of the plain model on the whole mini-b
 optimizer step changes the weights; what one rank finds wrong before a phase is raised by all ranks before a byte moves.
 """
 
-import os
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +25,29 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.context import check_context
-from hf_hotspa.costs.experts import check_experts
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
 from hf_hotspa.engine.device_pace import DevicePace
 from hf_hotspa.engine.evaluation import Evaluation
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loading import fill_from_model, load_weights, write_to_model
-from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.measures import Observer, PhaseFacts, PhaseMeasure, peak_memory, step_report
 from hf_hotspa.engine.non_finite import raise_non_finite
 from hf_hotspa.engine.phase import PhaseRunner
+from hf_hotspa.engine.pipedream import PipeDreamRunner, stage_updates
 from hf_hotspa.engine.recut import changed, take_cut, with_paces
-from hf_hotspa.engine.pipedream import PipeDreamRunner, check_pipedream_model, stage_updates
-from hf_hotspa.engine.switching import Switching
+from hf_hotspa.engine.set_up import describe, plan_switches
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions, default_device
-from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.packing.pipeline_order import check_runs
-from hf_hotspa.packing.weight_versions import PipeDream
+from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.mesh import ProcessGroups, StrategyMesh
 from hf_hotspa.parallel.same_rows import check_mini_batch
 from hf_hotspa.report import StepReport
-from hf_hotspa.strategy import Bucket, Strategy, check_buckets, check_launch
+from hf_hotspa.strategy import Bucket, Strategy, check_launch
 
 
 class HotSPaEngine:
@@ -105,8 +96,10 @@ class HotSPaEngine:
         self._mailbox = Mailbox(self.rank, self.world_size)
         self.agreement = Agreement(self._groups.agreement, self.rank, self._mailbox)
         self.failures = PhaseFailures(self.rank, self._mailbox)
-        self.description = self._describe(model, options, weights)
-        self._switching = self._plan(options)
+        self.description = describe(model, self.buckets, options, weights, self._groups, self.agreement)
+        self._switching = plan_switches(
+            self.description.vector, self.buckets, options, self._groups, self.agreement, self.failures
+        )
         home = options.master_device(device)
         strategies = self._switching.pool.strategies
         by_stage = strategies[0] if options.pipedream is not None else None
@@ -130,44 +123,6 @@ class HotSPaEngine:
         self._steps, self._grad_norm = 0, 0.0
 
     # -- set-up -------------------------------------------------------------------------------------------------------
-
-    def _describe(self, model: nn.Module, options: EngineOptions, weights: Path | None) -> ModelDescription:
-        def described() -> ModelDescription:
-            description = describe_model(model, options.compute_dtype, options.attention_dropout)
-            description = replace(description, vector=description.vector.with_measured(options.stage_costs))
-            check_buckets(self.buckets, self.world_size, description.shape)
-            for bucket in self.buckets:
-                check_runs(options.pipeline_schedule, bucket.strategy, options.flexible)
-            given = options.context_parallel, options.pipeline_schedule, self.device.type, options.flexible
-            check_context(self.buckets, description.shape, *given)
-            shape, capacity = description.shape, options.expert_capacity
-            check_experts(self.buckets, shape, options.pipeline_schedule, options.flexible, capacity)
-            if options.pipedream is not None:
-                check_pipedream_model(self.buckets, description, options)
-            check_model(model, description, weights)
-            check_loss(model, description, options, self.rank, self.device)
-            return description
-
-        facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, self.buckets))}
-        facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
-        return self.agreement.run("set-up", described, lambda d: {"model": d.digest()}, facts=lambda _: facts)
-
-    def _plan(self, options: EngineOptions) -> Switching:
-        """Plans every switch; all ranks must have made the same plans, and the memory for them."""
-        vector = self.description.vector
-        per_node = options.devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", self.world_size))
-        switching = Switching(
-            vector,
-            [bucket.strategy for bucket in self.buckets],
-            Cluster(self.world_size, per_node),
-            self._groups,
-            options,
-            self.failures.explain,
-        )
-        plans = [plan for plan, _ in switching.switches()]
-        digests = {f"plan {plan.name!r}": plan.digest() for plan in plans}
-        self.agreement.run("set-up", switching.check_memory, lambda _: digests)
-        return switching
 
     def _runner(self, description: ModelDescription, mesh: StrategyMesh) -> PhaseRunner:
         shared = self._switching, self.master, self._buffers, self.overlap, self._options

@@ -1,0 +1,88 @@
+"""What an engine finds out about its model and strategies before it has weights: all checks, and all plans.
+
+Promises: what does not fit is refused on every rank by one error, before anything is allocated; ranks whose models, options or
+plans differ are told apart by name.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from torch import nn
+
+from hf_hotspa.cluster import Cluster
+from hf_hotspa.costs.context import check_context
+from hf_hotspa.costs.experts import check_experts
+from hf_hotspa.engine.faults import PhaseFailures
+from hf_hotspa.engine.loss_check import check_loss
+from hf_hotspa.engine.pipedream import check_pipedream_model
+from hf_hotspa.engine.switching import Switching
+from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.model.model_check import check_model, model_facts
+from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.packing.pipeline_order import check_runs
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.strategy import Bucket, check_buckets
+
+
+def describe(
+    model: nn.Module,
+    buckets: Sequence[Bucket],
+    options: EngineOptions,
+    weights: Path | None,
+    groups: ProcessGroups,
+    agreement: Agreement,
+) -> ModelDescription:
+    """The model as layouts see it, with everything about it and the strategies checked. Collective.
+
+    Args:
+        weights: Where its weights are, if not in the model.
+
+    Raises:
+        HotspaError: on every rank: what a rank found wrong, or what differs between ranks.
+    """
+
+    def described() -> ModelDescription:
+        description = describe_model(model, options.compute_dtype, options.attention_dropout)
+        description = replace(description, vector=description.vector.with_measured(options.stage_costs))
+        check_buckets(buckets, groups.world_size, description.shape)
+        for bucket in buckets:
+            check_runs(options.pipeline_schedule, bucket.strategy, options.flexible)
+        given = options.context_parallel, options.pipeline_schedule, groups.device.type, options.flexible
+        check_context(buckets, description.shape, *given)
+        shape, capacity = description.shape, options.expert_capacity
+        check_experts(buckets, shape, options.pipeline_schedule, options.flexible, capacity)
+        if options.pipedream is not None:
+            check_pipedream_model(buckets, description, options)
+        check_model(model, description, weights)
+        check_loss(model, description, options, groups.rank, groups.device)
+        return description
+
+    facts = {"list of strategies (hotspa_strategies)": ",".join(map(str, buckets))}
+    facts |= {f"engine option {name}": repr(value) for name, value in vars(options).items()} | model_facts(model)
+    return agreement.run("set-up", described, lambda d: {"model": d.digest()}, facts=lambda _: facts)
+
+
+def plan_switches(
+    vector: ParameterVector,
+    buckets: Sequence[Bucket],
+    options: EngineOptions,
+    groups: ProcessGroups,
+    agreement: Agreement,
+    failures: PhaseFailures,
+) -> Switching:
+    """Plans every switch; all ranks must have made the same plans, and have the memory for them. Collective.
+
+    Raises:
+        HotspaError: on every rank: plans differ, or a device cannot hold them.
+    """
+    world_size = groups.world_size
+    per_node = options.devices_per_node or int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    strategies = [bucket.strategy for bucket in buckets]
+    switching = Switching(vector, strategies, Cluster(world_size, per_node), groups, options, failures.explain)
+    digests = {f"plan {plan.name!r}": plan.digest() for plan, _ in switching.switches()}
+    agreement.run("set-up", switching.check_memory, lambda _: digests)
+    return switching
