@@ -30,7 +30,7 @@ from hf_hotspa.strategy import Bucket, check_buckets
 
 def describe(
     model: nn.Module,
-    buckets: Sequence[Bucket],
+    buckets: tuple[Bucket, ...],
     options: EngineOptions,
     weights: Path | None,
     groups: ProcessGroups,

@@ -14,6 +14,11 @@ Phases = tuple[tuple[Strategy, int, int, int], ...]
 """`(strategy, low, high, pack tokens)` of each phase, by length."""
 
 
+def can_go_round(strategy: Strategy, num_layers: int) -> bool:
+    """Whether the ranks of its pipeline can have two stages each."""
+    return strategy.pp > 1 and not strategy.z and strategy.ep == 1 and 2 * strategy.pp <= num_layers
+
+
 def going_round(
     phases: Phases,
     margin: float,
@@ -32,7 +37,7 @@ def going_round(
         seconds: Of phases, together.
     """
     for index, (strategy, low, high, tokens) in enumerate(phases):
-        if strategy.pp == 1 or strategy.z or strategy.ep > 1 or 2 * strategy.pp > num_layers:
+        if not can_go_round(strategy, num_layers):
             continue
         twin = replace(strategy, v=2)
         switch[twin] = switch[strategy]

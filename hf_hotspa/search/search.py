@@ -35,7 +35,7 @@ from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice, Row
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.partition import best_partitions
-from hf_hotspa.search.rounds import Phases, going_round
+from hf_hotspa.search.rounds import Phases, can_go_round, going_round
 from hf_hotspa.strategy import Bucket, Strategy
 
 EXACT_PHASES = 600
@@ -193,7 +193,11 @@ class _Search:
                 best, best_seconds = phases, seconds
         if may_go_round:
             known = margin, len(self.time.layer_costs), self.capacities, self.switch, self._seconds
-            best, static = (going_round(phases, *known) for phases in (best, static))
+            # another single pipeline may be the fastest so: not all strategies can have two stages on a rank
+            best, static, other = (going_round(phases, *known) for phases in (best, static, self._pipeline or static))
+            if self._seconds(other) < self._seconds(static) * (1 - margin):
+                static = other
+            best = min(best, static, key=self._seconds)
             best_seconds, static_seconds = self._seconds(best), self._seconds(static)
         if len(best) > 1 and not best_seconds < static_seconds * (1 - margin):
             best = static
@@ -257,6 +261,8 @@ class _Search:
             seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
             timed.append((seconds, strategy, tokens))
             most = min(most, seconds * (1 + plain_margin))
+        rounds = [each for each in timed if can_go_round(each[1], len(self.time.layer_costs))]
+        self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(rounds)), None)
         near = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(near, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0]))
         return ((strategy, *whole, tokens),)
