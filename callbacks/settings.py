@@ -41,6 +41,7 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
         num_steps: Optimizer steps of the run.
     """
     model, machine, used = facts.model, facts.machine, facts.settings
+    mode = used.get("pipeline_mode", "synchronous")  # records of earlier versions do not say it
     strategies = ", ".join(f"{b['strategy']}:{b['longest']}@{b['pack_tokens']}" for b in facts.buckets)
     if machine["device"] == "cuda":
         where = machine["device_name"]
@@ -52,7 +53,7 @@ def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
         ("machine", f"{facts.world_size} process{'es' * (facts.world_size > 1)} on {where}"),
         ("strategies", strategies + (" (chosen by auto)" if facts.plan is not None else "")),
         ("mini-batch", f"{used['mini_batch_size']} rows over all processes; longer rows than the last bucket's: {used['overlong']}"),
-        ("updates", used["pipeline_mode"] if used["pipeline_mode"] != "synchronous" else ""),
+        ("updates", "" if mode == "synchronous" else mode),
         ("training", f"{num_steps} steps, {used['optimizer']}, learning rate {used['learning_rate']:g} ({used['lr_scheduler']})"),
         ("other flags", _changed(args)),
         ("output", str(args.output_dir)),
