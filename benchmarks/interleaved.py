@@ -9,7 +9,6 @@ When each pass of each stage began and ended is recorded: printed are wall secon
 """
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -18,6 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from result_file import write_json
 from worlds import run_world
 
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds
@@ -154,9 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
             f" {side['idle over busy']:.3f}, (p - 1) / (v m) {side['formula']:.3f}"
         )
     print(f"+v2 is {result['speedup']:.2f} times as fast, simulated {result['simulated speedup']:.2f} times")
-    if options.json:
-        options.json.parent.mkdir(parents=True, exist_ok=True)
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    write_json(options.json, result)
     return result
 
 

@@ -11,7 +11,6 @@ stage's time that a pipeline of packs of equal time takes to fill and to run emp
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 from resize_loss import LENGTH, curves, make_rows
+from result_file import write_json, write_text
 from stragglers import make_model
 from worlds import run_world
 
@@ -116,13 +116,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
         print(f"{name}: weights are behind by {', '.join(map(str, delay))} packs on stages 0 to {options.stages - 1}")
     given = {k: v for k, v in vars(options).items() if k not in ("json", "svg")}
     result = {"options": given, "sides": found}
-    for path, text in (
-        (options.json, json.dumps(result, indent=1) + "\n"),
-        (options.svg, curves(found, options.steps, TITLE)),
-    ):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    write_json(options.json, result)
+    if options.svg:
+        write_text(options.svg, curves(found, options.steps, TITLE))
     return result
 
 

@@ -10,7 +10,6 @@ columns; the last line is the loss of the trained weights in an exact forward, o
 """
 
 import argparse
-import json
 import sysconfig
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from statistics import fmean
 from typing import Any
 
 import torch
+from result_file import write_json, write_text
 from stragglers import make_model
 from worlds import run_world
 
@@ -166,13 +166,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
     print("\n" + PAPER)
     given = {k: v for k, v in vars(options).items() if k not in ("json", "svg")}
     result = {"options": given, "sides": found}
-    for path, text in (
-        (options.json, json.dumps(result, indent=1) + "\n"),
-        (options.svg, curves(found, options.steps)),
-    ):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text)
+    write_json(options.json, result)
+    if options.svg:
+        write_text(options.svg, curves(found, options.steps))
     return result
 
 

@@ -1,4 +1,5 @@
-"""Two stages on each rank of a pipeline (`+v2`) in a plan that is found: tried last, and for the pipelines in it alone.
+"""Two stages on each rank of a pipeline (`+v2`) in a plan that is found: tried last, for its pipelines and the best
+single one alone.
 
 They change neither what is moved nor, by much, what is held, so the strategies and edges that are best without are taken to
 be the best with them; looking at every pipeline both ways would take a search twice as long.

@@ -12,7 +12,8 @@ What is exact and what is not:
 * The best single strategy is exact in both cases (all whose lower bound can win are packed and simulated), and a pool
   is chosen only when it beats it by `margin`: the answer is never worse than the best static strategy, and "do not
   switch" is an answer like any other. Packs are made smaller after that, where it costs at most `pack_margin`.
-* Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool and the best single strategy alone (`search.rounds`).
+* Two stages on each rank of a pipeline (`+v2`) are tried last, in the best pool, the best single strategy and the best single
+  pipeline that can have them (`search.rounds`).
 * Memory: the strategies of a pool share an arena as large as the largest needs, which costs the others capacity. The search
   runs once for each size of arena (sizes within 1 % count as one, the larger holds). A pipeline whose memory does not hold
   as many of the longest sequences as it has stages takes smaller packs, and these sequences one by one (`Bucket`).
