@@ -7,11 +7,12 @@ they are asked for, so that a better fit needs no new measurement. `calibrate/ca
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import msgspec
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
@@ -26,7 +27,6 @@ from hf_hotspa.costs.measurements import (
     MemorySample,
     ModelFacts,
     PhaseSample,
-    Reader,
     SwitchSample,
 )
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
@@ -37,6 +37,7 @@ from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import NotNegative, Positive, typed
 
 KIND = "hf_hotspa calibration"
 SCHEMA_VERSION = 1
@@ -77,18 +78,18 @@ class Calibration:
     key: CalibrationKey
     model: ModelFacts
     samples: tuple[Sample, ...]
-    slots: float
+    slots: Annotated[float, msgspec.Meta(gt=0)]
     intra: Link
     hop_intra: Hop
     inter: Link | None = None
     hop_inter: Hop | None = None
-    fixed_s: float = 0.0
-    pipeline_factor: float = 1.0
+    fixed_s: NotNegative = 0.0
+    pipeline_factor: Positive = 1.0
     phases: tuple[PhaseSample, ...] = ()
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     measured_at: str = ""
-    seconds: float = 0.0
+    seconds: NotNegative = 0.0
     notes: tuple[str, ...] = ()
 
     @property
@@ -253,60 +254,25 @@ class Calibration:
             )
         return calibration
 
-    def to_dict(self) -> dict[str, object]:
-        """Plain data."""
-        return {
-            "key": asdict(self.key),
-            "model": asdict(self.model),
-            "measured_at": self.measured_at,
-            "seconds": self.seconds,
-            "notes": list(self.notes),
-            "slots": None if math.isinf(self.slots) else self.slots,
-            "fixed_s": self.fixed_s,
-            "pipeline_factor": self.pipeline_factor,
-            "phases": [asdict(sample) for sample in self.phases],
-            "intra": asdict(self.intra),
-            "inter": None if self.inter is None else asdict(self.inter),
-            "hop_intra": asdict(self.hop_intra),
-            "hop_inter": None if self.hop_inter is None else asdict(self.hop_inter),
-            "samples": [{**asdict(sample), "lengths": list(sample.lengths)} for sample in self.samples],
-            "switches": [asdict(sample) for sample in self.switches],
-            "memory": [asdict(sample) for sample in self.memory],
-        }
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data; endless slots are None."""
+        data: dict[str, Any] = msgspec.to_builtins(self)
+        return {**data, "slots": None if math.isinf(self.slots) else self.slots}
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = KIND) -> "Calibration":
-        """The inverse of `to_dict`.
+        """The inverse of `to_dict`; older files have no `phases`.
 
         Raises:
             HotspaConfigError: a field is missing or impossible.
         """
-        reader = Reader(where)
         try:
-            calibration = cls(
-                key=reader.key(data["key"]),
-                model=reader.model(data["model"]),
-                samples=tuple(map(reader.sample, data["samples"])),
-                slots=math.inf if data["slots"] is None else reader.positive(data, "slots"),
-                fixed_s=reader.number(data, "fixed_s"),
-                pipeline_factor=reader.positive(data, "pipeline_factor"),
-                phases=tuple(map(reader.phase, data.get("phases", ()))),  # older files have none
-                intra=reader.link(data["intra"]),
-                inter=None if data["inter"] is None else reader.link(data["inter"]),
-                hop_intra=reader.hop(data["hop_intra"]),
-                hop_inter=None if data["hop_inter"] is None else reader.hop(data["hop_inter"]),
-                switches=tuple(map(reader.switch, data["switches"])),
-                memory=tuple(map(reader.memory, data["memory"])),
-                measured_at=str(data["measured_at"]),
-                seconds=reader.number(data, "seconds"),
-                notes=tuple(map(str, data["notes"])),
-            )
+            if missing := [f.name for f in fields(cls) if f.name not in data and f.name != "phases"]:
+                raise ValueError(f"the field {missing[0]!r} is missing")
+            calibration = typed({**data, "slots": math.inf if data["slots"] is None else data["slots"]}, cls)
             dtype_bytes(calibration.key.dtype)
             fit_costs(calibration.samples)  # says what the samples lack
-        except KeyError as error:
-            raise HotspaConfigError(f"the field {error} is missing", where=where, fix=REMEDY) from None
-        except (TypeError, ValueError, AttributeError) as error:
-            # HotspaConfigError is a ValueError: what it says is kept, what it lacks is added
-            what = error.what if isinstance(error, HotspaConfigError) else f"a field has the wrong type: {error}"
+        except ValueError as error:
+            what = error.what if isinstance(error, HotspaConfigError) else str(error)
             raise HotspaConfigError(what, where=where, fix=REMEDY) from None
         return calibration

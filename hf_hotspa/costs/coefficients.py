@@ -3,6 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from hf_hotspa.typed import NotNegative
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -45,8 +47,8 @@ class Hop:
         token_s: Seconds a token.
     """
 
-    latency_s: float = 0.0
-    token_s: float = 0.0
+    latency_s: NotNegative = 0.0
+    token_s: NotNegative = 0.0
 
     def seconds(self, tokens: float) -> float:
         """Seconds for a pack of so many tokens."""

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.typed import Positive, PositiveCount
 
 Array = npt.NDArray[np.float64]
 
@@ -29,10 +30,10 @@ class Sample:
         with_ends: Whether embedding, head and loss ran, too.
     """
 
-    tp: int
-    num_layers: int
-    lengths: tuple[int, ...]
-    seconds: float
+    tp: PositiveCount
+    num_layers: PositiveCount
+    lengths: tuple[PositiveCount, ...]
+    seconds: Positive
     with_ends: bool = False
 
 

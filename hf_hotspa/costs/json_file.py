@@ -1,7 +1,6 @@
 """JSON files that people read and edit: a kind, a schema version, and errors that say what is wrong with them."""
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,22 +53,3 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
             fix=remedy,
         )
     return data
-
-
-def number(value: object, name: str, where: str, remedy: str, *, positive: bool = False) -> float:
-    """A finite number that is not negative.
-
-    Args:
-        name: The field, for messages.
-        where: The file, for messages.
-        remedy: How the user gets a file that works, for messages.
-        positive: Whether 0 is refused, too.
-
-    Raises:
-        HotspaConfigError: it is something else.
-    """
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < 0 or (positive and value == 0):  # type: ignore[operator]
-        kind = "a positive number" if positive else "a number of at least 0"
-        raise HotspaConfigError(f"{name} is {value!r} instead of {kind}", where=where, fix=remedy)
-    return float(value)  # type: ignore[arg-type]

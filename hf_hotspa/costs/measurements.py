@@ -1,6 +1,7 @@
-"""What a calibration is made of: its key, single measurements, and the checked reading of them from JSON.
+"""What a calibration is made of: its key and single measurements.
 
-Plain data without torch; `calibration.py` puts it together, `calibrate/calibration.py` measures it.
+Plain data without torch, with the bounds that a file is read by; `calibration.py` puts it together,
+`calibrate/calibration.py` measures it.
 """
 
 import hashlib
@@ -10,14 +11,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from hf_hotspa.costs.coefficients import Hop
-from hf_hotspa.costs.fitting import Sample
-from hf_hotspa.costs.json_file import number
-from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import NotNegative, Positive, PositiveCount
 
 REMEDY = "delete the file and calibrate again (hf-hotspa calibrate)"
-_KEY_COUNTS = ("cores", "memory_bytes", "world_size", "devices_per_node", "threads")
 
 
 @dataclass(frozen=True)
@@ -39,11 +36,11 @@ class CalibrationKey:
 
     device: str
     kind: str
-    cores: int
-    memory_bytes: int
-    world_size: int
-    devices_per_node: int
-    threads: int
+    cores: PositiveCount
+    memory_bytes: PositiveCount
+    world_size: PositiveCount
+    devices_per_node: PositiveCount
+    threads: PositiveCount
     backend: str
     dtype: str
     model: str
@@ -91,10 +88,10 @@ class ModelFacts:
     """
 
     family: str
-    hidden_size: int
-    layer_parameters: int
-    vocab_size: int
-    num_attention_heads: int
+    hidden_size: PositiveCount
+    layer_parameters: PositiveCount
+    vocab_size: PositiveCount
+    num_attention_heads: PositiveCount
 
 
 @dataclass(frozen=True)
@@ -108,10 +105,10 @@ class MemorySample:
         num_bytes: The peak.
     """
 
-    tp: int
-    num_layers: int
-    tokens: int
-    num_bytes: float
+    tp: PositiveCount
+    num_layers: PositiveCount
+    tokens: PositiveCount
+    num_bytes: Positive
 
 
 @dataclass(frozen=True)
@@ -119,16 +116,19 @@ class SwitchSample:
     """One load and one return of gradients, of the busiest rank.
 
     Args:
-        strategy: The strategy, `dp4tp1pp1`.
+        strategy: The strategy, `dp4tp1pp1`; `StrategyError` when it is none.
         num_parameters: Parameters of the model that was switched.
         load_s: Seconds of the load.
         return_s: Seconds of the return.
     """
 
     strategy: str
-    num_parameters: int
-    load_s: float
-    return_s: float
+    num_parameters: PositiveCount
+    load_s: NotNegative
+    return_s: Positive
+
+    def __post_init__(self) -> None:
+        Strategy.parse(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -136,16 +136,19 @@ class PhaseSample:
     """One whole phase, as training has them: packs of mixed lengths, all replicas at the same time.
 
     Args:
-        strategy: The strategy, `dp2tp1pp2`.
+        strategy: The strategy, `dp2tp1pp2`; `StrategyError` when it is none.
         num_layers: Decoder layers of the model that ran.
         replicas: The packs of each replica, each the lengths of its sequences.
         seconds: Until the last rank was done, without the switch.
     """
 
     strategy: str
-    num_layers: int
-    replicas: tuple[tuple[tuple[int, ...], ...], ...]
-    seconds: float
+    num_layers: PositiveCount
+    replicas: tuple[tuple[tuple[PositiveCount, ...], ...], ...]
+    seconds: Positive
+
+    def __post_init__(self) -> None:
+        Strategy.parse(self.strategy)
 
 
 @dataclass(frozen=True)
@@ -157,85 +160,5 @@ class Link:
         bandwidth: Bytes per second and direction.
     """
 
-    latency_s: float
-    bandwidth: float
-
-
-class Reader:
-    """Checked values of a file; every method raises `HotspaConfigError`, or `KeyError` for what is missing.
-
-    Args:
-        where: The file, for messages.
-    """
-
-    def __init__(self, where: str) -> None:
-        self.where = where
-
-    def number(self, data: Mapping[str, Any], name: str) -> float:
-        return number(data[name], name, self.where, REMEDY)
-
-    def positive(self, data: Mapping[str, Any], name: str) -> float:
-        return number(data[name], name, self.where, REMEDY, positive=True)
-
-    def count(self, data: Mapping[str, Any], name: str) -> int:
-        value = self.positive(data, name)
-        if value != int(value):
-            raise HotspaConfigError(f"{name} is {value} instead of an integer", where=self.where, fix=REMEDY)
-        return int(value)
-
-    def key(self, data: Mapping[str, Any]) -> CalibrationKey:
-        return CalibrationKey(
-            device=str(data["device"]),
-            kind=str(data["kind"]),
-            **{name: self.count(data, name) for name in _KEY_COUNTS},
-            backend=str(data["backend"]),
-            dtype=str(data["dtype"]),
-            model=str(data["model"]),
-            versions={str(name): str(version) for name, version in dict(data["versions"]).items()},
-        )
-
-    def model(self, data: Mapping[str, Any]) -> ModelFacts:
-        counts = (self.count(data, f.name) for f in fields(ModelFacts) if f.name != "family")
-        return ModelFacts(str(data["family"]), *counts)
-
-    def link(self, data: Mapping[str, Any]) -> Link:
-        return Link(self.number(data, "latency_s"), self.positive(data, "bandwidth"))
-
-    def hop(self, data: Mapping[str, Any]) -> Hop:
-        return Hop(self.number(data, "latency_s"), self.number(data, "token_s"))
-
-    def sample(self, data: Mapping[str, Any]) -> Sample:
-        lengths = tuple(self.count({"lengths": length}, "lengths") for length in data["lengths"])
-        return Sample(
-            self.count(data, "tp"),
-            self.count(data, "num_layers"),
-            lengths,
-            self.positive(data, "seconds"),
-            bool(data["with_ends"]),
-        )
-
-    def strategy(self, data: Mapping[str, Any], name: str) -> str:
-        try:
-            return str(Strategy.parse(str(data["strategy"])))
-        except StrategyError as error:
-            raise HotspaConfigError(f"{name}: {error.what}", where=self.where, fix=REMEDY) from None
-
-    def phase(self, data: Mapping[str, Any]) -> PhaseSample:
-        replicas = tuple(
-            tuple(tuple(self.count({"replicas": length}, "replicas") for length in pack) for pack in packs)
-            for packs in data["replicas"]
-        )
-        seconds = self.positive(data, "seconds")
-        return PhaseSample(self.strategy(data, "phases"), self.count(data, "num_layers"), replicas, seconds)
-
-    def switch(self, data: Mapping[str, Any]) -> SwitchSample:
-        return SwitchSample(
-            self.strategy(data, "switches"),
-            self.count(data, "num_parameters"),
-            self.number(data, "load_s"),
-            self.positive(data, "return_s"),
-        )
-
-    def memory(self, data: Mapping[str, Any]) -> MemorySample:
-        tp, num_layers, tokens = (self.count(data, name) for name in ("tp", "num_layers", "tokens"))
-        return MemorySample(tp, num_layers, tokens, self.positive(data, "num_bytes"))
+    latency_s: NotNegative
+    bandwidth: Positive

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_hotspa.costs.json_file import number, read_json, write_json
+from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.errors import HotspaConfigError
 
 KIND = "hf_hotspa length histogram"
@@ -121,11 +121,11 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
     for key, count in counts.items():
         if not str(key).isdecimal() or len(str(key)) > _MOST_DIGITS or int(key) < 1:
             raise HotspaConfigError(f"{key!r} is no length in tokens", where=where, fix=remedy)
-        size = number(count, f"the count of length {key}", where, remedy)
-        if size != int(size) or size >= 10**_MOST_DIGITS:
+        is_number = isinstance(count, int | float) and not isinstance(count, bool)
+        if not is_number or not 0 <= count < 10**_MOST_DIGITS or count != int(count):
             raise HotspaConfigError(f"the count of length {key} is {count!r}", where=where, fix=remedy)
         lengths.append(int(key))
-        sizes.append(int(size))
+        sizes.append(int(count))
     if not sum(sizes):
         raise HotspaConfigError("all counts of the histogram are 0", where=where, fix=remedy)
     return Counts(np.array(lengths), np.array(sizes), where)

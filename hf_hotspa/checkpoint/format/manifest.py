@@ -22,7 +22,9 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from hf_hotspa.checkpoint.format.disk import (
     DTYPES,
@@ -34,6 +36,7 @@ from hf_hotspa.checkpoint.format.disk import (
     read_text,
 )
 from hf_hotspa.errors import DamagedCheckpointError
+from hf_hotspa.typed import typed
 
 MANIFEST = "MANIFEST.json"
 KIND = "hf_hotspa checkpoint"
@@ -51,7 +54,8 @@ MODEL_WEIGHTS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)
 WEIGHT = "weight"
 """The state of a parameter that is the parameter itself; the others are the optimizer's (`exp_avg`, ...)."""
 
-_MAX_WORLD, _MAX_FILES, _MAX_PARAMETERS = 1 << 17, 1 << 20, 1 << 20
+_MAX_WORLD = 1 << 17
+_AT_MOST = msgspec.Meta(max_length=1 << 20)
 _MAX_MANIFEST_BYTES = 512 << 20
 _OLD_MODEL_FOLDER = "model"
 
@@ -120,9 +124,9 @@ class Manifest:
     resumable: bool
     run: str
     versions: dict[str, str]
-    files: tuple[FileRecord, ...]
-    segments: tuple[SavedSegment, ...]
-    parameters: tuple[SavedParameter, ...]
+    files: Annotated[tuple[FileRecord, ...], _AT_MOST]
+    segments: Annotated[tuple[SavedSegment, ...], _AT_MOST]
+    parameters: Annotated[tuple[SavedParameter, ...], _AT_MOST]
     schema_version: int = SCHEMA_VERSION
 
     @property
@@ -196,13 +200,10 @@ class Manifest:
                 fix="use the version of hf_hotspa that wrote it",
             )
         try:
-            manifest = _manifest(data)
-            same = manifest.text() == text
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise DamagedCheckpointError(
-                f"{MANIFEST} is damaged: {type(error).__name__}: {error}", where=where
-            ) from error
-        if not same:
+            manifest = typed(data, cls)
+        except ValueError as error:
+            raise DamagedCheckpointError(f"{MANIFEST} is damaged: {error}", where=where) from error
+        if manifest.text() != text:
             raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
         for problem in _problems(manifest):
             raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
@@ -232,40 +233,6 @@ def _is_weights(name: str) -> bool:
 
 def _render(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=1, sort_keys=True) + "\n"
-
-
-def _manifest(data: dict[str, Any]) -> Manifest:
-    """Takes whatever is there; what is of another type does not survive the comparison with the text."""
-    if max(len(data["files"]), len(data["parameters"]), len(data["segments"])) > _MAX_FILES:
-        raise ValueError("too many entries")
-    return Manifest(
-        step=int(data["step"]),
-        world_size=int(data["world_size"]),
-        strategies=str(data["strategies"]),
-        resumable=bool(data["resumable"]),
-        run=str(data["run"]),
-        versions={str(k): str(v) for k, v in data["versions"].items()},
-        files=tuple(FileRecord(str(f["name"]), int(f["size"]), str(f["sha256"])) for f in data["files"]),
-        segments=tuple(
-            SavedSegment(int(s["start"]), int(s["stop"]), tuple(map(int, s["cuts"]))) for s in data["segments"]
-        ),
-        parameters=tuple(
-            SavedParameter(
-                name=str(p["name"]),
-                shape=tuple(map(int, p["shape"])),
-                shard_dim=None if p["shard_dim"] is None else int(p["shard_dim"]),
-                segment=int(p["segment"]),
-                offset=int(p["offset"]),
-                trainable=bool(p["trainable"]),
-                model_dtype=str(p["model_dtype"]),
-                tied_names=tuple(map(str, p["tied_names"])),
-                exported_name=str(p["exported_name"]),
-                states={str(k): str(v) for k, v in p["states"].items()},
-            )
-            for p in data["parameters"]
-        ),
-        schema_version=int(data["schema_version"]),
-    )
 
 
 def _problems(manifest: Manifest) -> Iterator[str]:

@@ -1,0 +1,67 @@
+"""Plain data, as JSON files and messages hold it, as the dataclasses of the program.
+
+Types, bounds and missing fields are checked by msgspec; this file owns the bounds that fields are declared with and the
+words of a refusal. A field that is not known is left alone, as a newer version may have written it, and one that has a
+default may be missing, as an earlier version did not write it.
+"""
+
+import re
+from reprlib import repr as short
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from hf_hotspa.errors import HotspaError
+
+T = TypeVar("T")
+
+_LARGEST = 1.7976931348623157e308  # a bound that infinity does not meet
+Count = Annotated[int, msgspec.Meta(ge=0)]
+PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
+Positive = Annotated[float, msgspec.Meta(gt=0, le=_LARGEST)]
+
+_PLACE = re.compile(r"(.*) - at (?:`key` in )?`\$(.*)`", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(\w+)`")
+
+
+def typed(data: Any, kind: type[T]) -> T:
+    """The plain data as an instance of a dataclass, or of another type that is built from them.
+
+    Args:
+        data: What a JSON reader gives: dictionaries, lists, texts, numbers.
+        kind: The type; its dataclasses may check themselves in `__post_init__`.
+
+    Raises:
+        ValueError: the data are no such thing; it says which field, what it holds, and what it should hold.
+    """
+    try:
+        return msgspec.convert(data, kind)
+    except msgspec.ValidationError as error:
+        raise ValueError(_in_words(error, data)) from error
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _in_words(error: msgspec.ValidationError, data: Any) -> str:
+    match = _PLACE.fullmatch(str(error))
+    what, place = (match[1], match[2].removeprefix(".")) if match else (str(error), "")
+    if missing := _MISSING.match(what):
+        return f"the field {missing[1]!r} is missing" + (f" in {place}" if place else "")
+    if isinstance(error.__cause__, HotspaError):
+        what = error.__cause__.what
+    elif ", got `" in what:
+        what = f"of the wrong type: {what}"
+    value = _value_at(data, place)
+    shown = f" is {short(value)}" if value is not None else ""
+    return f"{place}{shown}: {what}" if place else what
+
+
+def _value_at(data: Any, place: str) -> Any:
+    """What stands at a place such as `samples[2].seconds`; None where it holds much or cannot be followed (`[...]`)."""
+    for name, index in re.findall(r"(\w+)|\[([^]]+)\]", place):
+        if index == "...":
+            return None
+        data = data[int(index)] if index else data[name]
+    return None if isinstance(data, dict | list | tuple) else data
