@@ -123,31 +123,62 @@ def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
         assert other[:4] == (losses, phases, state, refits)
 
 
-def long_run(rank, world_size, dtype, folder, limit_mb, rows):
-    extra = {"hotspa_memory_limit_mb": limit_mb, "hotspa_staging_mb": 1}
-    return auto_run(rank, world_size, dtype, folder, extra, rows=rows, max_position_embeddings=4096)
+# Layers wide beside their keys and values: what is kept of a token of an earlier chunk is little beside what a pack takes.
+WIDE = {
+    "hidden_size": 32,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+    "max_position_embeddings": 65536,
+}
 
 
-def long_stock_run(rank, world_size, dtype, folder, rows):
-    return stock_run(rank, world_size, dtype, folder, world_size, rows, max_position_embeddings=4096)
+def long_run(rank, world_size, dtype, folder, limit_mb, rows, steps):
+    """`auto_run` on the wide model; and the longest sequence that any strategy without chunks holds within the limit."""
+    from hf_hotspa.search import automatic
+
+    longest_that_fits = []
+    with_chunks = automatic.with_chunks
+
+    def noted(strategies, longest, tokens, *args, **kwargs):
+        longest_that_fits.append(max(map(tokens, strategies)))
+        return with_chunks(strategies, longest, tokens, *args, **kwargs)
+
+    automatic.with_chunks = noted  # this process ends with the test
+    extra = {"hotspa_memory_limit_mb": limit_mb, "hotspa_staging_mb": 1, "max_steps": steps}
+    losses, phases, *_ = auto_run(rank, world_size, dtype, folder, extra, rows=rows, **WIDE)
+    return losses, phases, max(longest_that_fits)
+
+
+def long_stock_run(rank, world_size, dtype, folder, rows, steps):
+    """The stock Trainer, a row at a time: rows padded to the long one would take gigabytes."""
+    from transformers import TrainingArguments
+
+    options = {**COMMON, "max_steps": steps, "gradient_accumulation_steps": MINI_BATCH, "gradient_checkpointing": True}
+    args = TrainingArguments(output_dir=folder, per_device_train_batch_size=1, save_strategy="no", **options)
+    model = tiny_model(FAMILY, dtype, **WIDE)
+    trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
+    with exact_in_double(dtype):
+        trainer.train()
+    return [sum(trainer.losses[k * MINI_BATCH : (k + 1) * MINI_BATCH]) for k in range(steps)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("world_size", "limit_mb"), [(1, 6), (4, 2)])
-def test_one_sequence_that_fits_nowhere_trains_in_chunks(world_size, limit_mb, tmp_path):
-    """Ten times longer than the others, without a flag."""
-    dtype = torch.float64
-    rows = random_rows(60, 163, longest=150, seed=5)
-    ids = torch.randint(0, 163, (1500,), generator=torch.Generator().manual_seed(0)).tolist()
-    rows.insert(4, {"input_ids": ids, "labels": ids})
-    [expected] = run_ranks(1, long_stock_run, dtype, str(tmp_path / "stock"), rows)
-    per_rank = run_ranks(world_size, long_run, dtype, str(tmp_path), limit_mb, rows)
-    losses, phases, *_ = per_rank[0]
-    assert len(losses) == len(expected) == STEPS
+@pytest.mark.parametrize(("world_size", "limit_mb", "tokens"), [(1, 60, 6600), (4, 24, 11_000)])
+def test_one_sequence_ten_times_longer_than_what_fits_trains_in_chunks(world_size, limit_mb, tokens, tmp_path):
+    dtype, steps = torch.float64, 5
+    rows = random_rows(steps * MINI_BATCH, 163, longest=150, seed=5)
+    ids = torch.randint(0, 163, (tokens,), generator=torch.Generator().manual_seed(0)).tolist()
+    rows[4] = {"input_ids": ids, "labels": ids}
+    [expected] = run_ranks(1, long_stock_run, dtype, str(tmp_path / "stock"), rows, steps)
+    losses, phases, fits = run_ranks(world_size, long_run, dtype, str(tmp_path), limit_mb, rows, steps)[0]
+    assert tokens >= 10 * fits > 1000
+    assert len(losses) == len(expected) == steps
     for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):
         assert math.isclose(a, b, rel_tol=1e-11), f"step {step}: loss {a} instead of {b}"
-    assert any("+ck" in strategy for p in phases for strategy in p)
-    assert not all("+ck" in strategy for p in phases for strategy in p)  # short sequences have no need of it
+    assert any("+ck" in strategy for p in phases for strategy in p)  # all of them, where one strategy is enough
 
 
 def test_a_forced_refit_is_the_same_on_all_ranks_and_changes_no_loss(tmp_path):
