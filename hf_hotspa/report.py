@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from hf_hotspa.typed import Count
+
 MEASURES = (
     "load_s",
     "compute_s",
@@ -79,33 +81,33 @@ class PhaseReport:
     """
 
     strategy: str
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
+    num_packs: Count
+    num_sequences: Count
+    num_tokens: Count
     load_s: float
     compute_s: float
     wait_s: float
     return_s: float
-    load_bytes: int
-    return_bytes: int
+    load_bytes: Count
+    return_bytes: Count
     hidden_load_s: float = 0.0
     hidden_return_s: float = 0.0
     predicted_s: float | None = None
-    capacity_tokens: int = 0
-    busiest_tokens: int = 0
-    longest_tokens: int = 0
-    frozen_bytes: int = 0
+    capacity_tokens: Count = 0
+    busiest_tokens: Count = 0
+    longest_tokens: Count = 0
+    frozen_bytes: Count = 0
     unit_load_s: float = 0.0
     unit_return_s: float = 0.0
     hidden_unit_load_s: float = 0.0
     hidden_unit_return_s: float = 0.0
-    unit_load_bytes: int = 0
-    unit_return_bytes: int = 0
+    unit_load_bytes: Count = 0
+    unit_return_bytes: Count = 0
     context: str = ""
-    context_bytes: int = 0
-    expert_tokens: int = 0
-    busiest_expert_tokens: int = 0
-    dropped_expert_tokens: int = 0
+    context_bytes: Count = 0
+    expert_tokens: Count = 0
+    busiest_expert_tokens: Count = 0
+    dropped_expert_tokens: Count = 0
 
     @property
     def seconds(self) -> float:
@@ -182,21 +184,21 @@ class StepReport:
         slow: The ranks that are called slow after this mini-batch.
     """
 
-    step: int
+    step: Count
     loss: float
     grad_norm: float
-    num_labels: int
-    num_rows: int
-    num_truncated: int
-    num_split: int
-    num_dropped: int
-    num_empty: int
+    num_labels: Count
+    num_rows: Count
+    num_truncated: Count
+    num_split: Count
+    num_dropped: Count
+    num_empty: Count
     phases: tuple[PhaseReport, ...]
     total_s: float
     ranks: RankMeasures | None = None
     single_s: float | None = None
     paces: tuple[float | None, ...] | None = None
-    slow: tuple[int, ...] = ()
+    slow: tuple[Count, ...] = ()
 
     @property
     def num_tokens(self) -> int:
@@ -341,7 +343,7 @@ class RunFacts:
         single: The best single strategy that fits, by the time model; None without one, and where nothing fits.
     """
 
-    world_size: int
+    world_size: Count
     versions: dict[str, str]
     machine: dict[str, Any]
     model: dict[str, Any]

@@ -6,12 +6,14 @@ default may be missing, as an earlier version did not write it.
 """
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from reprlib import repr as short
 from typing import Annotated, Any, TypeVar
 
 import msgspec
 
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 
 T = TypeVar("T")
 
@@ -42,6 +44,25 @@ def typed(data: Any, kind: type[T]) -> T:
         raise ValueError(_in_words(error, data)) from error
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+@contextmanager
+def reading_state(what: str, fix: str) -> Iterator[None]:
+    """Around the reading of a part of a checkpoint's state.
+
+    Args:
+        what: Of what the state is, for the message.
+        fix: What the user can do, and what follows from it.
+
+    Raises:
+        HotspaConfigError: in the place of whatever says that the state is none.
+    """
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AssertionError) as error:
+        raise HotspaConfigError(
+            f"the state of {what} cannot be read: {type(error).__name__}: {error}", fix=f"leave it out; {fix}"
+        ) from None
 
 
 def _in_words(error: msgspec.ValidationError, data: Any) -> str:

@@ -9,10 +9,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.stragglers.stage_cuts import Paces, cut_by_speed, stage_loads
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import reading_state
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +102,10 @@ class StageCuts:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("the stages of pipelines", "stages are cut evenly until slow devices are found anew"):
             paces = tuple(tuple(int(pace) for pace in of_depth) for of_depth in state["paces"])
             decided = state["decided"]
             self._decided = None if decided is None else tuple(map(float, decided))
             if any(pace < 1 for of_depth in paces for pace in of_depth):
                 raise ValueError("a pace is not positive")
-        except (KeyError, TypeError, ValueError) as error:
-            raise HotspaConfigError(
-                f"the state of the stages of pipelines cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; stages are cut evenly until slow devices are found anew",
-            ) from None
         self._resumed = paces

@@ -18,8 +18,8 @@ from typing import Any
 
 from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import reading_state
 
 LIMIT = 0.25
 """The relative error that is tolerated."""
@@ -205,14 +205,9 @@ class OnlineCalibration:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("the time model's correction", "the correction starts anew"):
             factors = Factors.from_dict(state["factors"])
             window = [[_row(*row) for row in rows] for rows in state["window"]]
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise HotspaConfigError(
-                f"the state of the time model's correction cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; the correction starts anew",
-            ) from None
         self.factors, self._window = factors, window
 
 

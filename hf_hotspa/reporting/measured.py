@@ -24,11 +24,19 @@ class MeasuredGain:
         switching: Of each mini-batch under the strategies of the run.
         singles: Of the same mini-batches, in the same order, under each single strategy.
         loss_difference: The largest relative difference between the losses of the same mini-batch.
+
+    Raises:
+        ValueError: the seconds are not of the same mini-batches, or there are none.
     """
 
     switching: tuple[float, ...]
     singles: Mapping[str, tuple[float, ...]]
     loss_difference: float
+
+    def __post_init__(self) -> None:
+        counts = {len(self.switching), *map(len, self.singles.values())}
+        if not self.singles or len(counts) > 1 or not self.switching or min(self.switching) <= 0:
+            raise ValueError("the measured seconds are not of the same mini-batches")
 
     @property
     def best(self) -> str:
@@ -74,17 +82,3 @@ class MeasuredGain:
     def to_dict(self) -> dict[str, Any]:
         """As JSON-ready plain data."""
         return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> "MeasuredGain":
-        """From `to_dict`.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not one.
-        """
-        switching = tuple(float(value) for value in data["switching"])
-        singles = {str(name): tuple(float(value) for value in values) for name, values in data["singles"].items()}
-        counts = {len(switching), *map(len, singles.values())}
-        if not singles or len(counts) > 1 or not switching or min(switching) <= 0:
-            raise ValueError("the measured seconds are not of the same mini-batches")
-        return cls(switching, singles, float(data["loss_difference"]))

@@ -20,15 +20,18 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypedDict
+
+import msgspec
 
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
-from hf_hotspa.report import PhaseReport, RunFacts, StepReport
+from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.histogram import is_histogram
 from hf_hotspa.reporting.measured import MeasuredGain
+from hf_hotspa.typed import Count, typed
 
 logger = logging.getLogger(__name__)
 
@@ -50,13 +53,15 @@ class StepRecord:
         wall_s: Seconds from its begin to its end, optimizer step included.
         lr: Learning rate of its update; None when not known.
         report: What the engine reported.
+        memory: Peak bytes of each rank, where one of them grew.
     """
 
-    step: int
+    step: Count
     time: float
     wall_s: float
     lr: float | None
     report: StepReport
+    memory: list[Count] = field(default_factory=list)
 
 
 @dataclass
@@ -197,19 +202,6 @@ class RunLogWriter:
             self._lock.release()
 
 
-_BEFORE = {"capacity_tokens": "room_tokens"}
-"""Names under which the first records have a field."""
-
-_LATER: dict[str, Any] = {
-    **dict.fromkeys(("frozen_bytes", "context_bytes", "unit_load_bytes", "unit_return_bytes"), 0),
-    **dict.fromkeys(("expert_tokens", "busiest_expert_tokens", "dropped_expert_tokens"), 0),
-    **dict.fromkeys(("unit_load_s", "unit_return_s", "hidden_unit_load_s", "hidden_unit_return_s"), 0.0),
-    "context": "",
-    "single": None,
-    "single_s": None,
-}
-"""Fields that the first records do not have, and what they count as there."""
-
 # -- reading ----------------------------------------------------------------------------------------------------------
 
 
@@ -246,28 +238,28 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     for number, line in enumerate(lines, start=1):
         where = f"{file}:{number}"
         try:
-            data = json.loads(line)
-            kind = data["kind"]
-            if kind == "header":
-                run = _with_header(run, data, str(file))
-            elif run is None:
-                raise ValueError("the first line is no header")
-            elif kind == "step":
-                record = _step_record(data)
-                steps[record.step] = record
-                run.memory = [_count(n) for n in data["memory"]] if "memory" in data else run.memory
-            elif kind == "eval":
-                metrics = {str(k): None if v is None else _number(v) for k, v in data["metrics"].items()}
-                run.evaluations.append((_count(data["step"]), metrics))
-            elif kind == "save":
-                run.saves.append(_count(data["step"]))
-            elif kind == "end":
-                run.callback_s = {str(k): _number(v) for k, v in data["callback_s"].items()}
-            elif kind == "gain":
-                run.gain = MeasuredGain.from_dict(data)
+            data = msgspec.json.decode(line)
+            match kind := data["kind"]:
+                case "header":
+                    run = _with_header(run, data, str(file))
+                case _ if run is None:
+                    raise ValueError("the first line is no header")
+                case "step":
+                    record = typed(_renamed(data), StepRecord)
+                    steps[record.step] = record
+                    run.memory = record.memory or run.memory
+                case "eval":
+                    evaluation = typed(data, _Evaluation)
+                    run.evaluations.append((evaluation.step, evaluation.metrics))
+                case "save":
+                    run.saves.append(typed(data["step"], Count))
+                case "end":
+                    run.callback_s = typed(data["callback_s"], dict[str, float])
+                case "gain":
+                    run.gain = typed(data, MeasuredGain)
             if run is not None and kind != "gain":
                 run.ended = kind == "end"
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             reason = f"there is no {error}" if isinstance(error, KeyError) else str(error)
             raise RunLogError(f"this line is not one of a run's record: {reason}", where=where, fix=_REMEDY) from error
     if run is None:
@@ -278,81 +270,43 @@ def read_run_log(path: str | os.PathLike[str]) -> RunLog:
     return run
 
 
-def _number(value: Any) -> float:
-    if type(value) not in (int, float) or not math.isfinite(value):
-        raise TypeError(f"{value!r} is no finite number")
-    return float(value)
+@dataclass(frozen=True)
+class _Evaluation:
+    step: Count
+    metrics: dict[str, float | None]
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or value < 0:
-        raise TypeError(f"{value!r} is no count")
-    return value
+class _Bucket(TypedDict):
+    strategy: str
+    low: Count
+    longest: Count
+    pack_tokens: Count
+
+
+class _Plan(TypedDict):
+    seconds: float
+    static: str
+    static_s: float
+    rows: list[dict[str, Any]]
 
 
 def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
-    facts = RunFacts(**{f.name: data[f.name] for f in fields(RunFacts) if f.name in data or f.name not in _LATER})
-    _count(facts.world_size)
-    for bucket in facts.buckets:
-        _count(bucket["low"]), _count(bucket["longest"]), _count(bucket["pack_tokens"])
-        if not isinstance(bucket["strategy"], str):
-            raise TypeError("the strategy of a bucket is no text")
-    if not all(isinstance(d, dict) for d in (facts.versions, facts.machine, facts.model, facts.settings)):
-        raise TypeError("versions, machine, model or settings are no objects")
+    facts = typed(data, RunFacts)
+    typed(facts.buckets, list[_Bucket])  # the least that pages ask of them; they keep what else they hold
+    typed(facts.plan, _Plan | None)
     if facts.lengths is not None and not is_histogram(facts.lengths):
         raise ValueError("the lengths are no histogram")
-    if facts.plan is not None:
-        for name in ("seconds", "static_s"):
-            _number(facts.plan[name])
-        if not isinstance(facts.plan["rows"], list) or not isinstance(facts.plan["static"], str):
-            raise TypeError("the plan has no rows or no best single strategy")
-    if not isinstance(facts.single, str | None):
-        raise TypeError("the best single strategy is no text")
     if run is None:
-        return RunLog(path, facts, _number(data["time"]))
+        return RunLog(path, facts, typed(data["time"], float))
     run.facts, run.starts, run.gain = facts, run.starts + 1, None
     return run
 
 
-_PHASE_FIELDS = {f.name: f.type for f in fields(PhaseReport)}
-_STEP_FIELDS = {f.name: f.type for f in fields(StepReport) if f.name not in ("phases", "ranks", "paces", "slow")}
-
-
-def _checked(data: dict[str, Any], types: dict[str, Any]) -> dict[str, Any]:
-    """The known fields, each of its type; a newer version may have written more."""
-    values: dict[str, Any] = {}
-    for name, kind in types.items():
-        key = name if name in data else _BEFORE.get(name, name)
-        value = data[key] if key in data or key not in _LATER else _LATER[key]
-        if kind is int:
-            values[name] = _count(value)
-        elif kind is str:
-            if not isinstance(value, str):
-                raise TypeError(f"{name} is no text")
-            values[name] = value
-        else:
-            values[name] = None if value is None and kind is not float else _number(value)
-    return values
-
-
-def _devices(data: dict[str, Any]) -> dict[str, Any]:
-    """Pace of each rank and the slow ones; older records have neither."""
-    paces, slow = data.get("paces"), data.get("slow", [])
-    if not isinstance(paces, list | None) or not isinstance(slow, list):
-        raise TypeError("paces or slow ranks are no list")
-    paced = None if paces is None else tuple(None if pace is None else _number(pace) for pace in paces)
-    return {"paces": paced, "slow": tuple(map(_count, slow))}
-
-
-def _step_record(data: dict[str, Any]) -> StepRecord:
-    report = data["report"]
-    phases = tuple(PhaseReport(**_checked(phase, _PHASE_FIELDS)) for phase in report["phases"])
-    return StepRecord(
-        step=_count(data["step"]),
-        time=_number(data["time"]),
-        wall_s=_number(data["wall_s"]),
-        lr=None if data["lr"] is None else _number(data["lr"]),
-        report=StepReport(**_checked(report, _STEP_FIELDS), phases=phases, **_devices(report)),
-    )
+def _renamed(step: dict[str, Any]) -> dict[str, Any]:
+    """A step with the names of today: the first records say `room_tokens`."""
+    for phase in step["report"]["phases"]:
+        if "room_tokens" in phase:
+            phase["capacity_tokens"] = phase.pop("room_tokens")
+    return step

@@ -14,12 +14,12 @@ from typing import Any
 
 from hf_hotspa.costs.online_calibration import Factors, OnlineCalibration, PhaseSeconds, Refit, ScaledTime, fingerprint
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.packing.bucketing import cut_rows
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.select import Selection, Selector
 from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.typed import reading_state
 
 
 def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: MiniBatchPlan) -> list[PhaseSeconds]:
@@ -179,7 +179,7 @@ class PhaseChooser:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("the choice of phases", "the choice starts anew"):
             num_trained = int(state["num_trained"])
             previous = tuple(Strategy.parse(name) for name in state["previous"])
             seen = {Strategy.parse(name) for name in state["seen"]}
@@ -189,11 +189,6 @@ class PhaseChooser:
             if same and self._online is not None and online is not None:
                 factors = [(int(first), Factors.from_dict(row)) for first, row in in_force]
                 self._online.load_state_dict(online)
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise HotspaConfigError(
-                f"the state of the choice of phases cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; the choice starts anew",
-            ) from None
         self._num_trained, self._previous, self._seen = num_trained, previous, seen
         if factors:
             self._in_force = [(first, factor, self._selector(factor)) for first, factor in factors]

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.typed import reading_state
 
 CHANGE = 0.10
 """The paper's significant change of a runtime."""
@@ -175,18 +175,13 @@ class SlowDevices:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("slow devices", "they are found anew"):
             known = [float(pace) for pace in state["known"]]
             slow = frozenset(int(rank) for rank in state["slow"])
             changed = [None if pace is None else float(pace) for pace in state["changed"]]
             seen, refreshes = {str(name) for name in state["seen"]}, int(state["num_refreshes"])
             if len(changed) != len(known) or not slow <= set(range(len(known))) or min(known, default=1.0) <= 0.0:
                 raise ValueError("its lists do not belong together")
-        except (KeyError, TypeError, ValueError) as error:
-            raise HotspaConfigError(
-                f"the state of slow devices cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; they are found anew",
-            ) from None
         if len(known) != len(self.known):
             return False
         self.known, self.slow, self._changed = known, slow, changed

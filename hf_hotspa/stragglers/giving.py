@@ -9,9 +9,9 @@ device is slow. Every rank comes to the same. No torch.
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.stragglers.ratios import PretestCurves, excess_ratios, settled_ratios, settled_semi, undone
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import reading_state
 
 Shares = tuple[float, ...]
 """Of each rank: the share of its columns that it gives away."""
@@ -179,7 +179,7 @@ class Giving:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("migrated columns", "they are decided anew"):
             for name, shares in self.shares.items():
                 if name not in state["shares"]:
                     continue
@@ -191,8 +191,3 @@ class Giving:
                 if name in self.curves and name in state["curves"]:
                     self.curves[name] = [PretestCurves(*map(float, curve)) for curve in state["curves"][name]]
             self._decided = state["decided"]
-        except (KeyError, TypeError, ValueError, AssertionError) as error:
-            raise HotspaConfigError(
-                f"the state of migrated columns cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; they are decided anew",
-            ) from None

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.strategy import Strategy
+from hf_hotspa.typed import reading_state
 
 
 @dataclass(frozen=True)
@@ -80,15 +80,10 @@ class SpeedHistory:
         Raises:
             HotspaConfigError: it is not one.
         """
-        try:
+        with reading_state("the speeds of devices", "packs are divided evenly until slow devices are found anew"):
             history = [(int(first), _read(*speeds)) for first, *speeds in state["in_force"]]
             if not history:
                 raise ValueError("no speeds")
-        except (KeyError, TypeError, ValueError) as error:
-            raise HotspaConfigError(
-                f"the state of the speeds of devices cannot be read: {type(error).__name__}: {error}",
-                fix="leave it out; packs are divided evenly until slow devices are found anew",
-            ) from None
         self._in_force = history
 
 
