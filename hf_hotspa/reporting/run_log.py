@@ -295,7 +295,8 @@ def _with_header(run: RunLog | None, data: dict[str, Any], path: str) -> RunLog:
         raise ValueError(f"format {data['format']!r}, and this version reads {FORMAT}")
     facts = typed(data, RunFacts)
     typed(facts.buckets, list[_Bucket])  # the least that pages ask of them; they keep what else they hold
-    typed(facts.plan, _Plan | None)
+    if facts.plan is not None:
+        typed(facts.plan, _Plan)
     if facts.lengths is not None and not is_histogram(facts.lengths):
         raise ValueError("the lengths are no histogram")
     if run is None:
