@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from hf_hotspa.calibrate.layers import time_layers
 from hf_hotspa.calibrate.links import measure_hop, measure_link
 from hf_hotspa.calibrate.phases import time_phases
 from hf_hotspa.calibrate.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
@@ -269,6 +270,7 @@ class _Session:
         self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
     ) -> Calibration:
         begin = time.perf_counter()
+        assert self.compute_dtype is not None
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
             probes = self._probes(degrees, whole)
@@ -282,6 +284,10 @@ class _Session:
         phases = time_phases(probes[-1], whole, longest, self.rounds, self.agreement, self.say)
         for probe in probes:
             probe.close()
+        count = self.config.get_text_config().num_hidden_layers
+        model = describe_model(small_copy(self.config, count, self.compute_dtype, torch.device("meta")))
+        share = key.slots / self.world_size
+        layers = time_layers(model, longest, self.rounds, share, self.device, self.agreement, self.say)
         return Calibration(
             key=key,
             model=ModelFacts(
@@ -294,6 +300,7 @@ class _Session:
             phases=phases,
             switches=timing.switches,
             memory=tuple(memory),
+            layers=layers,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.perf_counter() - begin, 3),
             notes=tuple(self.notes),

@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Hop
+from hf_hotspa.costs.coefficients import Cost, Hop
 from hf_hotspa.costs.fitting import Sample, fit_costs, nonnegative_least_squares
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.measurements import (
     REMEDY,
     CalibrationKey,
+    LayerSample,
     Link,
     MemorySample,
     ModelFacts,
@@ -44,6 +45,7 @@ SCHEMA_VERSION = 1
 CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
+_NOT_IN_OLDER_FILES = ("phases", "layers")
 
 
 def cache_folder() -> Path:
@@ -70,6 +72,7 @@ class Calibration:
         phases: Whole phases under several strategies, which correct what follows from single packs.
         switches: Seconds of switches.
         memory: Memory of packs; empty where it could not be measured.
+        layers: Layers of each kind, timed one by one; none where all layers are alike.
         measured_at: When, UTC, ISO 8601.
         seconds: How long measuring took.
         notes: What could not be measured, in words.
@@ -88,9 +91,17 @@ class Calibration:
     phases: tuple[PhaseSample, ...] = ()
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
+    layers: tuple[LayerSample, ...] = ()
     measured_at: str = ""
     seconds: NotNegative = 0.0
     notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        indices = sorted(index for sample in self.layers for index in sample.layers)
+        if indices != list(range(len(indices))) or not all(sample.layers for sample in self.layers):
+            raise HotspaConfigError(
+                f"layers {indices} are of one kind or another instead of each layer once", fix=REMEDY
+            )
 
     @property
     def degrees(self) -> tuple[int, ...]:
@@ -103,28 +114,51 @@ class Calibration:
 
     # ------------------------------------------------------------------------------------------------ the cost models
 
+    @cached_property
+    def layer_weights(self) -> tuple[float, ...]:
+        """Seconds of each layer of the model, 1 being the mean; empty where layers are alike, or were not told apart."""
+        seconds = {index: sample.seconds for sample in self.layers for index in sample.layers}
+        mean = sum(seconds.values()) / max(1, len(seconds))
+        return tuple(seconds[index] / mean for index in sorted(seconds))
+
+    def depth(self, num_layers: int) -> float:
+        """How many mean layers of the model the first so many are: a copy of few layers has those."""
+        first = self.layer_weights[:num_layers]
+        return sum(first) + num_layers - len(first)
+
+    @cached_property
+    def fitted(self) -> tuple[dict[int, Cost], dict[int, Cost]]:
+        """Costs of the mean layer, and of embedding, head and loss together, by tp, see `fit_costs`."""
+        return fit_costs(self.samples, self.depth)
+
     def stage_costs(self, layer_costs: Sequence[int]) -> StageCosts:
         """What the stages of a pipeline are cut by, in nanoseconds: measured, for the largest pack that was.
 
-        A layer takes its share of the mean layer by its relative cost; head, loss and embedding were measured together,
-        and count where the head is. At the least tp that was measured: one cut serves all.
+        A layer takes its share of the mean layer: as measured where layers were timed one by one, else by its relative
+        cost. Head, loss and embedding were measured together, and count where the head is. At the least tp that was
+        measured: one cut serves all.
 
         Args:
             layer_costs: Relative cost of each layer, by its parameters.
 
         Raises:
-            HotspaConfigError: too few or impossible samples.
+            HotspaConfigError: too few or impossible samples, or those of a model with another number of layers.
         """
-        layers, ends = fit_costs(self.samples)
+        if len(self.layer_weights) not in (0, len(layer_costs)):
+            raise HotspaConfigError(
+                f"a calibration of {len(self.layer_weights)} layers for a model of {len(layer_costs)}", fix=REMEDY
+            )
+        layers, ends = self.fitted
         tp = min(layers)
         largest = max(
             (sample.lengths for sample in self.samples if sample.tp == tp), key=lambda pack: (sum(pack), pack)
         )
-        mean = max(sum(layer_costs) / len(layer_costs), 1e-9)
+        weights = self.layer_weights or layer_costs
+        mean = max(sum(weights) / len(weights), 1e-9)
         layer = layers[tp].of(largest) / _NANOSECOND
         send = round(self.hop_intra.seconds(sum(largest)) / _NANOSECOND)
         return StageCosts(
-            tuple(round(layer * cost / mean) for cost in layer_costs),
+            tuple(round(layer * weight / mean) for weight in weights),
             round(ends[tp].of(largest) / _NANOSECOND) if tp in ends else 0,
             sends=(send,) * (len(layer_costs) - 1),
         )
@@ -147,9 +181,10 @@ class Calibration:
             source=f"measured on {key.device}, {key.dtype}, {self.measured_at}",
             hops=(self.hop_intra, self.hop_inter or self.hop_intra),
             devices_per_node=key.devices_per_node,
+            depth=self.depth,
         )
         of_packs = replace(fitted, fixed_s=self.fixed_s, slots=self.slots, pipeline_factor=self.pipeline_factor)
-        factors = phase_factors(of_packs, self.phases, self.model)
+        factors = phase_factors(of_packs, self.phases, self.model, self.depth)
         return replace(of_packs, slots=self.slots * nodes, phase_factors=factors)
 
     def memory_model(
@@ -201,7 +236,7 @@ class Calibration:
     def hardware(self) -> Hardware:
         """The machine as `hf-hotspa plan` sees it; the speeds of its devices are what a layer at tp 1 reached."""
         key, inter = self.key, self.inter or self.intra
-        layer, _ = fit_costs(self.samples)
+        layer, _ = self.fitted
         tp = min(layer)
         token_s = max(layer[tp].b * tp, 1e-15)
         memory = key.memory_bytes // (1 if key.kind != "cpu" else key.devices_per_node)
@@ -267,11 +302,11 @@ class Calibration:
             HotspaConfigError: a field is missing or impossible.
         """
         try:
-            if missing := [f.name for f in fields(cls) if f.name not in data and f.name != "phases"]:
+            if missing := [f.name for f in fields(cls) if f.name not in data and f.name not in _NOT_IN_OLDER_FILES]:
                 raise ValueError(f"the field {missing[0]!r} is missing")
             calibration = typed({**data, "slots": math.inf if data["slots"] is None else data["slots"]}, cls)
             dtype_bytes(calibration.key.dtype)
-            fit_costs(calibration.samples)  # says what the samples lack
+            _ = calibration.fitted  # says what the samples lack
         except ValueError as error:
             what = error.what if isinstance(error, HotspaConfigError) else str(error)
             raise HotspaConfigError(what, where=where, fix=REMEDY) from None

@@ -4,7 +4,7 @@ Errors are relative, so that a short pack counts as much as a long one. The few 
 non-negative problem: every choice of unknowns that are zero is solved, the best feasible one wins.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -61,11 +61,16 @@ def nonnegative_least_squares(matrix: Array, target: Array) -> Array:
     return best / scale
 
 
-def fit_costs(samples: Iterable[Sample]) -> tuple[dict[int, Cost], dict[int, Cost]]:
+def fit_costs(
+    samples: Iterable[Sample], depth: Callable[[int], float] = float
+) -> tuple[dict[int, Cost], dict[int, Cost]]:
     """Costs of one layer, and of embedding, head and loss together, by tp.
 
     The ends are told apart from the layers only by samples with ends and different numbers of layers, or by samples
     without them; they are absent for a tp that was never measured with ends.
+
+    Args:
+        depth: How many layers of the one to be found a sample's number of layers are, where layers differ.
 
     Raises:
         HotspaConfigError: no sample, a sample that is impossible, or fewer than three different packs of a tp.
@@ -79,13 +84,13 @@ def fit_costs(samples: Iterable[Sample]) -> tuple[dict[int, Cost], dict[int, Cos
         raise HotspaConfigError("there are no measurements to fit", fix="measure at least three lengths for each tp")
     layers, ends = {}, {}
     for tp, samples_of_tp in sorted(by_tp.items()):
-        layers[tp], end = _fit(tp, samples_of_tp)
+        layers[tp], end = _fit(tp, samples_of_tp, depth)
         if end is not None:
             ends[tp] = end
     return layers, ends
 
 
-def _fit(tp: int, samples: Sequence[Sample]) -> tuple[Cost, Cost | None]:
+def _fit(tp: int, samples: Sequence[Sample], depth: Callable[[int], float]) -> tuple[Cost, Cost | None]:
     if len({s.lengths for s in samples}) < 3:
         raise HotspaConfigError(
             f"tp{tp} was measured with {len({s.lengths for s in samples})} different packs",
@@ -96,7 +101,8 @@ def _fit(tp: int, samples: Sequence[Sample]) -> tuple[Cost, Cost | None]:
     for s in samples:
         squares, tokens = float(sum(length * length for length in s.lengths)), float(sum(s.lengths))
         end = [tokens, 1.0] if s.with_ends else [0.0, 0.0]
-        rows.append([s.num_layers * squares, s.num_layers * tokens, float(s.num_layers), *end])
+        deep = depth(s.num_layers)
+        rows.append([deep * squares, deep * tokens, deep, *end])
     matrix, seconds = np.array(rows), np.array([s.seconds for s in samples])
     has_ends = any(s.with_ends for s in samples)
     separable = has_ends and len({(s.num_layers, s.with_ends) for s in samples}) > 1

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.typed import NotNegative, Positive, PositiveCount
+from hf_hotspa.typed import Count, NotNegative, Positive, PositiveCount
 
 REMEDY = "delete the file and calibrate again (hf-hotspa calibrate)"
 
@@ -149,6 +149,21 @@ class PhaseSample:
 
     def __post_init__(self) -> None:
         Strategy.parse(self.strategy)
+
+
+@dataclass(frozen=True)
+class LayerSample:
+    """Forward and backward of one decoder layer alone, without tensor parallelism, all ranks at the same time.
+
+    Args:
+        layers: The indices of all layers of its kind.
+        lengths: Lengths of the packed sequences.
+        seconds: Of one of them; on a core where ranks share cores.
+    """
+
+    layers: tuple[Count, ...]
+    lengths: tuple[PositiveCount, ...]
+    seconds: Positive
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ stages and tensor parallelism. A calibration therefore runs some whole phases un
 compared with what the model says of them. Plain data, no torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from statistics import geometric_mean
 
@@ -18,7 +18,9 @@ _LARGEST = 2.0
 """The most that a factor multiplies or divides by: beyond, something else went on while it was measured."""
 
 
-def phase_factors(time: TimeModel, samples: Iterable[PhaseSample], model: ModelFacts) -> dict[tuple[int, int], float]:
+def phase_factors(
+    time: TimeModel, samples: Iterable[PhaseSample], model: ModelFacts, depth: Callable[[int], float] = float
+) -> dict[tuple[int, int], float]:
     """Measured over predicted seconds by (tp, pp), the geometric mean of the samples of each.
 
     Args:
@@ -26,13 +28,16 @@ def phase_factors(time: TimeModel, samples: Iterable[PhaseSample], model: ModelF
         samples: Measured phases of copies with few layers; those that the time model has no coefficients for are left
             out.
         model: What is known of the model, whose copies are cut into stages as the whole is.
+        depth: How many mean layers of the model a copy's are.
     """
     ratios: dict[tuple[int, int], list[float]] = {}
     for sample in samples:
         strategy = Strategy.parse(sample.strategy)
         if time.knows(strategy):
             layers, head = (model.layer_parameters,) * sample.num_layers, model.vocab_size * model.hidden_size
-            copy = replace(time, layer_costs=layers, head_cost=head, measured=None)
+            share = depth(sample.num_layers) / sample.num_layers
+            costs = {tp: cost * share for tp, cost in time.layers.items()}
+            copy = replace(time, layer_costs=layers, head_cost=head, layers=costs, measured=None)
             predicted = copy.phase_seconds(strategy, sample.replicas)
             ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
     means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}

@@ -7,7 +7,7 @@ come from measurements (`fit`) or from data sheets (`analytic`). Plain data, no 
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -45,7 +45,7 @@ class TimeModel:
 
     Args:
         source: Where the coefficients come from, in words.
-        layer_costs: Relative cost of each layer; stages are cut and layers weighed with it.
+        layer_costs: Relative cost of each layer; stages are cut and layers weighed with it, where `measured` is None.
         head_cost: Relative cost of the head; stages are cut with it.
         layers: One layer (of mean cost), forward and backward, by tp.
         heads: Final norm, vocabulary projection and loss, by tp.
@@ -61,7 +61,7 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        measured: What stages are cut by, where it was measured, in the place of the relative costs; stages of slow devices
+        measured: What stages are cut and layers weighed by, where it was measured, in the place of the relative costs; stages of slow devices
             (its `paces`) take so much longer.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
@@ -133,6 +133,7 @@ class TimeModel:
         hops: tuple[Hop, Hop] = (_NO_HOP, _NO_HOP),
         devices_per_node: int = 1 << 20,
         forward_share: float = 1 / 3,
+        depth: Callable[[int], float] = float,
     ) -> "TimeModel":
         """From measurements.
 
@@ -144,11 +145,12 @@ class TimeModel:
             heads: Measured costs of the ends, where samples do not hold them.
             hops: Passing a hidden state inside a node, and between nodes.
             forward_share: The forward pass's share of a pack's seconds.
+            depth: See `fit_costs`.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
         """
-        layers, ends = fit_costs(samples)
+        layers, ends = fit_costs(samples, depth)
         return cls(
             source,
             sizes.layer_costs,
@@ -218,13 +220,14 @@ class TimeModel:
                 f"the time model ({self.source}) has no coefficients for tp{tp}pp{pp}",
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
-        mean = sum(self.layer_costs) / len(self.layer_costs)
         stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
+        weights = stage_costs.layers
+        mean = sum(weights) / len(weights)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
         paces = stage_costs.paces_of(strategy.num_stages) or (USUAL_PACE,) * strategy.num_stages
         for stage, layers in enumerate(stage_costs.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
-                sum(self.layer_costs[layer] for layer in layers) / mean if mean else len(layers)
+                sum(weights[layer] for layer in layers) / mean if mean else len(layers)
             )
             if rc:  # one more forward pass of every rc-th layer
                 cost *= 1 + self.forward_share / rc

@@ -6,7 +6,6 @@ from bisect import bisect_right
 from collections.abc import Sequence
 
 from hf_hotspa.costs.calibration import Calibration
-from hf_hotspa.costs.fitting import fit_costs
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.reporting.pictures import new_axes
 from hf_hotspa.reporting.terminal import text_table
@@ -67,7 +66,7 @@ def histogram(lengths: Sequence[int], buckets: Sequence[Bucket]) -> str:
 def calibration_text(calibration: Calibration) -> str:
     """A calibration for people: coefficients, links, switches and memory."""
     key = calibration.key
-    layers, ends = fit_costs(calibration.samples)
+    layers, ends = calibration.fitted
     rows = [["tp", "a ns", "b us", "c ms", "head b us", "head c ms", "bytes/token", "head bytes"]]
     activations, end_bytes = calibration.memory_per_token
     for tp, cost in layers.items():
@@ -112,10 +111,20 @@ def calibration_text(calibration: Calibration) -> str:
             "",
             f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
             f"{calibration.pipeline_factor:.2f} times as much",
+            *_layers(calibration),
             *_phases(calibration),
             *_notes(calibration.notes),
         ]
     )
+
+
+def _layers(calibration: Calibration) -> list[str]:
+    """One line on layers that were timed one by one."""
+    each = ", ".join(
+        f"{sample.seconds * 1e3:,.4g} ms ({len(sample.layers)} like layer {sample.layers[0]})"
+        for sample in calibration.layers
+    )
+    return [f"layers alone, {sum(calibration.layers[0].lengths):,} tokens: {each}"] if each else []
 
 
 def _phases(calibration: Calibration) -> list[str]:

@@ -30,6 +30,7 @@ from hf_hotspa.strategy import Strategy, legal_strategies
 from tests.families import FAMILIES, tiny_config
 from tests.harness import run_ranks
 from tests.oracle import relative_error
+from tests.tiny_families import tiny_model_of
 
 pytestmark = pytest.mark.gloo
 
@@ -92,6 +93,7 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     assert bool(kept.memory) != bool(kept.notes)
     assert kept.slots == (kept.key.slots if kept.key.slots < 4 else math.inf)
     assert 1.0 <= kept.pipeline_factor <= 1.5
+    assert kept.layers == ()  # all alike, so none was timed by itself
     # every strategy of four ranks, with a long sequence among short ones and without
     assert [sample.strategy for sample in kept.phases] == [
         str(s) for s in sorted(legal_strategies(4, description().shape)) for _ in range(2)
@@ -108,6 +110,24 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
         assert kept.memory_model(sizes).breakdown(strategy, 64).total > 0
     cost = CostModel.of_calibration(kept, sizes, MemoryOptions())
     assert all(seconds > 0 for seconds in cost.switch_seconds(legal_strategies(4, model.shape)).values())
+
+
+def measure_kinds(rank: int, world_size: int, folder: str) -> dict[str, Any]:
+    """A model whose first layer is dense and whose others have experts."""
+    given = tiny_model_of("deepseek_v3").config
+    return calibrate(given, cache=Path(folder), compute_dtype=torch.float32, **QUICK).to_dict()
+
+
+def test_layers_of_several_kinds_are_timed_one_by_one(tmp_path: Path) -> None:
+    first, second = run_ranks(2, measure_kinds, str(tmp_path))
+    assert first == second
+    (path,) = tmp_path.iterdir()
+    kept = Calibration.load(path)
+    assert [sample.layers for sample in kept.layers] == [(0,), (1, 2, 3)]
+    assert {sample.lengths for sample in kept.layers} == {(64,)}
+    costs = kept.stage_costs((1, 1, 1, 1)).layers
+    dense, sparse = (sample.seconds for sample in kept.layers)
+    assert costs[0] / costs[1] == pytest.approx(dense / sparse, rel=1e-2)
 
 
 def fail_on_rank_1(rank: int, world_size: int, folder: str) -> list[str]:

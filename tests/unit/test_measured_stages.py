@@ -50,7 +50,7 @@ def test_one_cut_everywhere() -> None:
     assert calibration.time_model(sizes).measured == HEAVY
     assert calibration.time_model(replace(sizes, vector=by_count)).measured is None
     first, second = calibration.time_model(sizes).stage_costs(PP2)
-    assert second.b == pytest.approx(3 * first.b, rel=1e-3)
+    assert first.b == pytest.approx(3 * second.b, rel=1e-3)  # layers are weighed by what was measured
     held = [sum(strategy_layout(vector, PP2).rank_sizes(rank)) for rank in range(2)]
     assert held[0] < sum(strategy_layout(by_count, PP2).rank_sizes(0))
     memory = MemoryModel(sizes, 2)
