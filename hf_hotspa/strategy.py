@@ -72,8 +72,7 @@ class Strategy:
     Raises:
         StrategyError: when a degree is not a positive integer, ep does not divide the ranks of a stage or is combined with
             what it does not go with, the order is not one of its shards, sp has no tp, kg or kh have no chunks on one
-            stage, v has no pipeline or is combined with what it does not go with, or a pipeline is both fully sharded and
-            in chunks.
+            stage, or v has no pipeline or is combined with what it does not go with.
     """
 
     dp: int = 1

@@ -56,12 +56,6 @@ def check_strategy(strategy: Any) -> None:
         )
     if strategy.ck < 0:
         raise StrategyError(f"a chunk of {strategy.ck} tokens", fix=CHUNK_FIX)
-    if strategy.ck and strategy.z and strategy.pp > 1:
-        raise StrategyError(
-            f"strategy {strategy} is fully sharded and a pipeline of token chunks",
-            why="the stages of all replicas keep step by packs, and replicas have unequal chunks",
-            fix=f"leave +z{strategy.z} or +ck{strategy.ck} out",
-        )
     if (strategy.kg or strategy.kh) and (not strategy.ck or strategy.pp > 1):
         raise StrategyError(
             f"strategy {strategy} has +kg or +kh {'in a pipeline' if strategy.ck else 'without token chunks'}",

@@ -63,7 +63,7 @@ def _strategy(rng: random.Random, world_size: int, divides: bool) -> str:
         name += f"+ck{rng.randint(1, 20)}"
     if chunks and degrees["pp"] == 1 and not sharded:
         name += rng.choice(("", "+kg1", "+kg2")) + rng.choice(("", "+kh"))
-    if sharded and not (chunks and degrees["pp"] > 1):
+    if sharded:
         name += rng.choice(("+z2", "+z3"))
     if degrees["pp"] == 2 and not sharded and _peeked(rng) < 0.5:
         name += "+v2"

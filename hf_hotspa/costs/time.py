@@ -25,6 +25,7 @@ from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.interleaved_order import interleaved_order
+from hf_hotspa.packing.passes import joint_passes
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
 
@@ -279,7 +280,7 @@ class TimeModel:
         return total
 
     def _sharded(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
-        """Seconds where units come and go: replicas keep step, pack by pack.
+        """Seconds where units come and go: replicas keep step, pack by pack; in a pipeline chunk by chunk.
 
         Raises:
             HotspaConfigError: nothing is known of the links.
@@ -291,24 +292,26 @@ class TimeModel:
             )
         together = replace(self, fixed_s=0.0)
         plain = replace(strategy, z=0)
+        if strategy.pp > 1:
+            joint = joint_passes(strategy, replicas, most_tokens, self.pair_cost(strategy.tp))
+            chains = joint.passes.chains or (1,) * len(joint.replicas)
+            alone = together.phase_seconds(plain, replicas, most_tokens)
+            moving = sum(self.streams.pack_s(strategy, num, num) for num in chains)
+            if math.isfinite(self.slots):
+                return alone + max(moving, self.streams.once_s(strategy))
+            return max(alone + self.streams.once_s(strategy), moving)
         turns = []
         for index in range(max(map(len, replicas))):
             packs = [[packs[index]] for packs in replicas if index < len(packs)]
-            seconds = together.phase_seconds(plain, packs) if strategy.pp == 1 else 0.0
-            chains = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
-            backwards = max((sum(map(len, found)) for found in chains), default=1)
-            again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in found) for found in chains), default=0)
+            seconds = together.phase_seconds(plain, packs)
+            cuts = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
+            backwards = max((sum(map(len, found)) for found in cuts), default=1)
+            again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in found) for found in cuts), default=0)
             forward = self.forward_share * (backwards + again) / backwards
             backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
             share = forward / (forward + backward)
             turns.append(Turn(share * seconds, (1 - share) * seconds, backwards + again, backwards))
-        if strategy.pp == 1:
-            return self.streams.seconds(strategy, turns, self.slots)
-        alone = together.phase_seconds(plain, replicas, most_tokens)
-        moving = sum(self.streams.pack_s(strategy, turn.forwards, turn.backwards) for turn in turns)
-        if math.isfinite(self.slots):
-            return alone + max(moving, self.streams.once_s(strategy))
-        return max(alone + self.streams.once_s(strategy), moving)
+        return self.streams.seconds(strategy, turns, self.slots)
 
     def _shared(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None) -> float:
         if strategy.pp == 1:

@@ -35,7 +35,7 @@ from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.packing.mini_batch import PhasePlan
 from hf_hotspa.packing.passes import beats, joint_passes, pack_lengths
-from hf_hotspa.packing.pipeline_order import Passes
+from hf_hotspa.packing.pipeline_order import Operation
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.pipeline import PipelineRunner
 from hf_hotspa.parallel.waiting import CLOCK, PRODUCTS
@@ -82,10 +82,10 @@ class PhaseRunner:
         # torch's schedules differentiate the first stage's output
         trains_first = _trains_first_stage(description.vector, mesh.strategy)
         schedule = options.pipeline_schedule if trains_first else "own"
-        pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
+        self._pair_cost = options.pair_costs.get(mesh.strategy.tp, description.shape.quadratic_cost)
         pad = description.config.get_text_config().pad_token_id
         pad = pad if isinstance(pad, int) and pad >= 0 else 0
-        self._runner = PipelineRunner(self.parts, mesh, schedule, pad, pair_cost)
+        self._runner = PipelineRunner(self.parts, mesh, schedule, pad, self._pair_cost)
         self._gradients: list[Tensor | None] = []
         self._guards: list[WeightGuard] = []
         self._stream: UnitStream | None = None
@@ -291,8 +291,8 @@ class PhaseRunner:
             watch.arm(gate, self._runner.num_backwards(micro_batches))
             self._return_job = self._return(gate)
         self.act = "compute"
-        joint = self._begin_units(plan, most_tokens, True) or self._joint_passes(plan, most_tokens)
-        loss = self._runner.run(micro_batches, scale, most_tokens, joint)
+        self._begin_units(plan, most_tokens, True)
+        loss = self._runner.run(micro_batches, scale, most_tokens, self._joint_order(plan, most_tokens))
         self._forget_idle(num_packs)
         if self._stream is not None:
             self._stream.end()
@@ -315,15 +315,14 @@ class PhaseRunner:
             self._stream.end()
         return self._counted(loss)
 
-    def _begin_units(self, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool) -> Passes | None:
-        """Starts the transfers of units; the passes that stages of all replicas keep step with."""
+    def _begin_units(self, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool) -> None:
+        """Starts the transfers of units."""
         if self._stream is None:
-            return None
+            return
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
-        strategy, packs = self.mesh.strategy, pack_lengths(plan)
-        program = make_program(self._switching.pool.units, strategy, beats(strategy, packs, most_tokens, is_trained))
+        passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
+        program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
         self._stream.begin(program, self.weights, self._gradients, self._master)
-        return joint_passes(packs, strategy.pp, most_tokens)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
         """As many packs as the replica with most of them has, where ranks of several exchange tokens."""
@@ -336,12 +335,14 @@ class PhaseRunner:
         idle = idle_micro_batch(micro_batches[0].columns if micro_batches else {}).to(self.replica.device)
         return [*micro_batches, *[idle] * (most - len(micro_batches))]
 
-    def _joint_passes(self, plan: PhasePlan | None, most_tokens: int | None) -> Passes | None:
-        """The passes that stages keep step with; None where replicas go their own way."""
-        strategy = self.mesh.strategy
-        if plan is None or strategy.pp == 1 or not strategy.keeps_step:
+    def _joint_order(self, plan: PhasePlan | None, most_tokens: int | None) -> list[Operation] | None:
+        """What this stage runs where the stages of all replicas keep step; None where replicas go their own way."""
+        strategy, here = self.mesh.strategy, self.mesh.coord
+        if plan is None or strategy.pp == 1 or not (strategy.keeps_step or strategy.z):
             return None
-        return joint_passes(pack_lengths(plan), strategy.pp, most_tokens)
+        joint = joint_passes(strategy, pack_lengths(plan), most_tokens, self._pair_cost)
+        # where tokens are exchanged, what a replica does not have is an idle pack
+        return joint.passes.operations(here.pp) if strategy.keeps_step else joint.operations(here.pp, here.dp)
 
     def _forget_idle(self, num_packs: int) -> None:
         """Losses and logits are those of packs again. Only replicas that keep step have idle packs; those in chunks, whose

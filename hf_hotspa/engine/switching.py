@@ -206,7 +206,14 @@ class Switching:
         return self._start(plan, gradients, master, self.return_dtypes, None, gate, gate is not None)
 
     def move_unit(
-        self, strategy: Strategy, unit: int, is_load: bool, buffers: Buffers, master: Buffers, gate: SegmentGate | None
+        self,
+        strategy: Strategy,
+        unit: int,
+        is_load: bool,
+        buffers: Buffers,
+        master: Buffers,
+        gate: SegmentGate | None,
+        clears: bool = False,
     ) -> SwitchJob:
         """Fills the weights of a unit, or adds its gradients to those of the master store, in the worker's thread.
         Collective.
@@ -215,11 +222,13 @@ class Switching:
             buffers: The strategy's weights, or gradients.
             master: Those of the master store.
             gate: Says when the unit's buffers may be written, or read; None: they may.
+            clears: Whether its gradients on this rank, which made none, are set to zero before they leave.
         """
         plan = self.pool.of_unit(strategy, unit, is_load)
         source, target = (master, buffers) if is_load else (buffers, master)
         dtypes = self.weight_dtypes if is_load else self.return_dtypes
-        return self._start(plan, source, target, dtypes, None, gate, True)
+        cleared = self.pool.units.trained.get(unit, ()) if clears else ()
+        return self._start(plan, source, target, dtypes, None, gate, True, cleared)
 
     def _start(
         self,
@@ -230,11 +239,18 @@ class Switching:
         second: Buffers | None,
         gate: SegmentGate | None,
         beside: bool,
+        cleared: Sequence[int] = (),
     ) -> SwitchJob:
         self._epoch += 1
         epoch = self._epoch  # the same on every rank, which all run the same switches
 
         def run(job: SwitchJob) -> SwitchStats:
+            if cleared:
+                job.await_source(cleared)
+            for segment in cleared:
+                gradient = source[segment]
+                if gradient is not None:
+                    gradient.zero_()
             return self.executor.run(plan, source, target, dtypes, epoch, job, second)
 
         if not beside:

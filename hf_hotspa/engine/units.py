@@ -2,8 +2,11 @@
 
 `UnitStream` runs the program of a phase (`plan.units`) on one rank. All transfers are submitted to the switch worker at
 the start, in the agreed order, each with a gate; the computation walks through its visits, and at the border between
-two units it opens the gates of what waited for the first and waits for the weights of the second. So a rank that has
-fewer packs, or none, does its part of every transfer.
+two units it opens the gates of what waited for the first and waits for the weights of the second.
+
+A rank sits out what its replica has no part in: the gates of such a pass are open as soon as its own pass before is over, and
+zeros leave as the gradients, set by the worker when the transfer's turn comes. So it does its part of every transfer, and
+these wait for nothing that comes later in the agreed order: neither for a message of another stage, nor for its next pass.
 
 How the borders are found:
 
@@ -129,6 +132,7 @@ class UnitStream:
         """
         device, mine = self._replica.device, program.stages[self._stage]
         waits = {index for one in mine for visit in one.visits for index in visit.opens}
+        of_others = {i for one in mine if self._is_of_others(one) for visit in one.visits for i in visit.opens}
         self._gradients, self._passes, self._left = gradients, list(mine), []
         self._visit, self._is_backward, self._is_running = None, False, True
         self._jobs, self._gates, self._loads = [], [], []
@@ -138,48 +142,43 @@ class UnitStream:
             buffers, store = (weights, master.weights) if is_load else (gradients, master.gradients)
             self._gates.append(gate)
             self._loads.append(is_load)
-            self._jobs.append(self._switching.move_unit(self._strategy, unit, is_load, buffers, store, gate))
+            clears = not is_load and index in of_others
+            self._jobs.append(self._switching.move_unit(self._strategy, unit, is_load, buffers, store, gate, clears))
+        self._sit_out()
 
     def begin_pass(self) -> None:
-        """The next pass of this replica begins. Those before it that it has no part in are walked through."""
+        """The next pass of this replica begins."""
         if not self._is_running:
             return
-        while self._passes and self._is_of_others(self._passes[0]):
-            self._take_pass()
-            self._walk()
         if not self._passes:
             raise self._disordered("a pass that is not in the program")
-        self._take_pass()
+        current = self._passes.pop(0)
+        self._is_backward, self._left = current.is_backward, list(current.visits)
         if self._is_backward and self._left:
             self._advance()
 
     def end_pass(self) -> None:
-        """It is over. Forward passes behind it that this replica has no part in are walked through at once: its next one
-        may wait for another stage, and that for what these let go. Backward passes, in which walking may wait, come last.
-        """
-        if not self._is_running:
-            return
-        self._close_pass()
-        while self._passes and self._is_of_others(self._passes[0]) and not self._passes[0].is_backward:
-            self._take_pass()
-            self._walk()
+        """It is over, and so are those behind it that this replica has no part in: its next one may wait for another stage,
+        and that for what these let go."""
+        if self._is_running:
+            self._close_pass()
+            self._sit_out()
+
+    def _sit_out(self) -> None:
+        """Lets go of the units of the passes that come next and are of other replicas."""
+        while self._passes and self._is_of_others(self._passes[0]):
+            for visit in self._passes.pop(0).visits:
+                self._open(visit)
 
     def _is_of_others(self, one: StagePass) -> bool:
         return self._replica.mesh.coord.dp not in one.replicas
 
-    def _take_pass(self) -> None:
-        current = self._passes.pop(0)
-        self._is_backward, self._left = current.is_backward, list(current.visits)
-
     def end(self) -> None:
-        """The computation is over: what is left is walked through, and all transfers come to their end."""
+        """The computation is over: all transfers come to their end."""
         if not self._is_running:
             return
-        while self._passes:
-            if not self._is_of_others(self._passes[0]):
-                raise self._disordered("fewer passes than are in the program")
-            self._take_pass()
-            self._walk()
+        if self._passes:
+            raise self._disordered("fewer passes than are in the program")
         for job in self._jobs:
             job.result()
         self._is_running = False
@@ -240,20 +239,15 @@ class UnitStream:
             if gradient is not None:
                 gradient.zero_()
 
-    def _walk(self) -> None:
-        """Goes through the visits of a pass without computing."""
-        while self._left:
-            visit = self._left.pop(0)
-            self._clear_gradient(visit)
-            self._open(visit)
-
     def _close_pass(self) -> None:
         left = [visit.unit for visit in self._left]
         # a forward pass for keys and values alone may end before the head
         if left and (self._is_backward or left != [HEAD]):
             raise self._disordered(f"a pass that ends before the {name_of_unit(left[0])}")
         self._leave()
-        self._walk()
+        for visit in self._left:
+            self._open(visit)
+        self._left = []
 
     def _disordered(self, what: str) -> ModelError:
         at = name_of_unit(self._visit.unit) if self._visit is not None else "beginning"

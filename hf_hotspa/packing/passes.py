@@ -3,16 +3,21 @@
 A unit's weights come to all replicas at a time, and its gradients leave all of them at a time, so replicas that run
 different packs must agree in which pass they meet. Here their passes are merged: the first pack of every replica, the
 second one, and so on; one that has fewer packs, or none, sits a pass out. A pack in chunks of tokens is several passes;
-where some replicas go forward next and others backward, forward passes are met first. Stages of a pipeline run
-the passes of the longest replica in our own 1F1B. A pure function of the plan, the same on every rank; no torch.
+where some replicas go forward next and others backward, forward passes are met first.
+
+In a pipeline replicas meet chunk by chunk: the first chunk of the first chain of every replica's first pack, and so on; one
+that has no such chunk sits it out. Stages run what any replica has, in our own 1F1B, so each replica keeps the order of its
+own chunks on every stage: forward in that of their tokens, backward against it (`JointPasses`).
+
+A pure function of the plan, the same on every rank; no torch.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hf_hotspa.packing.chunk_cuts import cut_into_chains
+from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains
 from hf_hotspa.packing.mini_batch import PhasePlan
-from hf_hotspa.packing.pipeline_order import Passes, choose_passes
+from hf_hotspa.packing.pipeline_order import Operation, Passes, choose_passes
 from hf_hotspa.strategy import Strategy
 
 Lengths = Sequence[int]
@@ -40,15 +45,71 @@ def pack_lengths(phase: PhasePlan) -> tuple[tuple[tuple[int, ...], ...], ...]:
     return tuple(tuple(pack.lengths for pack in packs) for packs in phase.replicas)
 
 
-def joint_passes(replicas: Sequence[Sequence[Lengths]], num_stages: int, most_tokens: int | None) -> Passes:
-    """How packs run through stages where all replicas keep step: a replica leaves out what it does not have."""
-    most = max((len(packs) for packs in replicas), default=0)
-    tokens = [max(sum(packs[i]) for packs in replicas if i < len(packs)) for i in range(most)]
-    return choose_passes("own", tokens, num_stages, most_tokens)
+@dataclass(frozen=True)
+class JointPasses:
+    """The packs, or chunks, of all replicas of a pipeline, as its stages keep step with them.
+
+    Args:
+        passes: Of what any replica has: each pack (or chunk) as large as the largest of them.
+        replicas: For each of these, the replicas that have it.
+    """
+
+    passes: Passes
+    replicas: tuple[tuple[int, ...], ...]
+
+    def operations(self, stage: int, replica: int) -> list[Operation]:
+        """What a stage of a replica runs, in order, by the numbers of its own packs (or chunks)."""
+        own: dict[int, int] = {}
+        for unit, having in enumerate(self.replicas):
+            if replica in having:
+                own[unit] = len(own)
+        return [(own[unit], is_backward) for unit, is_backward in self.passes.operations(stage) if unit in own]
+
+
+def joint_passes(
+    strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None, pair_cost: float
+) -> JointPasses:
+    """How packs, or their chunks, run through stages where all replicas keep step.
+
+    Args:
+        strategy: A pipeline.
+        replicas: See `pack_lengths`.
+        most_tokens: The most tokens in flight on a stage; None for no limit.
+        pair_cost: See `chunk_cuts.cut_into_chains`.
+    """
+    tokens: list[int] = []
+    sizes: list[int] = []
+    having: list[tuple[int, ...]] = []
+    for index in range(max(map(len, replicas), default=0)):
+        cut = {
+            r: _chunk_tokens(strategy, packs[index], pair_cost)
+            for r, packs in enumerate(replicas)
+            if index < len(packs)
+        }
+        for chain in range(max(map(len, cut.values()))):
+            met = {r: chains[chain] for r, chains in cut.items() if chain < len(chains)}
+            sizes.append(max(map(len, met.values())))
+            for at in range(sizes[-1]):
+                there = {r: chunks[at] for r, chunks in met.items() if at < len(chunks)}
+                tokens.append(max(there.values()))
+                having.append(tuple(there))
+    chains = sizes if strategy.ck else ()
+    return JointPasses(choose_passes("own", tokens, strategy.pp, most_tokens, chains), tuple(having))
+
+
+def _chunk_tokens(strategy: Strategy, lengths: Lengths, pair_cost: float) -> list[list[int]]:
+    """The tokens of each chunk of each chain of a pack; of the pack, where it stays whole."""
+    if not strategy.ck:
+        return [[sum(lengths)]]
+    return [[stop - first for first, stop in chain] for chain in cut_for(strategy, lengths, pair_cost)]
 
 
 def beats(
-    strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None = None, is_trained: bool = True
+    strategy: Strategy,
+    replicas: Sequence[Sequence[Lengths]],
+    most_tokens: int | None = None,
+    is_trained: bool = True,
+    pair_cost: float = 0.0,
 ) -> list[Beat]:
     """All passes of a phase.
 
@@ -56,9 +117,10 @@ def beats(
         replicas: See `pack_lengths`.
         most_tokens: The most tokens in flight on a stage; None for no limit.
         is_trained: Whether there are backward passes.
+        pair_cost: See `chunk_cuts.cut_into_chains`; for pipelines.
     """
     if strategy.pp > 1:
-        return _of_stages(strategy, replicas, most_tokens, is_trained)
+        return _of_stages(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)
     return _of_chunks([_passes(strategy, packs, is_trained) for packs in replicas])
 
 
@@ -86,13 +148,11 @@ def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
     return beats
 
 
-def _of_stages(
-    strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None, is_trained: bool
-) -> list[Beat]:
-    passes = joint_passes(replicas, strategy.pp, most_tokens)
-    total = len(passes.tokens)
+def _of_stages(strategy: Strategy, joint: JointPasses, is_trained: bool) -> list[Beat]:
+    total = len(joint.replicas)
     left = [
-        passes.operations(stage) if is_trained else [(i, False) for i in range(total)] for stage in range(strategy.pp)
+        joint.passes.operations(stage) if is_trained else [(i, False) for i in range(total)]
+        for stage in range(strategy.pp)
     ]
     done: set[tuple[int, int, bool]] = set()
     beats: list[Beat] = []
@@ -100,18 +160,13 @@ def _of_stages(
         now: list[tuple[int, int, bool]] = []
         for stage, operations in enumerate(left):
             if operations:
-                pack, is_backward = operations[0]
+                unit, is_backward = operations[0]
                 neighbour = stage + 1 if is_backward else stage - 1
-                if not 0 <= neighbour < strategy.pp or (neighbour, pack, is_backward) in done:
-                    now.append((stage, pack, is_backward))
+                if not 0 <= neighbour < strategy.pp or (neighbour, unit, is_backward) in done:
+                    now.append((stage, unit, is_backward))
         assert now, f"the stages of {strategy} wait for one another"
         for stage, _, _ in now:
             left[stage] = left[stage][1:]
         done.update(now)
-        beats.append(
-            tuple(
-                Pass(stage, is_backward, tuple(r for r, packs in enumerate(replicas) if pack < len(packs)))
-                for stage, pack, is_backward in now
-            )
-        )
+        beats.append(tuple(Pass(stage, is_backward, joint.replicas[unit]) for stage, unit, is_backward in now))
     return beats

@@ -33,7 +33,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGP
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.packing.interleaved_order import interleaved_order
-from hf_hotspa.packing.pipeline_order import SCHEDULES, Passes, check_runs, choose_passes
+from hf_hotspa.packing.pipeline_order import SCHEDULES, Operation, Passes, check_runs, choose_passes
 from hf_hotspa.parallel.interleaved import InterleavedRun
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.token_chunks import Chunk, ChunkedPacks, Stage, loss_of_packs, run_chain
@@ -90,7 +90,7 @@ class PipelineRunner:
         micro_batches: Sequence[MicroBatch],
         scale: float,
         most_tokens: int | None = None,
-        joint: Passes | None = None,
+        joint: Sequence[Operation] | None = None,
     ) -> Tensor:
         """Forward and backward of all micro-batches; gradients are added to the parameters' `.grad`.
 
@@ -98,7 +98,8 @@ class PipelineRunner:
             micro_batches: What this replica runs; the same on every stage. May be empty.
             scale: 1 / (label tokens of the mini-batch).
             most_tokens: The most tokens in flight on a stage; None for no limit.
-            joint: The passes that the stages of all replicas keep step with, ours; None where replicas go their own way.
+            joint: What this stage runs, in order, where the stages of all replicas keep step; None where replicas go their
+                own way.
 
         Returns:
             fp64 scalar: the sum of the scaled losses on the last stage, 0 elsewhere.
@@ -112,11 +113,13 @@ class PipelineRunner:
         if self._rounds > 1:
             order = interleaved_order(tokens, self._num_stages, self._rounds, most_tokens, sizes)
             return self._interleaved(micro_batches, scale).run(order)
-        passes = joint or choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
+        if joint is not None:
+            return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, joint)
+        passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
             own = OneForwardOneBackward(self._stage, self._group, self._index)
-            return own.run(chunks, scale, passes)
+            return own.run(chunks, scale, passes.operations(self._index))
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
@@ -124,7 +127,8 @@ class PipelineRunner:
             if of_passes is None:  # ours holds as much with fewer packs than stages
                 own = OneForwardOneBackward(self._stage, self._group, self._index)
                 alone = [chunk for chain in self._packs.chains(padded[first:end]) for chunk in chain]
-                of_passes = own.run(alone, scale, choose_passes("own", passes.tokens[first:end], self._num_stages))
+                order = choose_passes("own", passes.tokens[first:end], self._num_stages).operations(self._index)
+                of_passes = own.run(alone, scale, order)
             loss += of_passes
         return loss
 
@@ -197,11 +201,9 @@ class OneForwardOneBackward:
         self._in_flight: dict[int, _InFlight] = {}
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
-    def run(self, chunks: Sequence[Chunk], scale: float, passes: Passes) -> Tensor:
+    def run(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
         message: _Message | None = None
-        for i, is_backward in passes.operations(self._index):
-            if i >= len(chunks):  # another replica's
-                continue
+        for i, is_backward in order:
             wanted = self._wanted_gradient(i) if is_backward else self._wanted_hidden(chunks, i)
             received = self._hand_over(message, wanted)
             if is_backward:

@@ -38,9 +38,8 @@ def with_chunks(
     """
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
         return list(strategies)
-    # a pipeline of chunks is not fully sharded
     may_pipeline = runs_chunks(schedule)
-    plain = [s for s in strategies if not s.ck and s.cp == s.ep == 1 and (s.pp == 1 or (may_pipeline and not s.z))]
+    plain = [s for s in strategies if not s.ck and s.cp == s.ep == 1 and (s.pp == 1 or may_pipeline)]
     chunked = _that_hold(plain, longest, tokens, in_host=False)
     if not chunked and has_host_memory:
         chunked = _that_hold([s for s in plain if s.pp == 1], longest, tokens, in_host=True)
@@ -65,7 +64,7 @@ def longest_by_strategy(
     for strategy in _shapes_beside(asked, shape):
         ways = [strategy, replace(strategy, rc=strategy.rc or 1)]
         plain = replace(strategy, ck=0, kg=0, kh=False)
-        may_pipeline = strategy.pp == 1 or (runs_chunks(schedule) and not strategy.z)
+        may_pipeline = strategy.pp == 1 or runs_chunks(schedule)
         if not shape.ck_unsupported_reason and may_pipeline and strategy.ep == 1:
             again = list(dict.fromkeys((plain, replace(plain, rc=plain.rc or 1))))
             for in_host in (False, True) if plain.pp == plain.cp == 1 else (False,):

@@ -187,6 +187,9 @@ def test_chunks_stay_out_of_a_search_where_everything_fits() -> None:
     assert more
     assert all(tokens(strategy) >= longest for strategy in more)
     assert {s.pp for s in with_chunks(STRATEGIES, longest, tokens, SHAPE, schedule="1f1b") if s.ck} == {1}
+    sharded = [Strategy(pp=4, z=3), Strategy(pp=4)]
+    longest = max(map(tokens, sharded)) + 1
+    assert {(s.pp, s.z) for s in with_chunks(sharded, longest, tokens, SHAPE) if s.ck} == {(4, 0), (4, 3)}
 
 
 def test_packs_that_ran_out_of_memory_become_smaller() -> None:

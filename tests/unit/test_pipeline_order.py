@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.packing.chunk_cuts import cut_for
+from hf_hotspa.packing.passes import joint_passes
 from hf_hotspa.packing.pipeline_order import (
     SCHEDULES,
     Passes,
@@ -259,6 +261,23 @@ def test_no_stage_waits_for_itself_with_chunks_where_sends_block() -> None:
         passes = choose_passes("auto", tokens, num_stages, limit, chains)
         orders = [passes.operations(stage) for stage in range(num_stages)]
         assert finishes([exchanges(order, s, num_stages, together=True) for s, order in enumerate(orders)]), seed
+
+
+def test_no_stage_of_a_replica_that_sits_chunks_out_waits_for_itself_where_sends_block() -> None:
+    """Replicas that keep step (`packing.passes`) run what they have of the joint order."""
+    for seed in range(300):
+        rng = random.Random(seed)
+        strategy = Strategy(dp=3, pp=rng.randint(2, 6), ck=rng.choice([3, 5, 100]), z=3)
+        replicas = [
+            [[rng.randint(1, 14) for _ in range(rng.randint(1, 3))] for _ in range(rng.randint(0, 4))] for _ in range(3)
+        ]
+        limit = rng.choice([None, 1, 20, 40])
+        joint = joint_passes(strategy, replicas, limit, 0.05)
+        for replica, packs in enumerate(replicas):
+            orders = [joint.operations(stage, replica) for stage in range(strategy.pp)]
+            chains = [len(chain) for pack in packs for chain in cut_for(strategy, pack, 0.05)]
+            assert [i for i, is_backward in orders[0] if is_backward] == backward_order(chains)
+            assert finishes([exchanges(order, s, strategy.pp, together=True) for s, order in enumerate(orders)]), seed
 
 
 def test_a_bucket_knows_what_a_pipeline_of_chunks_may_hold() -> None:

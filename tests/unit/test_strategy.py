@@ -89,7 +89,6 @@ BAD_STRATEGIES = [
     ("dp2+ck", "the option 'ck', which there is not"),
     ("dp2+ck-5", "the option 'ck-5', which there is not"),
     ("dp2+ck0", "chunks of 0 tokens"),
-    ("dp2pp2+ck8+z2", "is fully sharded and a pipeline of token chunks"),
     ("dp2+kg2", "dp2tp1pp1+kg2 has +kg or +kh without token chunks"),
     ("dp2+kh", "without token chunks"),
     ("dp2pp2+ck8+kh", "has +kg or +kh in a pipeline"),

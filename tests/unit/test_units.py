@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.units import Units
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, build_vector
-from hf_hotspa.packing.passes import beats
+from hf_hotspa.packing.passes import beats, joint_passes
+from hf_hotspa.packing.pipeline_order import backward_order
 from hf_hotspa.plan.units import Program, make_program
 from hf_hotspa.strategy import Strategy
 
@@ -22,16 +23,22 @@ def units_of(num_layers: int, tied: bool = False, frozen: tuple[int, ...] = ()) 
     return Units(build_vector([embedding, *layers, head], [1] * num_layers, 1))
 
 
-def program_of(units: Units, strategy: str, replicas: list[list[list[int]]], is_trained: bool = True) -> Program:
+def program_of(
+    units: Units,
+    strategy: str,
+    replicas: list[list[list[int]]],
+    is_trained: bool = True,
+    most_tokens: int | None = None,
+) -> Program:
     parsed = Strategy.parse(strategy)
-    return make_program(units, parsed, beats(parsed, replicas, None, is_trained))
+    return make_program(units, parsed, beats(parsed, replicas, most_tokens, is_trained, 0.05))
 
 
 class _Rank:
     """A rank that runs a program as the engine does: the worker's transfers in order, the computation's passes in order.
 
-    It computes in the passes of its replica, each of which needs what the neighbouring stage's has made; the others it walks
-    through, forward passes at once, backward ones before its next pass begins or when none is left.
+    It computes in the passes of its replica, each of which needs what the neighbouring stage's has made; the others it sits out:
+    it lets go of their units at once, and the worker makes the gradients zero.
     """
 
     def __init__(self, program: Program, units: Units, stage: int, replica: int) -> None:
@@ -39,6 +46,9 @@ class _Rank:
         self.own = [replica in one.replicas for one in self.passes]
         self.there = {visit.unit for one in self.passes for visit in one.visits}
         self.gates = {index for one in self.passes for visit in one.visits for index in visit.opens}
+        self.of_others = {
+            i for one, own in zip(self.passes, self.own, strict=True) if not own for v in one.visits for i in v.opens
+        }
         self.opened, self.held, self.gradients = set[int](), set[int](), set[int]()
         self.at = self.visit = 0
         self.is_inside = False
@@ -56,17 +66,18 @@ class _Rank:
         if self.at == len(self.passes):
             return False
         one, own = self.passes[self.at], self.own[self.at]
-        if own and not self._has_message(self.at):
-            return False
-        following = next((i for i in range(self.at, len(self.own)) if self.own[i]), None)
-        if not own and one.is_backward and following is not None and not self._has_message(following):
+        if not own:
+            self.opened.update(index for visit in one.visits for index in visit.opens)
+            self.at += 1
+            return True
+        if not self._has_message(self.at):
             return False
         if self.visit < len(one.visits):
             visit = one.visits[self.visit]
-            if (own and visit.load >= over) or (one.is_backward and visit.after >= over):
+            if visit.load >= over or (one.is_backward and visit.after >= over):
                 return False
-            assert not own or not loads or visit.unit in self.held
-            self.is_inside = own and not self.is_inside
+            assert not loads or visit.unit in self.held
+            self.is_inside = not self.is_inside
             if self.is_inside:
                 return True
             if one.is_backward and visit.unit in self.units.trained:
@@ -75,13 +86,15 @@ class _Rank:
             self.opened.update(visit.opens)
             self.visit += 1
         if self.visit == len(one.visits):
-            self.over[one.is_backward] += own
+            self.over[one.is_backward] += 1
             self.at, self.visit = self.at + 1, 0
         return True
 
     def transfer(self, index: int, unit: int, is_load: bool) -> None:
         if is_load and unit in self.there:
             self.held = {unit, *(other for other in self.held if not self.units.share(unit, other))}
+        elif index in self.of_others:  # zeros, written where no gradient waits to be sent
+            assert not any(self.units.share(unit, other) for other in self.gradients)
         elif index in self.gates:
             self.gradients.remove(unit)
 
@@ -118,13 +131,14 @@ def test_every_program_comes_to_its_end_with_the_right_weights(data):
     pp = data.draw(st.integers(1, num_layers))
     dp = data.draw(st.integers(1, 3))
     options = f"+z{data.draw(st.sampled_from([2, 3]))}"
-    if pp == 1 and data.draw(st.booleans()):
-        options += data.draw(st.sampled_from(["+ck5", "+ck5+kg1"]))
+    if data.draw(st.booleans()):
+        options += data.draw(st.sampled_from(["+ck5", "+ck5+kg1"] if pp == 1 else ["+ck5", "+ck3"]))
     frozen = tuple(data.draw(st.sets(st.sampled_from([EMBEDDING, HEAD, *range(num_layers)]))))
     units = units_of(num_layers, data.draw(st.booleans()), frozen)
     pack = st.lists(st.integers(1, 14), min_size=1, max_size=3)
     replicas = [data.draw(st.lists(pack, max_size=4)) for _ in range(dp)]
-    program = program_of(units, f"dp{dp}pp{pp}{options}", replicas, data.draw(st.booleans()))
+    most_tokens = data.draw(st.sampled_from([None, 1, 12, 30])) if pp > 1 else None
+    program = program_of(units, f"dp{dp}pp{pp}{options}", replicas, data.draw(st.booleans()), most_tokens)
     for seed in range(5):
         run(program, units, options.startswith("+z3"), dp, seed)
     for passes in program.stages:
@@ -143,6 +157,23 @@ def test_a_replica_waits_for_units_of_passes_that_it_had_no_part_in():
     assert all(program.transfers[visit.load] == (visit.unit, True) for visit in turn.visits)
     for seed in range(40):
         run(program, units, True, 2, seed)
+
+
+def test_replicas_in_chunks_meet_chunk_by_chunk_on_every_stage():
+    """Each runs its own chunks, forward in their order and backward against it, and sits out what others have."""
+    strategy, replicas = Strategy.parse("dp3pp2+ck4+z3"), [[[10], [4]], [[4, 3], [9]], []]
+    joint = joint_passes(strategy, replicas, None, 0.0)
+    assert joint.replicas == ((0, 1), (0,), (0,), (1,), (0, 1), (1,), (1,))
+    assert joint.passes.tokens == (4, 3, 4, 3, 4, 3, 3)
+    assert joint.passes.chains == (3, 1, 3)
+    for stage in (0, 1):
+        for replica, chains in ((0, [3, 1]), (1, [1, 1, 3]), (2, [])):
+            order = joint.operations(stage, replica)
+            assert [i for i, is_backward in order if not is_backward] == list(range(sum(chains)))
+            assert [i for i, is_backward in order if is_backward] == backward_order(chains)
+    units = units_of(5)
+    for seed in range(40):
+        run(make_program(units, strategy, beats(strategy, replicas)), units, True, 3, seed)
 
 
 @pytest.mark.parametrize("packs", [1, 2, 5])
@@ -165,8 +196,6 @@ def test_counts_of_transfers(packs):
 
 
 def test_what_is_not_fully_sharded_says_so():
-    with pytest.raises(StrategyError, match="a pipeline of token chunks"):
-        Strategy.parse("pp2+ck8+z3")
     with pytest.raises(StrategyError, match="there is no .z1"):
         Strategy(z=1)
 
