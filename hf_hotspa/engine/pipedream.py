@@ -168,7 +168,8 @@ class PipeDreamRunner(PhaseRunner):
         self._held, self._free = {0: self.weights}, list(self._extra)
         own = plan.replicas[self.mesh.coord.dp]
         run = _Run(self, self._labels, [labels / plan.num_labels for labels in self._labels])
-        loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, self._passes_of(own, most_tokens))
+        order = self._passes_of(own, most_tokens).operations(self.mesh.coord.pp)
+        loss = run.run([Chunk(m, i) for i, m in enumerate(micro_batches)], scale, order)
         for k in range(len(own), len(self._labels)):  # of other replicas alone
             self.update(k)
         self._updates.end()

@@ -111,8 +111,8 @@ class PipelineRunner:
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
         if self._rounds > 1:
-            order = interleaved_order(tokens, self._num_stages, self._rounds, most_tokens, sizes)
-            return self._interleaved(micro_batches, scale).run(order)
+            turns = interleaved_order(tokens, self._num_stages, self._rounds, most_tokens, sizes)
+            return self._interleaved(micro_batches, scale).run(turns)
         if joint is not None:
             return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, joint)
         passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
