@@ -39,7 +39,7 @@ from tests.training_runs import STEPS, contents, make_trainer, newest, train
 from tests.worlds import make_engine, make_mini_batch
 
 TIMEOUT_S = 500.0
-_SHORT = 7
+_SHORT = 13
 """Every so manieth strategy is in the short form: no divisor of how many options a degree has, so that all take part."""
 
 

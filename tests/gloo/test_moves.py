@@ -1,6 +1,7 @@
-"""Every move of users: equal to the stock Trainer, or refused by name before the first step, on one process and on two.
+"""Every move of users: equal to the stock Trainer, or refused by name before the first step, on two processes; and
+under `slow` on one.
 
-One world of each size runs all moves of a group, one after the other.
+One world runs all moves of a group, one after the other.
 """
 
 import re
@@ -49,17 +50,17 @@ def complaint(move: Move, stock, ours) -> str:
     return "; ".join(differences(value, stock[1], move.tolerance)[:5])
 
 
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_move_is_equal_or_refused(group, tmp_path):
+def test_a_move_is_equal_or_refused(group, world_size, tmp_path):
     moves = all_moves()[group]
     [stock] = run_ranks(1, run_moves, group, True, str(tmp_path), timeout=280)
     wrong = []
-    for world_size in (1, 2):
-        for rank, found in enumerate(run_ranks(world_size, run_moves, group, False, str(tmp_path), timeout=280)):
-            for move in moves:
-                text = complaint(move, stock.get(move.name), found[move.name])
-                if text:
-                    wrong.append(f"{move.name} (rank {rank} of {world_size}): {text}")
+    for rank, found in enumerate(run_ranks(world_size, run_moves, group, False, str(tmp_path), timeout=280)):
+        for move in moves:
+            text = complaint(move, stock.get(move.name), found[move.name])
+            if text:
+                wrong.append(f"{move.name} (rank {rank} of {world_size}): {text}")
     assert not wrong, "\n".join(wrong)
 
 

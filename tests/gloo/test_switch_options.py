@@ -45,9 +45,20 @@ def steps(rank, world_size, family, dtype, buckets, options):
 OVERLAPS = [{"overlap_load": on, "overlap_return": on} for on in (False, True)]  # each alone: test_overlap.py
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS, ids=lambda o: "".join("+-"[not on] for on in o.values()))
-@pytest.mark.parametrize("planner", ["relay", "algorithm1"])
-@pytest.mark.parametrize("second_source", [False, True])
+def in_every_pair(planner: str, second_source: bool, overlap: bool) -> bool:
+    """Half of the eight ways, in which every two options meet in all four combinations."""
+    return (planner == "relay") ^ second_source ^ overlap
+
+
+WAYS = [
+    pytest.param(planner, second, overlap, marks=() if in_every_pair(planner, second, i == 1) else pytest.mark.slow)
+    for planner in ("relay", "algorithm1")
+    for second in (False, True)
+    for i, overlap in enumerate(OVERLAPS)
+]
+
+
+@pytest.mark.parametrize(("planner", "second_source", "overlap"), WAYS)
 def test_every_way_to_switch_is_exact(planner, second_source, overlap):
     """On two emulated nodes of two ranks, in rounds of a few KiB."""
     options = {"planner": planner, "second_source": second_source, "devices_per_node": 2, "staging_bytes": 1 << 13}
@@ -56,7 +67,9 @@ def test_every_way_to_switch_is_exact(planner, second_source, overlap):
     assert max(worst for worst, _ in results) <= 1e-11
 
 
-@pytest.mark.parametrize("family", ["llama_uneven", "phi3_fused", "gemma2_soft_caps"])
+@pytest.mark.parametrize(
+    "family", ["llama_uneven", "phi3_fused", pytest.param("gemma2_soft_caps", marks=pytest.mark.slow)]
+)
 def test_relays_are_exact_for_awkward_families(family):
     options = {"second_source": True, "devices_per_node": 2, "staging_bytes": 1 << 13, "overlap_load": True}
     buckets = "dp4:8@16,dp2tp2:16@24,tp4:60" if family != "llama_uneven" else "dp4:8@16,pp4:16@24,tp4:60"
@@ -125,8 +138,15 @@ def moved(rank, world_size, buckets, options):
     return worst, phases
 
 
-@pytest.mark.parametrize("overlap", OVERLAPS, ids=["one after the other", "overlap"])
-@pytest.mark.parametrize("second_source", [False, True])
+@pytest.mark.parametrize(
+    ("second_source", "overlap"),
+    [
+        (False, OVERLAPS[0]),
+        (True, OVERLAPS[1]),
+        pytest.param(False, OVERLAPS[1], marks=pytest.mark.slow),
+        pytest.param(True, OVERLAPS[0], marks=pytest.mark.slow),
+    ],
+)
 def test_phases_of_equal_layout_share_one_load_and_one_return(second_source, overlap):
     hot, options = "dp4:8@16,tp4:16@24,dp4+rc:60", {"second_source": second_source, **overlap}
     alone = {load + back for _, phases in run_ranks(4, moved, "dp4:60", options) for ((_, load, back),) in phases}
