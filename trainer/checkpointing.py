@@ -8,7 +8,7 @@ checkpoint is due, how many stay, and what the trainer's state is remain the Tra
 import dataclasses
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy, TrainOutput
@@ -33,10 +33,6 @@ class CheckpointingMixin(ResumeMixin):
 
     _checkpoints: Checkpoints
     _tokenizer: Any
-
-    if TYPE_CHECKING:
-
-        def hotspa_state(self) -> dict[str, Any]: ...
 
     # -- around training ----------------------------------------------------------------------------------------------
 
@@ -104,10 +100,9 @@ class CheckpointingMixin(ResumeMixin):
         self._checkpoints.save(Path(self._get_output_dir(trial)), self.state, self._contents)
 
     def _contents(self, folder: RunFolder) -> CheckpointContents:
-        assert self.engine is not None
         optimizer = None if self.args.save_only_model else self.optimizer
         return CheckpointContents(
-            folder, self.state.global_step, self.engine, self.model, self.args, optimizer, self.lr_scheduler, self._tokenizer,
+            folder, self.state.global_step, self._running, self.model, self.args, optimizer, self.lr_scheduler, self._tokenizer,
             {} if self._devices is None else self._devices.rank_tensors(), self._common_texts,
         )  # fmt: skip
 
@@ -128,7 +123,6 @@ class CheckpointingMixin(ResumeMixin):
         }
         if not self.args.save_only_model:
             assert self.optimizer is not None
-            assert self.engine is not None
             state: dict[str, Any] = {
                 "optimizer": optimizer_to_json(self.optimizer, share),
                 "scheduler": {"class": type(self.lr_scheduler).__name__, "state": self.lr_scheduler.state_dict()},
@@ -136,7 +130,7 @@ class CheckpointingMixin(ResumeMixin):
                 "hotspa": self.hotspa_state(),
             }
             if is_adapted(self.model):
-                state["base model"] = self._base.of(self.engine, self.model)
+                state["base model"] = self._base.of(self._running, self.model)
             texts[STATE] = json.dumps(state) + "\n"
         return texts
 

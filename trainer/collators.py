@@ -8,7 +8,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from transformers import Trainer
 from transformers.data.data_collator import (
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
@@ -20,10 +19,10 @@ from transformers.data.data_collator import (
 )
 
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.rows.features import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.per_row import PerRow
 
 _ARRANGING = (DefaultDataCollator, DataCollatorWithPadding)
@@ -157,11 +156,9 @@ def _refused(collator: Any, how: str, why: str, fix: str) -> UnsupportedError:
     return UnsupportedError(f"the data collator {name}{' ' if how else ''}{how} cannot be honoured", why=why, fix=fix)
 
 
-class CollatorMixin(Trainer):
+class CollatorMixin(TrainerBase):
     """How `HotSPaTrainer` reads rows: by what its data collator and its model would make of their columns."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
     loss_columns: tuple[str, ...]
 
     def _row_rules(self) -> RowRules:

@@ -5,32 +5,24 @@ on one rank alone (the time that is left, a file, a memory limit): what it asks 
 stock Trainer's ranks would wait for each other.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import Trainer
-
-from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.views import is_users
 
 FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
 _ACTIONS = FLAGS[2:]
 
 
-class ControlFlagsMixin(Trainer):
+class ControlFlagsMixin(TrainerBase):
     """Agrees on the flags of `self.control` wherever the loop of the Trainer is about to read them.
 
     Costs one small collective a step (more where it logs, saves or evaluates), and none where no rank has code of the
     user's that could set a flag.
     """
 
-    callback_handler: CallbackEvents
     _flags_may_differ: bool | None = None
     _in_loop = False
-
-    if TYPE_CHECKING:
-
-        def _agreement(self) -> Agreement: ...
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         """As in `CheckpointingMixin`."""

@@ -4,18 +4,16 @@ A mini-batch is one piece that all ranks know the plan of, so nothing is gathere
 here and there, do not exist.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import Trainer
 
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 
 
-class CountingMixin(Trainer):
+class CountingMixin(TrainerBase):
     """Counts mini-batches by their plans."""
 
-    args: HotSPaTrainingArguments
     _num_parameters: int | None = None
     """Parameters that are no embeddings; of the model of the present engine."""
 
@@ -30,10 +28,6 @@ class CountingMixin(Trainer):
         if self._num_parameters is None:
             self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
         return 6 * inputs["mini_batch"].plan.num_tokens * self._num_parameters
-
-    if TYPE_CHECKING:
-
-        def _check_trained(self) -> None: ...
 
     def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
         self._check_trained()

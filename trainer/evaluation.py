@@ -10,13 +10,13 @@ Owns `EvaluationLoop`, and `EvaluationMixin`, which puts it behind the stock `ev
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainerControl
+from transformers import TrainerControl
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
@@ -25,8 +25,8 @@ from hf_hotspa.engine.evaluation import EvaluationResult
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import Row
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
-from hf_hotspa.trainer.events import CallbackEvents
 from hf_hotspa.trainer.failures import broadcast_error
 
 _DECIDE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
@@ -169,18 +169,11 @@ def _prediction(values: Mapping[str, Any]) -> EvalPrediction:
     return EvalPrediction(predictions=values["predictions"], label_ids=values["labels"], **extra)
 
 
-class EvaluationMixin(Trainer):
+class EvaluationMixin(TrainerBase):
     """`get_eval_dataloader`, `get_test_dataloader` and `evaluation_loop` for a `transformers.Trainer`."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
-    callback_handler: CallbackEvents
     control: TrainerControl
     _evaluation_sets: EvaluationSets
-
-    if TYPE_CHECKING:
-
-        def _start_engine(self, training: bool = True) -> HotSPaEngine: ...
 
     def get_eval_dataloader(self, eval_dataset: Any = None) -> DataLoader[Any]:
         """The mini-batches of an evaluation set: `per_device_eval_batch_size` x processes rows each. Collective."""
@@ -222,7 +215,6 @@ class EvaluationMixin(Trainer):
         args = self.args
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         with broadcast_error(self, "evaluation"):
-            assert self.engine is not None
             loader: Any = dataloader
             loader.asks_for(logits=not loss_only)
             optimizer: Any = self.optimizer
@@ -232,7 +224,7 @@ class EvaluationMixin(Trainer):
             loop = EvaluationLoop(
                 args, self.compute_metrics, self.preprocess_logits_for_metrics, self._after_prediction_step
             )
-            return loop.run(self.engine, dataloader, loss_only, metric_key_prefix, description == "Prediction")
+            return loop.run(self._running, dataloader, loss_only, metric_key_prefix, description == "Prediction")
 
     def _after_prediction_step(self) -> None:
         self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)

@@ -10,9 +10,8 @@ import shutil
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import Trainer
 from transformers import trainer as stock
 from transformers.trainer_utils import HubStrategy, SaveStrategy
 from transformers.utils import PushInProgress
@@ -20,8 +19,7 @@ from transformers.utils import PushInProgress
 from hf_hotspa.checkpoint.export import export
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.errors import HotspaError
-from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 
 logger = logging.getLogger(__name__)
 
@@ -39,16 +37,11 @@ def _hub_error(failure: Exception) -> HotspaError:
     )
 
 
-class HubMixin(Trainer):
+class HubMixin(TrainerBase):
     """`init_hf_repo` and `push_to_hub` for `HotSPaTrainer`, and the pushes of `hub_strategy`."""
 
-    args: HotSPaTrainingArguments
     hub_model_id: str | None
     _pushed: Path | None = None
-
-    if TYPE_CHECKING:
-
-        def _agreement(self) -> Agreement: ...
 
     def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
         """As in the stock Trainer. Collective."""

@@ -12,11 +12,11 @@ import uuid
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
@@ -30,6 +30,7 @@ from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
@@ -208,17 +209,10 @@ def write_configs(model: PreTrainedModel, target: Path, tokenizer: Any) -> None:
         tokenizer.save_pretrained(target)
 
 
-class ModelSourceMixin(Trainer):
+class ModelSourceMixin(TrainerBase):
     """`trainer.model` kept up to date, and saved where it has no weights."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
-    model: PreTrainedModel
     _source: ModelSource
-
-    if TYPE_CHECKING:
-
-        def _start_engine(self, training: bool = True) -> HotSPaEngine: ...
 
     @property
     def _tokenizer(self) -> Any:

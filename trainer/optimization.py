@@ -8,14 +8,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hotspa.checkpoint.tensors import bare_optimizer
 from hf_hotspa.engine.cpu_adam import cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
 from hf_hotspa.trainer.same_settings import group_facts, optimizer_facts, text_of
 from hf_hotspa.trainer.user_optimizer import release, take_over
@@ -40,12 +39,9 @@ class DeepSpeedLR(LRScheduler):
         return {key: value for key, value in super().state_dict().items() if key != "schedule"}
 
 
-class OptimizationMixin(Trainer):
+class OptimizationMixin(TrainerBase):
     """Which optimizer steps on the master store, and by which learning rates."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
-    optimizer: Optimizer | None
     lr_scheduler: LRScheduler | None
     _watched: weakref.ref[Optimizer] | None = None
     """The optimizer that was taken over last."""
@@ -84,7 +80,6 @@ class OptimizationMixin(Trainer):
         Raises:
             UnsupportedError: on every rank: it cannot be honoured.
         """
-        assert self.engine is not None
 
         def taken_over() -> Optimizer:
             if self.optimizer is None:
@@ -96,14 +91,13 @@ class OptimizationMixin(Trainer):
             self._on_master_store(self.optimizer)
             return self.optimizer
 
-        self.engine.agreement.run(
+        self._running.agreement.run(
             "optimizer", taken_over, facts=lambda optimizer: optimizer_facts(optimizer, self.lr_scheduler)
         )
 
     def _on_master_store(self, optimizer: Optimizer) -> None:
-        assert self.engine is not None
         saved = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
-        take_over(optimizer, self.engine, self.model, saved)
+        take_over(optimizer, self._running, self.model, saved)
         bare = bare_optimizer(optimizer)
         if self._watched is None or self._watched() is not bare:
             # groups that are added in the course of training come with parameters of the model
@@ -126,14 +120,12 @@ class OptimizationMixin(Trainer):
             engine.updates.step = bare_optimizer(self.optimizer).step
 
     def _clip_grad_norm(self, model: nn.Module) -> float:
-        assert self.engine is not None
-        if self.engine.updates is not None:  # each stage has clipped, or none
-            return self.engine.grad_norm
-        return self.engine.clip_grad_norm_(self.args.max_grad_norm)
+        if self._running.updates is not None:  # each stage has clipped, or none
+            return self._running.grad_norm
+        return self._running.clip_grad_norm_(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: float | None = None) -> float:
-        assert self.engine is not None
-        return self.engine.grad_norm
+        return self._running.grad_norm
 
     def _check_optimizer_stays(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too."""
@@ -146,14 +138,13 @@ class OptimizationMixin(Trainer):
         """With the master store in host memory, DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
         if self.args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
             return kind, options
-        assert self.engine is not None
         reason = None
-        if any(p.dtype != torch.float32 for _, p in self.engine.named_parameters()):
+        if any(p.dtype != torch.float32 for _, p in self._running.named_parameters()):
             reason = "it steps on fp32 weights only"
         for first in (True, False):  # one process of a machine compiles, and the others find it compiled
             if reason is None and (self.args.local_process_index == 0) == first:
                 reason = load_cpu_adam()
-            missing = self.engine.any_rank(reason is not None)
+            missing = self._running.any_rank(reason is not None)
             if missing:
                 break
         if not missing:

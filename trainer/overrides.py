@@ -6,19 +6,17 @@ Owns what is looked at before the first step: which methods were overridden, wha
 import inspect
 from collections.abc import Iterator
 from types import CodeType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Sampler
 from transformers import Trainer, TrainingArguments
 from transformers.trainer_utils import IntervalStrategy
 
-from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.model.model_check import check_hooks
-from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
 from hf_hotspa.trainer.evaluation_loader import is_own_loader
 from hf_hotspa.trainer.row_order import LengthGroupedRows, order_seed, rows_of
@@ -84,16 +82,10 @@ class TrainingInputs(dict[str, Any]):
         )
 
 
-class OverridesMixin(Trainer):
+class OverridesMixin(TrainerBase):
     """Looks at overridden methods and at hooks before the first step."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
     _trained_mini_batch = False
-
-    if TYPE_CHECKING:
-
-        def _agreement(self) -> Agreement: ...
 
     def set_initial_training_values(
         self, args: TrainingArguments, dataloader: DataLoader[Any]
@@ -130,9 +122,8 @@ class OverridesMixin(Trainer):
         return super().evaluation_loop(dataloader, *args, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        assert self.engine is not None
         with structure_only():  # those that were there at the start were found with the model
-            self.engine.agreement.run("beginning of an epoch", lambda: check_hooks(self.model))
+            self._running.agreement.run("beginning of an epoch", lambda: check_hooks(self.model))
         super()._run_epoch(**kwargs)
 
     def get_batch_samples(

@@ -6,24 +6,21 @@ Owns what counts where several are given, the stock signatures (`compute_loss_fu
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from unittest.mock import patch
 
 import torch
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch import Tensor
-from transformers import Trainer
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss, WholeSequence
-from hf_hotspa.rows.features import RowRules, read_row
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.rows.features import read_row
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.data_sets import DataSets
 from hf_hotspa.trainer.rows import is_stream
 
@@ -103,20 +100,12 @@ def as_one_process() -> Iterator[None]:
         yield
 
 
-class OwnLossMixin(Trainer):
+class OwnLossMixin(TrainerBase):
     """`token_loss`, `loss_columns`, `compute_loss_func` and `compute_loss` for a `transformers.Trainer`."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
     _data: DataSets
     token_loss: Any = None
     loss_columns: tuple[str, ...] = ()
-
-    if TYPE_CHECKING:
-
-        def _agreement(self) -> Agreement: ...
-
-        def _row_rules(self) -> RowRules: ...
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None

@@ -23,12 +23,11 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from transformers import Trainer
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
-from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 
 logger = logging.getLogger(__name__)
@@ -93,11 +92,9 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)
 
 
-class PreemptionMixin(Trainer):
+class PreemptionMixin(TrainerBase):
     """Saves and stops where the engine says that ranks were told to."""
 
-    engine: HotSPaEngine | None
-    callback_handler: Any
     _preemption: Preemption
 
     @property

@@ -8,18 +8,13 @@ the data goes unnoticed; a finished run stays as it is. Checkpoints of the stock
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from transformers import PreTrainedModel, Trainer
+from typing import Any
 
 from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.checkpoint_search import Resumption, check_data_order, data_order
-from hf_hotspa.trainer.host_agreement import HostAgreement
 from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.restoring import BaseDigest, Restorer, load_random_state, load_scheduler
 from hf_hotspa.trainer.slow_devices import DeviceWatch
@@ -28,13 +23,9 @@ from hf_hotspa.trainer.stream_place import StreamProgress
 logger = logging.getLogger(__name__)
 
 
-class ResumeMixin(Trainer):
+class ResumeMixin(TrainerBase):
     """The reading side of the checkpoints of `HotSPaTrainer`."""
 
-    args: HotSPaTrainingArguments
-    engine: HotSPaEngine | None
-    model: PreTrainedModel
-    _ranks: HostAgreement
     _source: ModelSource
     _base: BaseDigest
     _resumption: Resumption | StockCheckpoint | None = None
@@ -43,16 +34,6 @@ class ResumeMixin(Trainer):
     _stream_progress: StreamProgress | None
     _steps_a_pass = sys.maxsize
     """The most optimizer steps of a pass over the data set."""
-
-    if TYPE_CHECKING:
-
-        def _update_model(self) -> None: ...
-
-        def load_hotspa_state(self, state: dict[str, Any]) -> None: ...
-
-    def _agreement(self) -> Agreement:
-        """Over the host, also before the engine exists."""
-        return self._ranks()
 
     def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
         """The pass to go on in, and the mini-batches that were trained in it. Of a stream, whose length nobody may know,
@@ -83,8 +64,7 @@ class ResumeMixin(Trainer):
 
     def _check_data_order(self, loader: Any) -> None:
         """Called with every new train data loader; raises on every rank when a resumed run would see other data."""
-        assert self.engine is not None
-        self._data_order = data_order(self.args, loader, max(bucket.longest for bucket in self.engine.buckets))
+        self._data_order = data_order(self.args, loader, max(bucket.longest for bucket in self._running.buckets))
         if self._resumption is not None and not self.args.hotspa_allow_data_order_change:
             check_data_order(self._resumption, self._data_order, loader, self.args)
 
@@ -92,8 +72,7 @@ class ResumeMixin(Trainer):
         """Nothing: the weights go into the master store, together with the optimizer's state."""
 
     def _restorer(self) -> Restorer:
-        assert self.engine is not None
-        return Restorer(self.engine, self.model, self._source, self._base)
+        return Restorer(self._running, self.model, self._source, self._base)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
@@ -107,8 +86,7 @@ class ResumeMixin(Trainer):
             self._restorer().stock(resumption, self.optimizer, self.lr_scheduler, self._agreement())
         else:
             self._restorer().checkpoint(resumption.path, resumption.manifest, resumption.state, self.optimizer)
-            assert self.engine is not None
-            self.engine.agreement.run("resume", lambda: self._load_states(resumption))
+            self._running.agreement.run("resume", lambda: self._load_states(resumption))
         for old, group in zip(before, self.optimizer.param_groups, strict=True):
             other = {k for k in old if k not in ("params", "lr") and old[k] != group[k]}
             if other and self.is_world_process_zero():

@@ -108,10 +108,6 @@ class HotSPaTrainer(
         HotspaError: on every rank, naming what cannot be honoured and what to do.
     """
 
-    args: HotSPaTrainingArguments
-    callback_handler: CallbackEvents
-    optimizer: torch.optim.Optimizer | None
-
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
         token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
@@ -122,7 +118,7 @@ class HotSPaTrainer(
         self._refuse(kwargs)
         if isinstance(model, nn.Module):
             refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
-        self.engine: HotSPaEngine | None = None
+        self.engine = None
         self.last_report: StepReport | None = None
         self._wrapped: _MasterModule | None = None
         self._auto: AutoStrategies | None = None
@@ -313,8 +309,7 @@ class HotSPaTrainer(
 
     def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
         if self._wrapped is None:
-            assert self.engine is not None
-            self._wrapped = _MasterModule(self.engine)
+            self._wrapped = _MasterModule(self._running)
         if training:
             self._take_over_optimizer()
         return self._wrapped
@@ -331,7 +326,6 @@ class HotSPaTrainer(
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """One mini-batch through the engine. Returns its loss, the same on all ranks."""
-        assert self.engine is not None
         mini_batch, error = inputs["mini_batch"], self.callback_handler.take_error()
         if error is not None:  # of a callback since the last mini-batch; raised by all ranks
             mini_batch = replace(mini_batch, error=error)
@@ -342,11 +336,11 @@ class HotSPaTrainer(
             self._stream_progress.trained(inputs)
         if self._devices is not None:
             self._devices.begin(self.state.global_step, self._steps_a_pass)
-        self._give_optimizer(self.engine)
+        self._give_optimizer(self._running)
         try:
-            report = self.engine.forward_backward(mini_batch, self.state.global_step, self._settings())
+            report = self._running.forward_backward(mini_batch, self.state.global_step, self._settings())
         except NonFiniteError as failure:
-            return self._skipped.skip(self.engine, failure).to(self.args.device)
+            return self._skipped.skip(self._running, failure).to(self.args.device)
         self._skipped.trained(report.loss)
         steps: int | None = self.args.torch_empty_cache_steps
         if steps is not None and self.state.global_step % steps == 0:

@@ -6,13 +6,10 @@ defines the event, `compute_metrics`, an overridden method. Everywhere else look
 """
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from transformers import Trainer
-from transformers.trainer_callback import CallbackHandler
-
-from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.model_source import ModelSource
 
 LOG, EVALUATION, SAVE = "log", "evaluation", "save"
@@ -38,16 +35,10 @@ def is_users(function: Any) -> bool:
     return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "hf_hotspa")
 
 
-class ViewsMixin(Trainer):
+class ViewsMixin(TrainerBase):
     """Brings `trainer.model` up to date for those who may look at it."""
 
-    callback_handler: CallbackHandler
-    engine: HotSPaEngine | None
     _source: ModelSource
-
-    if TYPE_CHECKING:
-
-        def _update_model(self) -> None: ...
 
     def _lookers(self, occasion: str) -> Iterator[Any]:
         events, attributes = _LOOKERS[occasion]
