@@ -33,6 +33,7 @@ from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.column_statistics import ColumnStatistics
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.pretest import pretest
+from hf_hotspa.layout.shares import shard_widths
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.bucketing import plan_mini_batch
@@ -46,13 +47,15 @@ from hf_hotspa.stragglers.columns import Resizing
 from hf_hotspa.stragglers.modes import GIVING
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.stragglers.stage_cuts import cut_by_speed
+from hf_hotspa.stragglers.tensor_shares import shares_by_speed
 from hf_hotspa.strategy import parse_buckets
 
 SLOW = "HOTSPA_BENCHMARK_SLOW"
 WARM, PERIOD, LENGTH, LEARNING_RATE = 4, 2, 16, 3e-3
 PACKS = 16
 """Packs of a mini-batch of a pipeline."""
-RECUT = "pp recut"
+RECUT = ("pp recut", "tp recut")
+"""Engines whose layers or MLPs are divided by speed."""
 MIGRATION = {
     "migrate": Exchange.BROADCAST,
     "migrate, own reduces": Exchange.UNMERGED,
@@ -163,7 +166,7 @@ class Answer:
     """One side.
 
     Args:
-        strategy: tp, dp or pp. A further word names an engine of its own, for a side that cuts pipelines anew.
+        strategy: tp, dp or pp. A further word names an engine of its own, for a side that cuts pipelines or MLPs anew.
         mode: Of `hotspa_stragglers`.
         slow: Whether devices are slow.
         exchange: How columns migrate.
@@ -273,7 +276,7 @@ class Side:
         report, _ = self.pace.trained(plan, report)
         if self.found_after is None and self.chis and self.chis.keys() <= self.pace.devices.slow:
             self.found_after = number + 1
-        if self.answer.strategy == RECUT:
+        if self.answer.strategy in RECUT:
             self._recut()
         if giving is not None and self.answer.migrating is not None:
             with patch.object(ratios, "num_migrating", lambda *_: self.answer.migrating):
@@ -288,20 +291,24 @@ class Side:
                 own.copy_(weight)
 
     def _recut(self) -> None:
-        """Divides layers by what is known of the devices; what it takes is said, and not counted in a mini-batch."""
-        engine, begin = self.engine, time.perf_counter()
-        costs = engine.description.vector.stage_costs
-        if engine.recut(cut_by_speed(costs, engine.phases, self.pace.devices.speeds())):
+        """Divides layers, or MLPs, by what is known of the devices; what it takes is said, and not counted in a mini-batch."""
+        engine, begin, speeds = self.engine, time.perf_counter(), self.pace.devices.speeds()
+        vector = engine.description.vector
+        shares = shares_by_speed(vector, engine.phases, speeds)
+        if engine.recut(cut_by_speed(vector.stage_costs, engine.phases, speeds), of_ranks=shares):
             self.pace.take_cut(engine.description.vector, engine.layouts)
             self.recut_s.append(time.perf_counter() - begin)
 
     def _shares(self, report: Any) -> str:
         giving = self.pace.giving
-        if self.answer.strategy == RECUT:
-            (strategy,) = self.engine.phases
-            stages = self.engine.description.vector.stage_costs.stages(strategy.pp)
+        if self.answer.strategy in RECUT:
+            (strategy,), vector = self.engine.phases, self.engine.description.vector
             took = f", cut in {sum(self.recut_s):.2f} s" if self.recut_s else ""
-            return f"layers {'+'.join(str(len(stage)) for stage in stages)}{took}"
+            down = next(spec for spec in vector.specs if spec.name.endswith("down_proj.weight"))
+            parts = shard_widths(vector, strategy, down, 0)
+            if strategy.pp > 1:
+                parts = tuple(len(stage) for stage in vector.stage_costs.stages(strategy.pp))
+            return f"{'layers' if strategy.pp > 1 else 'columns'} {'+'.join(map(str, parts))}{took}"
         if giving is None or report.ranks is None:
             return ""
         (given,) = giving.shares.values()
@@ -339,11 +346,12 @@ def found(sides: Mapping[str, Side]) -> dict[str, Any]:
 def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
     """One slow rank of four, every answer."""
     slow, times = slow_rank(chi)
-    world = Measured(rank, world_size, hidden, "tp,dp", options)
+    world = Measured(rank, world_size, hidden, "tp,dp,tp recut", options)
     answers = {"tp4: none slow": Answer("tp", slow=False), "tp4: off": Answer("tp")}
     answers |= {f"tp4: {name}": Answer("tp", "migrate", exchange=exchange) for name, exchange in MIGRATION.items()}
     answers |= {f"tp4: {name}": Answer("tp", "resize", columns=columns) for name, columns in RESIZING.items()}
     answers |= {"tp4: semi": Answer("tp", "semi"), "tp4: semi, PriDiffR": Answer("tp", "semi", columns="pridiffr")}
+    answers |= {"tp4: balance (shares)": Answer("tp recut", "balance")}
     answers |= {
         "dp4: none slow": Answer("dp", slow=False),
         "dp4: off": Answer("dp"),
@@ -356,7 +364,7 @@ def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: ar
     losses = [side["loss"] for side in result.values() if side["exact"]]
     if max(losses) - min(losses) > 1e-3 * losses[0]:
         raise SystemExit(f"the losses of exact sides differ: {losses}")
-    # the best of any exact division: none of the products for tp, which gives them to three others; sequences for dp
+    # the best of any exact division: of all products for tp, of which `balance` divides those of MLPs alone; of sequences for dp
     ratio = times * world_size / (times * (world_size - 1) + 1)
     ideal = {s: ratio * result[f"{s}4: none slow"]["seconds"] for s in ("tp", "dp")}
     return {
@@ -369,9 +377,9 @@ def one_of_four(rank: int, world_size: int, hidden: int, chi: float, options: ar
 def stages_of_four(rank: int, world_size: int, hidden: int, chi: float, options: argparse.Namespace) -> dict[str, Any]:
     """One slow stage of four, whose layers go to the others."""
     slow, times = slow_rank(chi)
-    world = Measured(rank, world_size, hidden, f"pp,{RECUT}", options)
+    world = Measured(rank, world_size, hidden, "pp,pp recut", options)
     answers = {"pp4: none slow": Answer("pp", slow=False), "pp4: off": Answer("pp")}
-    answers |= {"pp4: balance": Answer(RECUT, "balance")}
+    answers |= {"pp4: balance": Answer("pp recut", "balance")}
     sides = {name: Side(world, answer, {slow: times}) for name, answer in answers.items()}
     take_turns(sides, options.rounds)
     result = found(sides)

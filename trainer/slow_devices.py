@@ -3,7 +3,7 @@
 Watching costs nothing of its own: every rank learns the seconds of all ranks from what the engine gathers at the end of a
 mini-batch anyway, and all come to the same conclusion. What is found is in the step reports (`paces`, `slow`), and in the log of the
 main process when a device becomes slow or recovers. `balance` also divides the packs of later mini-batches over replicas by
-their speed and cuts the layers of pipelines by it, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
+their speed and cuts the layers of pipelines and the MLPs of tensor-parallel groups by it, and `migrate` lets slow ranks give columns of their matrix products to the others of their tensor-parallel group.
 Both change the order of sums alone. `resize` lets slow ranks leave columns out, and `semi` divides between the two by what a
 pretest found; these are not exact, and say so. What any of them depends on is in checkpoints.
 """
@@ -45,15 +45,15 @@ class DeviceWatch:
         mode: `hotspa_stragglers`, not `off`.
         delay: How many mini-batches are planned ahead of training.
         resizing: How products are resized, in `resize` and `semi`.
-        stages: Cuts pipelines in `balance`; None where their cut stays.
+        stages: Cuts pipelines and MLPs in `balance`; None where their cut stays.
 
     Attributes:
         decides: Whether the run depends on what is found; a checkpoint then holds it.
         speeds: By which packs are divided; None where the mode divides evenly.
 
     Raises:
-        HotspaConfigError: no strategy has replicas to divide packs over or stages to divide layers over, or shards whose
-            columns could go elsewhere.
+        HotspaConfigError: no strategy has replicas to divide packs over, stages to divide layers over or groups to divide MLPs
+            over, or shards whose columns could go elsewhere.
         UnsupportedError: `migrate`, `resize` or `semi` with a strategy of `+z` or cp.
     """
 
@@ -67,8 +67,12 @@ class DeviceWatch:
     ) -> None:
         self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
-            why = "packs are divided over the replicas of dp, and layers over the stages of pp"
-            _needs(engine, ("dp", "pp"), mode, "no strategy has replicas or stages", why)
+            why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"
+            shares = stages is not None and stages.can_share
+            found = "no strategy has replicas, stages or shards" if shares else "no strategy has replicas or stages"
+            if not shares and any(strategy.tp > 1 for strategy in engine.phases):
+                found += ", and no layer has a dense MLP that its plan divides"
+            _needs(engine, ("dp", "pp", "tp") if shares else ("dp", "pp"), mode, found, why)
         if mode in GIVING:
             why = "columns are those of products that a tensor-parallel group shares"
             _needs(engine, ("tp",), mode, "no strategy is tensor parallel", why)
@@ -105,7 +109,7 @@ class DeviceWatch:
 
     def begin(self, step: int, pass_steps: int) -> None:
         """Before a mini-batch. Collective where columns are chosen by variation, and where a resumed run has another cut
-        of stages.
+        of stages or MLPs.
 
         Args:
             step: Mini-batches trained so far.
@@ -119,8 +123,8 @@ class DeviceWatch:
                 logger.warning("mini-batch %d: %s (hotspa_stragglers=%s)", step + 1, said, self.mode)
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> StepReport:
-        """Takes the report of a mini-batch; returns it with what it says of the devices. Collective where pipelines are cut
-        anew."""
+        """Takes the report of a mini-batch; returns it with what it says of the devices. Collective where pipelines or
+        MLPs are cut anew."""
         report, event = self._pace.trained(plan, report)
         answer = self._answer(report.step)
         if (event is not None or answer) and self._speaks and self._said < _MOST_SAID:
@@ -160,8 +164,8 @@ class DeviceWatch:
         if self._stages is not None and (of_stages := self._stages.decide(ranks)):
             self._take_cut()
             said.append(of_stages)
-        loads = self._stages.loads if self._stages is not None else ()
-        first = history.trained(step - 1, Speeds(ranks, loads) if ranks is not None else None)
+        loads, works = (self._stages.loads, self._stages.works) if self._stages is not None else ((), ())
+        first = history.trained(step - 1, Speeds(ranks, loads, works) if ranks is not None else None)
         if first is not None and self._has_replicas:
             said.append(f"from mini-batch {first + 1} on packs are divided {'evenly' if ranks is None else 'by speed'}")
         return "; ".join(said)
@@ -214,7 +218,7 @@ def watch_devices(
     """Whoever watches the devices of a run; None where nobody does, and for a device alone. Collective for `semi`.
 
     Args:
-        fits: Raises where a device cannot hold the pool in a cut of stages.
+        fits: Raises where a device cannot hold the pool in a cut of stages and MLPs.
         predictions: Told of every new cut.
 
     Raises:

@@ -15,7 +15,7 @@ class StragglerArguments:
         default="watch",
         metadata={
             "help": "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
-            "divided over replicas, and layers over stages of pipelines, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
+            "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
             "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
             "choices": list(MODES),
         },

@@ -266,21 +266,22 @@ class MemoryModel:
         shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
         hidden = shape.hidden_size * element_bytes
         inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
-        inner *= shape.whole_mlp + (1 - shape.whole_mlp) / strategy.tp
+        inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
         recomputed = -(-num_layers // every)
         kept = recomputed * hidden / sharers + (num_layers - recomputed) * per_token
         # the last one that recomputes: the layers behind it are through
-        before = kept - (num_layers - 1) % every * per_token
-        again = before - hidden / sharers + per_token + gradients
+        again = kept - (num_layers - 1) % every * per_token - hidden / sharers + per_token + gradients
         others = (held_tokens - pack_tokens) * kept
         return others + max(kept * pack_tokens, again * pack_tokens - logit_bytes)
 
     def _layer_bytes(self, strategy: Strategy) -> float:
-        """Bytes of a token in one layer that keeps all its activations, measured where possible (without cp)."""
+        """Bytes of a token in one layer that keeps all, measured where possible (without cp), on the rank with the most columns."""
         options, shape, tp = self.options, self.sizes.shape, strategy.tp
         element_bytes, measured = dtype_bytes(options.compute_dtype), options.activation_bytes
         repeated = repeated_bytes(strategy, shape, options.context_parallel, element_bytes)
+        more = (self.sizes.mlp_share(strategy) - 1 / tp) * (1 - shape.whole_mlp)  # than with even shares
+        repeated += element_bytes * more * shape.active_mlp_parameters / shape.hidden_size
         if not strategy.sp and tp in measured:
             return measured[tp] + repeated
         if strategy.sp and 1 in measured:

@@ -17,6 +17,7 @@ from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.placement import Layout, master_layout, strategy_layout
+from hf_hotspa.layout.shares import is_uneven, largest_share
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.units import Room, Units, sizes_of_neighbours
 from hf_hotspa.layout.vector import ParameterVector
@@ -176,7 +177,9 @@ class ModelSizes:
         Raises:
             StrategyError: more stages than layers.
         """
-        key = strategy.z, strategy.tp, strategy.pp, strategy.ep, strategy.v
+        key: tuple[int, ...] = strategy.z, strategy.tp, strategy.pp, strategy.ep, strategy.v
+        if self.has_uneven_shares(strategy):
+            key += strategy.dp, strategy.cp
         if key not in self._stages:
             self._stages[key] = self._from_layout(strategy) if self.vector is not None else self._from_shape(strategy)
         return self._stages[key]
@@ -185,11 +188,21 @@ class ModelSizes:
     def _stages(self) -> dict[tuple[int, ...], tuple[StageSizes, ...]]:
         return {}
 
+    def has_uneven_shares(self, strategy: Strategy) -> bool:
+        """Whether some of the strategy's tensor-parallel groups divide MLPs by the pace of their devices."""
+        return self.vector is not None and is_uneven(self.vector, strategy)
+
+    def mlp_share(self, strategy: Strategy) -> float:
+        """The part of an MLP that the fullest rank of a tensor-parallel group computes."""
+        return largest_share(self.vector, strategy) if self.vector is not None else 1 / strategy.tp
+
     def _from_layout(self, strategy: Strategy) -> tuple[StageSizes, ...]:
         assert self.vector is not None
         # all replicas hold the same, so one is enough, or as many as share experts: a layout of few ranks
         apart = math.lcm(strategy.tp, strategy.ep)
         one = Strategy(apart // strategy.tp, strategy.tp, strategy.pp, ep=strategy.ep, v=strategy.v)
+        if self.has_uneven_shares(strategy):
+            one, apart = strategy, strategy.stage_size
         sizes = np.stack([placement.sizes for placement in strategy_layout(self.vector, one).placements])
         segments, accumulated = self.vector.segments, self.gradients.accumulated
         rooms = Units(self.vector).rooms(strategy)

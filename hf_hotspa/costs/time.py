@@ -21,7 +21,9 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelin
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.streams import Streams, Turn
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.shares import fastest_stages, paces_of_groups
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
 from hf_hotspa.packing.interleaved_order import interleaved_order
@@ -64,6 +66,8 @@ class TimeModel:
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         measured: What stages are cut and layers weighed by, where it was measured, in the place of the relative costs; stages of slow devices
             (its `paces`) take so much longer.
+        paced: The parameters, whose MLPs are divided by the paces of ranks: tensor-parallel groups with slow ones take so much
+            longer. None, or without paces, where no device is slow.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
         streams: What moves the units of fully sharded strategies; None where there are none.
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
@@ -86,6 +90,7 @@ class TimeModel:
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     schedule: str = "auto"
     measured: StageCosts | None = None
+    paced: ParameterVector | None = None
     cut_by: float | None = None
     streams: Streams | None = None
     shape: ModelShape | None = None
@@ -119,6 +124,7 @@ class TimeModel:
             hop_inter=inter,
             devices_per_node=hardware.devices_per_node,
             measured=sizes.measured_costs,
+            paced=sizes.vector,
             forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
             shape=shape,
         )
@@ -162,6 +168,7 @@ class TimeModel:
             hop_inter=hops[1],
             devices_per_node=devices_per_node,
             measured=sizes.measured_costs,
+            paced=sizes.vector,
             forward_share=forward_share,
             shape=sizes.shape,
         )
@@ -185,7 +192,7 @@ class TimeModel:
             HotspaConfigError: there are no coefficients for the strategy.
             StrategyError: more stages than layers.
         """
-        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep, strategy.v
+        key = strategy.tp, strategy.pp, strategy.rc, strategy.cp, strategy.ep, strategy.v, strategy.dp
         if key not in self._stage_costs:
             self._stage_costs[key] = self._sum_stages(strategy)
         return self._stage_costs[key]
@@ -225,7 +232,7 @@ class TimeModel:
         weights = stage_costs.layers
         mean = sum(weights) / len(weights)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
-        paces = stage_costs.paces_of(strategy.num_stages) or (USUAL_PACE,) * strategy.num_stages
+        paces = stage_costs.paces_of(strategy.num_stages) or self._paces(strategy)
         for stage, layers in enumerate(stage_costs.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
                 sum(weights[layer] for layer in layers) / mean if mean else len(layers)
@@ -238,6 +245,12 @@ class TimeModel:
                 cost += _shared(self.heads.get(tp, Cost()), cp)
             costs.append(cost * (factor * (paces[stage] / USUAL_PACE)))
         return tuple(costs)
+
+    def _paces(self, strategy: Strategy) -> tuple[int, ...]:
+        """Of each stage, where MLPs are divided by the paces of ranks: of the fastest replica, since slower ones get fewer packs."""
+        if self.paced is None or not self.paced.paces:
+            return (USUAL_PACE,) * strategy.num_stages
+        return fastest_stages(strategy, paces_of_groups(self.paced, strategy, self.paced.paces)) * strategy.v
 
     def _phase_factor(self, tp: int, pp: int) -> float:
         """A copy has few layers, and so few stages: of a deeper pipeline, the factor of the nearest depth."""

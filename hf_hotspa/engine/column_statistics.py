@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.layout.shares import shard_rows
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.stragglers.columns import Resizing, kept_variation
 from hf_hotspa.strategy import Strategy
@@ -44,11 +45,10 @@ class ColumnStatistics:
         specs = {spec.name: spec for spec in description.vector.specs}
         found: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
         for strategy, work in self._works.items():
-            shard = strategy.coord(self._engine.rank).tp
             for linear in work.products:
                 spec = specs.get(description.weight_of(linear))
                 if spec is not None and spec.trainable and spec.shard_dim is not None:
-                    rows = spec.shard_rows(strategy.tp, shard)
+                    rows = shard_rows(description.vector, strategy, spec, self._engine.rank)
                     found.setdefault(spec.name, []).append((strategy, linear, rows, spec.shard_dim))
         return found
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from hf_hotspa.layout.placement import Layout
-from hf_hotspa.layout.vector import ParameterVector
+from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.packing.packs import sequence_cost
 from hf_hotspa.report import MEASURES, StepReport
@@ -28,7 +28,9 @@ def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> 
     """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights."""
     costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
     coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
-    sizes = [sum(layout.rank_sizes(rank)) for rank in range(strategy.world_size)]
+    # a look-up in a table of embeddings is nearly free, unless the head multiplies with it, too
+    computed = [s.index for s in vector.segments if s.unit != EMBEDDING or any(p.in_head for p in vector.specs_of(s))]
+    sizes = [sum(layout.rank_sizes(rank)[index] for index in computed) for rank in range(strategy.world_size)]
     held: dict[tuple[int, int], int] = defaultdict(int)
     for coord, size in zip(coords, sizes, strict=True):
         held[coord.dp, coord.pp] += size
@@ -59,7 +61,7 @@ class DevicePace:
         self.devices = SlowDevices(next(iter(layouts)).world_size)
 
     def take_cut(self, vector: ParameterVector, layouts: dict[Strategy, Layout]) -> None:
-        """Goes on with another cut of stages: what is known of devices stays, as it is relative to what they run."""
+        """Goes on with another cut of stages or MLPs: what is known of devices stays, as it is relative to what they run."""
         self._shares = {str(s): rank_shares(vector, s, layout) for s, layout in layouts.items()}
 
     def trained(self, plan: MiniBatchPlan, report: StepReport) -> tuple[StepReport, SlowEvent | None]:

@@ -131,13 +131,18 @@ class HotSPaEngine:
         return PhaseRunner(description, mesh, *shared)
 
     def recut(
-        self, paces: Iterable[tuple[int, ...]], fits: Callable[[ModelDescription], None] = lambda _: None
+        self,
+        paces: Iterable[tuple[int, ...]],
+        fits: Callable[[ModelDescription], None] = lambda _: None,
+        of_ranks: Iterable[int] = (),
     ) -> bool:
-        """Between two mini-batches, cuts the stages of pipelines by these paces of their devices (`StageCosts.paces`). The
-        next load fills the new stages; the master store, and so checkpoints, do not change. Collective where a cut changes.
+        """Between two mini-batches, cuts the stages of pipelines by these paces of their devices (`StageCosts.paces`), and the
+        MLPs of tensor-parallel groups by those of their ranks (`ParameterVector.paces`). The next load fills the new stages and
+        shards; the master store, and so checkpoints, do not change. Collective where a cut changes.
 
         Args:
             paces: The same on all ranks; none for the cut that the engine was made with.
+            of_ranks: The same on all ranks, one for each rank; none for even shares.
             fits: Raises on a rank that cannot hold the model in this cut.
 
         Returns:
@@ -151,10 +156,10 @@ class HotSPaEngine:
             raise HotspaConfigError(
                 "another cut of stages that update by themselves", fix="use hotspa_stragglers=watch"
             )
-        description = with_paces(self.description, paces, self._options.stage_costs)
+        description = with_paces(self.description, paces, self._options.stage_costs, of_ranks)
         meshes = {s: self.phases[s].mesh for s in changed(self.description, description, self.phases)}
         if meshes:
-            where, shared = f"cut of stages before mini-batch {self._steps + 1}", (self._switching, self.agreement)
+            where, shared = f"cut by speed before mini-batch {self._steps + 1}", (self._switching, self.agreement)
             self.phases |= take_cut(description, meshes, *shared, self._runner, fits, where)
         self.description = description
         return bool(meshes)

@@ -19,6 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_hotspa.layout.intervals import Interval, Placement, place
+from hf_hotspa.layout.shares import is_uneven, shard_rows
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Segment
 from hf_hotspa.strategy import Strategy
 
@@ -117,18 +118,18 @@ def stage_of_unit(vector: ParameterVector, strategy: Strategy, unit: int) -> int
 
 
 def _slots(
-    specs: Sequence[ParameterSpec], segment: int, tp: int, shard: int, ep: int = 1, expert_shard: int = 0
+    vector: ParameterVector, specs: Sequence[ParameterSpec], segment: int, strategy: Strategy, rank: int
 ) -> list[Slot]:
-    """The slots of one shard of some parameters of a segment, packed in vector order."""
-    filled, slots = 0, []
+    """The slots of a rank's shard of some parameters of a segment, packed in vector order."""
+    ep, expert_shard, filled, slots = strategy.ep, strategy.expert_shard(rank), 0, []
     for spec in specs:
         runs: tuple[Run, ...]
         if ep > 1 and spec.experts:  # whole experts, whatever tp is
             runs, shape = (_expert_run(spec, ep, expert_shard),), (spec.experts // ep, *spec.shape[1:])
-        elif spec.shard_dim is None or tp == 1:
+        elif spec.shard_dim is None or strategy.tp == 1:
             runs, shape = (Run(spec.offset, spec.numel),), spec.shape
         else:
-            rows = spec.shard_rows(tp, shard)
+            rows = shard_rows(vector, strategy, spec, rank)
             runs = tuple(Run(spec.offset + a * spec.row_size, (b - a) * spec.row_size) for a, b in rows)
             local = list(spec.shape)
             local[spec.shard_dim] = sum(b - a for a, b in rows)
@@ -148,18 +149,18 @@ def _expert_run(spec: ParameterSpec, ep: int, shard: int) -> Run:
 def rank_slots(vector: ParameterVector, strategy: Strategy, rank: int, stage: int | None = None) -> tuple[Slot, ...]:
     """The parameters that a rank holds under a strategy, in vector order.
 
-    Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep.
+    Ranks that differ only in their dp coordinate hold the same slots, but for experts under ep and where MLPs are divided by the
+    pace of devices.
 
     Args:
         stage: One of the rank's stages, for the parameters of that alone; None for all of them.
     """
     coord = strategy.coord(rank)
-    shard = strategy.shard_index(coord.tp)
     slots: list[Slot] = []
     for segment in vector.segments:
         for holder, specs in _holders(vector, strategy, segment):
             if holder == stage or (stage is None and holder % strategy.pp == coord.pp):
-                slots += _slots(specs, segment.index, strategy.tp, shard, strategy.ep, strategy.expert_shard(rank))
+                slots += _slots(vector, specs, segment.index, strategy, rank)
     return tuple(slots)
 
 
@@ -182,14 +183,16 @@ def _placed(
     """A layout of a strategy; `intervals(slot, tp coordinate)` says what of a slot counts. Holders are pp coordinates here."""
     known: dict[tuple[object, ...], Placement] = {}
     placements = []
+    uneven = is_uneven(vector, strategy)
     for segment in vector.segments:
         holders = [(stage % strategy.pp, specs) for stage, specs in _holders(vector, strategy, segment)]
         key = (
             segment.stop - segment.start,
             tuple((stage, tuple(_kind(spec, segment.start) for spec in specs)) for stage, specs in holders),
+            vector.unit_costs.get(segment.unit) if uneven else None,
         )
         if key not in known:
-            known[key] = _place(strategy, segment, holders, intervals)
+            known[key] = _place(vector, strategy, segment, holders, intervals, uneven)
         placements.append(known[key])
     return Layout(name, strategy.world_size, tuple(segment.start for segment in vector.segments), tuple(placements))
 
@@ -208,19 +211,22 @@ def _kind(spec: ParameterSpec, base: int) -> tuple[object, ...]:
 
 
 def _place(
+    vector: ParameterVector,
     strategy: Strategy,
     segment: Segment,
     holders: list[tuple[int, tuple[ParameterSpec, ...]]],
     intervals: Callable[[Slot, int], list[Interval]],
+    uneven: bool,
 ) -> Placement:
     blocks, sizes = [], np.zeros(strategy.world_size, dtype=np.int64)
     ep = strategy.ep if any(spec.experts for _, specs in holders for spec in specs) else 1
-    kinds = math.lcm(strategy.tp, ep)  # ranks of a stage that are so many apart hold the same
+    # ranks of a stage that are so many apart hold the same; where shares are uneven, each group has its own
+    kinds = strategy.stage_size if uneven else math.lcm(strategy.tp, ep)
     copies = strategy.stage_size // kinds
     for stage, specs in holders:
         for kind in range(kinds):
             tp_coord = kind % strategy.tp
-            slots = _slots(specs, segment.index, strategy.tp, strategy.shard_index(tp_coord), ep, kind % ep)
+            slots = _slots(vector, specs, segment.index, strategy, stage * strategy.stage_size + kind)
             held = [interval for slot in slots for interval in intervals(slot, tp_coord)]
             ranks = np.arange(copies, dtype=np.int64) * kinds + stage * strategy.stage_size + kind
             sizes[ranks] = sum(slot.numel for slot in slots)

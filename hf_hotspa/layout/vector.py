@@ -32,12 +32,14 @@ class Part:
         items: Units that are never cut (heads); a multiple of `groups`.
         replicate: When tp exceeds `groups`, neighbouring shards hold the same whole group (key/value heads);
             otherwise they share the group's items between them.
+        by_pace: Ranks of slow devices may have fewer of these rows than others (columns of an MLP), see `layout.shares`.
     """
 
     rows: int
     groups: int
     items: int
     replicate: bool = False
+    by_pace: bool = False
 
     def cut(self, tp: int, shard: int) -> tuple[int, int]:
         """The rows `[start, stop)` of one shard. Cuts may be uneven, never through an item."""
@@ -137,6 +139,23 @@ class Segment:
 
 
 @dataclass(frozen=True)
+class UnitCosts:
+    """What a layer computes for a token, in parameters, with its part of the head.
+
+    Args:
+        cut: What tensor parallelism divides evenly.
+        whole: What every tp coordinate computes.
+        by_pace: What it may divide by the pace of devices; 0 in layers with experts, whose work depends on the tokens.
+        columns: Of the MLP whose projections these are.
+    """
+
+    cut: int
+    whole: int
+    by_pace: int
+    columns: int
+
+
+@dataclass(frozen=True)
 class ParameterVector:
     """All parameters of a model in canonical order; made by `build_vector`.
 
@@ -147,6 +166,8 @@ class ParameterVector:
         head_cost: The same for the head (final norm and vocabulary projection).
         measured: What decides the cut of stages in their place, where seconds of the model were measured. It moves layers
             between stages and changes nothing else: no offset, no segment, no checkpoint.
+        paces: How long each rank of the world takes for the same work, see `stages.USUAL_PACE`: by it the columns of MLPs are
+            divided over tensor-parallel groups, and nothing else changes either. Empty where they are divided evenly.
     """
 
     specs: tuple[ParameterSpec, ...]
@@ -154,11 +175,49 @@ class ParameterVector:
     layer_costs: tuple[int, ...]
     head_cost: int
     measured: StageCosts | None = None
+    paces: tuple[int, ...] = ()
 
     @property
     def stage_costs(self) -> StageCosts:
         """What decides the cut of stages."""
         return self.measured or StageCosts(self.layer_costs, self.head_cost)
+
+    @cached_property
+    def unit_costs(self) -> dict[int, UnitCosts]:
+        """Of each layer what it computes."""
+        found = {}
+        for unit in range(self.num_layers):
+            specs = [spec for spec in self._specs_by_unit.get(unit, []) if len(spec.shape) > 1]
+            paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts)]
+            if any(spec.experts for spec in specs):
+                paced = []
+            names = {spec.name for spec in paced}
+            rest = [spec for spec in specs if spec.name not in names]
+            found[unit] = UnitCosts(
+                cut=sum(s.numel for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
+                whole=sum(s.numel for s in rest if s.shard_dim is None),
+                by_pace=sum(s.numel for s in paced),
+                columns=paced[0].parts[0].rows if paced else 0,
+            )
+        return found
+
+    @cached_property
+    def _specs_by_unit(self) -> dict[int, list[ParameterSpec]]:
+        by_unit: dict[int, list[ParameterSpec]] = {}
+        for spec in self.specs:
+            by_unit.setdefault(spec.unit, []).append(spec)
+        return by_unit
+
+    def with_paces(self, paces: Iterable[int]) -> "ParameterVector":
+        """The same parameters, whose MLPs are divided by these paces of the ranks; evenly where there are none.
+
+        Raises:
+            HotspaConfigError: a pace is not positive.
+        """
+        found = tuple(paces)
+        if min(found, default=1) < 1:
+            raise HotspaConfigError("a pace of a rank is not positive", fix="give paces relative to 100")
+        return replace(self, paces=found)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
         """The same parameters, whose stages are cut by what was measured; by count when None.

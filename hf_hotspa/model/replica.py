@@ -20,6 +20,7 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.data.idle import is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
+from hf_hotspa.layout.shares import shard_rows, shard_widths
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
@@ -111,7 +112,8 @@ class Replica:
         masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
         heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
-        dropped = use_keyed_dropout(self.model, masks, specs, self.hidden_size, mesh.tensor)
+        held = partial(shard_rows, description.vector, strategy, rank=mesh.rank)
+        dropped = use_keyed_dropout(self.model, masks, specs, held, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
@@ -218,9 +220,7 @@ class Replica:
         specs = {spec.name: spec for spec in description.vector.specs}
         specs |= {name: spec for spec in description.vector.specs for name in spec.tied_names}
         widths = {
-            module: tuple(
-                sum(b - a for a, b in specs[weight].shard_rows(strategy.tp, shard)) for shard in range(strategy.tp)
-            )
+            module: shard_widths(description.vector, strategy, specs[weight], self.mesh.rank)
             for module in styles
             for weight in [description.weight_of(module)]
             if weight in specs and specs[weight].shard_dim is not None

@@ -321,6 +321,7 @@ def use_keyed_dropout(
     model: nn.Module,
     masks: DropoutMasks,
     specs: Mapping[str, ParameterSpec],
+    rows: Callable[[ParameterSpec], Sequence[tuple[int, int]]],
     hidden_size: int,
     tensor: TensorGroup | None,
 ) -> bool:
@@ -330,6 +331,7 @@ def use_keyed_dropout(
         model: The replica's model; changed.
         masks: What its dropout modules will have in common.
         specs: The parameters by their names in the model: A of a LoRA layer tells which features the layer sees.
+        rows: What this rank holds of a parameter along its cut dim (`layout.shares.shard_rows`).
         hidden_size: The width of what dropout between layers sees.
         tensor: The tensor-parallel group, if there is one.
     """
@@ -340,7 +342,7 @@ def use_keyed_dropout(
             spec = specs[f"{name.replace(_LORA, f'.{LORA_A}.')}.weight"]
             width = spec.shape[1]
             if tensor is not None and spec.shard_dim == 1:
-                features = _indices(spec.shard_rows(tensor.size, tensor.shard))
+                features = _indices(rows(spec))
         model.set_submodule(name, KeyedDropout(name, module.p, masks, features, width))
     return bool(dropouts)
 

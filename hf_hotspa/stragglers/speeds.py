@@ -21,10 +21,13 @@ class Speeds:
         ranks: The speed of each rank, relative to one another.
         loads: Where the stages of pipelines are cut by speed, too, what each has to do, by the mean of its pipeline: one
             tuple for each depth, as long as the pipeline has stages.
+        works: Where tensor-parallel groups divide MLPs by speed, too, what each rank has to do by what it would with an even
+            share: one tuple for each degree of tp, behind it.
     """
 
     ranks: tuple[float, ...]
     loads: tuple[tuple[float, ...], ...] = ()
+    works: tuple[tuple[int, tuple[float, ...]], ...] = ()
 
     def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
         """The speed of each replica, that of the rank which is done last; None where all are as fast."""
@@ -34,9 +37,10 @@ class Speeds:
         loads = next((loads for loads in self.loads if len(loads) == stages), (1.0,) * stages)
         of_ranks = [sum(loads[rank::pp]) / strategy.v for rank in range(pp)]  # stage s is on rank s mod pp
         slowest = [float("inf")] * strategy.dp
-        for rank, speed in enumerate(self.ranks):
+        works = dict(self.works).get(strategy.tp, (1.0,) * len(self.ranks))
+        for rank, (speed, work) in enumerate(zip(self.ranks, works, strict=True)):
             coord = strategy.coord(rank)
-            slowest[coord.dp] = min(slowest[coord.dp], speed / of_ranks[coord.pp])
+            slowest[coord.dp] = min(slowest[coord.dp], speed / (of_ranks[coord.pp] * work))
         return tuple(slowest) if len(set(slowest)) > 1 else None
 
 
@@ -72,7 +76,11 @@ class SpeedHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next divisions depend on, JSON-ready."""
-        return {"in_force": [[first, *((None,) if s is None else (s.ranks, s.loads))] for first, s in self._in_force]}
+        return {
+            "in_force": [
+                [first, *((None,) if s is None else (s.ranks, s.loads, s.works))] for first, s in self._in_force
+            ]
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state.
@@ -87,10 +95,19 @@ class SpeedHistory:
         self._in_force = history
 
 
-def _read(ranks: Sequence[float] | None, loads: Sequence[Sequence[float]] = ()) -> Speeds | None:
+def _read(
+    ranks: Sequence[float] | None,
+    loads: Sequence[Sequence[float]] = (),
+    works: Sequence[tuple[int, Sequence[float]]] = (),
+) -> Speeds | None:
     if ranks is None:
         return None
-    speeds = Speeds(tuple(map(float, ranks)), tuple(tuple(map(float, of_depth)) for of_depth in loads))
-    if min((number for numbers in (speeds.ranks, *speeds.loads) for number in numbers), default=0.0) <= 0.0:
+    of_stages = tuple(tuple(map(float, of_depth)) for of_depth in loads)
+    of_ranks = tuple((int(tp), tuple(map(float, own))) for tp, own in works)
+    speeds = Speeds(tuple(map(float, ranks)), of_stages, of_ranks)
+    if any(len(own) != len(speeds.ranks) for _, own in of_ranks):
+        raise ValueError("works of another number of ranks")
+    every = (speeds.ranks, *speeds.loads, *(own for _, own in of_ranks))
+    if min((number for numbers in every for number in numbers), default=0.0) <= 0.0:
         raise ValueError("no speeds")
     return speeds

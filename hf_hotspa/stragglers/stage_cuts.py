@@ -8,7 +8,7 @@ the better one, as the replicas that are not slow would suffer from another.
 Every rank comes to the same cut: paces are integers, and sums are of fractions. No torch.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from fractions import Fraction
 
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
@@ -58,13 +58,20 @@ def throughput(
     return total
 
 
-def cut_by_speed(costs: StageCosts, strategies: Iterable[Strategy], speeds: Sequence[float] | None) -> Paces:
+def cut_by_speed(
+    costs: StageCosts,
+    strategies: Iterable[Strategy],
+    speeds: Sequence[float] | None,
+    paces_of: Callable[[Strategy], Sequence[int]] | None = None,
+) -> Paces:
     """The paces by which the stages of a pool should be cut.
 
     Args:
         costs: What decides the cut, with the paces in force.
         strategies: The pool; of one world size.
         speeds: Of each rank, relative to one that is not slow; None where none is.
+        paces_of: The pace of each rank under a strategy, where its work is not that of an even shard
+            (`tensor_shares.paces_of_groups`).
 
     Returns:
         For `StageCosts.with_paces`. Those in force where no other ones are worth it; none where no device is slow.
@@ -75,11 +82,12 @@ def cut_by_speed(costs: StageCosts, strategies: Iterable[Strategy], speeds: Sequ
     by_depth: dict[int, dict[Strategy, list[list[int]]]] = {}
     for strategy in strategies:
         if strategy.pp > 1:
-            by_depth.setdefault(strategy.num_stages, {})[strategy] = stages_of_replicas(strategy, ranks)
+            paces = paces_of(strategy) if paces_of is not None else ranks
+            by_depth.setdefault(strategy.num_stages, {})[strategy] = stages_of_replicas(strategy, paces)
     for depth, pool in by_depth.items():
-        paces = _best(costs, depth, [(s.pp, replicas) for s, replicas in pool.items()])
-        if paces is not None:
-            found.append(paces)
+        of_stages = _best(costs, depth, [(s.pp, replicas) for s, replicas in pool.items()])
+        if of_stages is not None:
+            found.append(of_stages)
     return tuple(sorted(found))
 
 

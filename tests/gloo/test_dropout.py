@@ -60,7 +60,7 @@ def keyed_reference(model, rows, step=STEP):
     masks = DropoutMasks(SEED, None, False)
     masks.step = step
     specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
-    use_keyed_dropout(bare, masks, specs, description.shape.hidden_size, None)
+    use_keyed_dropout(bare, masks, specs, lambda _: [], description.shape.hidden_size, None)
     bare.set_attn_implementation(PLAIN)
     for name, module in bare.named_modules():
         if calls_attention(module):

@@ -167,7 +167,7 @@ def refused(rank, world_size, folder):
     found = []
     for number, options in enumerate(
         (
-            {"hotspa_strategies": "tp2:60", "hotspa_stragglers": "balance"},
+            {"hotspa_strategies": "cp2:60", "hotspa_stragglers": "balance"},
             {"hotspa_strategies": "dp2:60", "hotspa_stragglers": "migrate"},
         )
     ):
@@ -181,8 +181,8 @@ def refused(rank, world_size, folder):
 
 def test_answers_that_have_nothing_to_divide_are_refused(tmp_path):
     for found in run_ranks(2, refused, str(tmp_path)):
-        assert "no strategy has replicas or stages (dp1tp2pp1)" in found[0]
-        assert "use a strategy with dp2 or pp2 or more" in found[0]
+        assert "no strategy has replicas, stages or shards (dp1cp2tp1pp1)" in found[0]
+        assert "use a strategy with dp2 or pp2 or tp2 or more" in found[0]
         assert "no strategy is tensor parallel (dp2tp1pp1)" in found[1]
 
 

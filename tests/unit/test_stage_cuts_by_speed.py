@@ -14,6 +14,7 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts, cut_stages
+from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.stragglers.stage_cuts import (
     LEAST_GAIN,
@@ -150,9 +151,9 @@ class Engine:
         self.take(EIGHT)
 
     def take(self, costs: StageCosts) -> None:
-        self.description = SimpleNamespace(vector=SimpleNamespace(stage_costs=costs))
+        self.description = SimpleNamespace(vector=ParameterVector((), (), costs.layers, 0, costs))
 
-    def recut(self, paces: Paces, fits: Any) -> bool:
+    def recut(self, paces: Paces, fits: Any, of_ranks: tuple[int, ...]) -> bool:
         self.asked.append(paces)
         costs = EIGHT.with_paces(paces)
         if max(sizes(costs, 2)) > self.most_layers:
