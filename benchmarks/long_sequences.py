@@ -64,8 +64,8 @@ def parse_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     return options
 
 
-def make_model(hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
-    """A Llama with the proportions of Llama-3.2-1B, with random weights."""
+def make_model(hidden: int, layers: int, longest: int, vocabulary: int | None = None) -> LlamaForCausalLM:
+    """A Llama with the proportions of Llama-3.2-1B, or with another vocabulary, with random weights."""
     torch.manual_seed(0)
     heads = max(HEADS, hidden // 64)
     config = LlamaConfig(
@@ -74,7 +74,7 @@ def make_model(hidden: int, layers: int, longest: int) -> LlamaForCausalLM:
         num_hidden_layers=layers,
         num_attention_heads=heads,
         num_key_value_heads=heads // KV_SHARE,
-        vocab_size=int(hidden * VOCABULARY),
+        vocab_size=vocabulary or int(hidden * VOCABULARY),
         max_position_embeddings=longest,
         tie_word_embeddings=True,
     )

@@ -133,9 +133,12 @@ def test_token_pipeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
 
 
 def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = run_quick("interleaved", tmp_path / "interleaved.json")
-    assert list(found["sides"]) == ["dp1tp1pp2", "dp1tp1pp2+v2"]
-    for rounds, side in enumerate(found["sides"].values(), start=1):
+    found = run_quick("interleaved", tmp_path / "interleaved.json", "--packs", "2", "3", "--vocabulary", "32")
+    two, three = found["runs"]
+    assert (two["packs"], three["packs"]) == (2, 3)
+    assert list(two["sides"]) == list(three["sides"]) == ["dp1tp1pp2", "dp1tp1pp2+v2"]
+    assert three["sides"]["dp1tp1pp2"]["formula"] == 1 / 3
+    for rounds, side in enumerate(two["sides"].values(), start=1):
         assert len(side["forward"]) == len(side["backward"]) == 2 * rounds  # every stage has run
         assert min(*side["forward"], *side["backward"], side["idle over busy"]) > 0
         # no rank is done before it has run all of its passes
@@ -143,6 +146,17 @@ def test_interleaved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert side["simulated"] >= max(sum(passes[rank::2]) for rank in (0, 1)) * 2 * (1 - 1e-9)
         assert side["formula"] == 1 / (2 * rounds)
     assert "+v2 is" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_layer_cut(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("layer_cut", tmp_path / "layer_cut.json")
+    assert [layers for layers, _ in found["layers"]] == [[0, 2, 3], [1]]
+    assert len(found["stages"]) == 3  # every cut of four layers
+    assert min(map(min, found["stages"])) > 0
+    slowest = [max(stages) for stages in found["stages"]]
+    assert found["ours / best"] == slowest[found["ours"] - 1] / min(slowest)
+    assert "slowest stage of our cut" in capsys.readouterr().out
 
 
 def test_fully_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,5 +1,6 @@
 """Pipelines with several stages on each rank (`+v2`): exact against the plain model, whatever packs there are."""
 
+from functools import partialmethod
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.stage_input import PassThrough
+from hf_hotspa.parallel.token_chunks import Chunk
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, reference_step
@@ -70,6 +72,68 @@ def test_it_is_exact(world: int, cases: dict[tuple[str, int], list[Case]]) -> No
     for found in run_ranks(world, errors, cases, timeout=280):
         assert len(found) == sum(map(len, cases.values())) + (world == 2)
         assert {name: error for name, error in found.items() if not error <= 1e-11} == {}
+
+
+Events = list[tuple[int, int, bool]]
+"""Stage, pack and whether it is backward of each pass of a rank, in order."""
+
+
+def events_of(rank: int, world_size: int, rounds: int, counts: tuple[int, ...]) -> list[Events]:
+    """The passes that this rank ran, for each number of equal packs."""
+    model = tiny_model(GQA, torch.float64, num_hidden_layers=8)
+    engine = make_engine(model, f"pp2{f'+v{rounds}' if rounds > 1 else ''}:16")
+    (runner,) = engine.phases.values()
+    stages = {id(part): index * world_size + rank for index, part in enumerate(runner.parts)}
+    log: Events = []
+    found = []
+    with pytest.MonkeyPatch.context() as patch:
+        for is_backward, name in ((False, "forward"), (True, "backward")):
+
+            def recorded(chunk: Chunk, stage: Any, *args: Any, run: Any, back: bool, **options: Any) -> Any:
+                log.append((stages[id(stage)], chunk.pack, back))
+                return run(chunk, stage, *args, **options)
+
+            patch.setattr(Chunk, name, partialmethod(recorded, run=getattr(Chunk, name), back=is_backward))
+        for count in counts:
+            log.clear()
+            rows = [{"input_ids": [*range(1, 17)], "labels": [*range(1, 17)]}] * count
+            engine.forward_backward(make_mini_batch(engine, rows))
+            found.append(list(log))
+    engine.close()
+    return found
+
+
+def idle_over_busy(ranks: list[Events]) -> float:
+    """Of a timeline in which each rank runs its passes in its order as soon as it can; a backward takes twice a forward."""
+    num_stages = 1 + max(stage for events in ranks for stage, _, _ in events)
+    ends: dict[tuple[int, int, bool], int] = {}
+    clocks, left, busy = [0] * len(ranks), [list(events) for events in ranks], 0
+    while any(left):
+        progress = False
+        for rank, events in enumerate(left):
+            while events:
+                stage, pack, is_backward = events[0]
+                before = (stage + 1, pack, True) if is_backward else (stage - 1, pack, False)
+                is_end = stage == num_stages - 1 if is_backward else stage == 0
+                if not is_end and before not in ends:
+                    break
+                seconds = 2 if is_backward else 1
+                clocks[rank] = max(clocks[rank], 0 if is_end else ends[before]) + seconds
+                ends[events.pop(0)] = clocks[rank]
+                busy, progress = busy + seconds, True
+        assert progress, "each rank waits for another"
+    return (len(ranks) * max(clocks) - busy) / busy
+
+
+@pytest.mark.parametrize("rounds", [1, 2])
+def test_ranks_are_idle_as_the_formula_says_in_the_order_that_the_engine_runs(rounds: int) -> None:
+    """(p - 1) / (v m), with stages that take equally long."""
+    counts = (2, 4, 8)
+    ranks = run_ranks(2, events_of, rounds, counts)
+    for index, count in enumerate(counts):
+        of_count = [events[index] for events in ranks]
+        assert all(len(events) == 2 * rounds * count for events in of_count)
+        assert idle_over_busy(of_count) == pytest.approx(1 / (rounds * count), rel=0.1)
 
 
 def _trained(model: PreTrainedModel, buckets: str) -> tuple[float, Any]:
