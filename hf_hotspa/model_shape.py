@@ -25,6 +25,7 @@ class ModelShape:
         ck_unsupported_reason: Why a sequence cannot be trained in chunks of tokens, or None.
         cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
         ring_unsupported_reason: Why its attention cannot run on a ring of these ranks, or None.
+        rc_unsupported_reason: Why its layers cannot compute their activations again (`+rc`), or None.
         z_unsupported_reason: Why its layers cannot come and go one after the other (`+z2`, `+z3`), or None.
         num_experts: Experts of a layer, where layers have any; 0 for a dense model.
         experts_per_token: Of them, those that compute a token.
@@ -52,6 +53,7 @@ class ModelShape:
     ck_unsupported_reason: str | None = None
     cp_unsupported_reason: str | None = None
     ring_unsupported_reason: str | None = None
+    rc_unsupported_reason: str | None = None
     z_unsupported_reason: str | None = None
     num_experts: int = 0
     experts_per_token: int = 0

@@ -239,6 +239,8 @@ class Strategy:
             return model.ck_unsupported_reason
         if self.cp > 1 and model.cp_unsupported_reason:
             return model.cp_unsupported_reason
+        if self.rc and model.rc_unsupported_reason:
+            return model.rc_unsupported_reason
         if self.z and model.z_unsupported_reason:
             return model.z_unsupported_reason
         if self.ep > 1 and model.ep_unsupported_reason:
@@ -278,13 +280,13 @@ def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
-    """The legal strategies, each with and without `+sp`, where it has tp and the model allows it, `+rc`, and on several
-    processes, where the model allows it, `+z2` and `+z3`."""
+    """The legal strategies, each with and without `+sp`, where it has tp, `+rc`, and on several processes `+z2` and
+    `+z3`, each where the model allows it."""
     return [
         replace(strategy, sp=sp, rc=rc, z=z)
         for strategy in legal_strategies(world_size, model)
         for sp in ((False, True) if strategy.tp > 1 and model.sp_unsupported_reason is None else (False,))
-        for rc in (0, 1)
+        for rc in ((0, 1) if model.rc_unsupported_reason is None else (0,))
         for z in ((0, 2, 3) if world_size > 1 and model.z_unsupported_reason is None else (0,))
     ]
 

@@ -21,8 +21,8 @@ GROUPS = {
 
 _HEAD = """# Families
 
-Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, as the family sweep found it: a tiny model
-of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
+Every causal language model of transformers {version} with a tensor-parallel or a pipeline plan, and the dense ones without (BERT and its kin as
+decoders), as the family sweep found it: a tiny model of each, on four processes, in fp64, in packs of several sequences, compared with the plain model run on one sequence at a time. *exact* means
 that the loss agrees to 1e-12 and every gradient to 1e-11 (one that vanishes, to 1e-11 of a millionth of all of them), under each strategy
 of the column (dp4; tp4 and dp2tp2; pp4 and dp2pp2; tp2pp2; cp4 and dp2cp2; dp4+z3 and dp4+rc+z3; chunks of 5 tokens on one process; dp4ep4 of
 mixtures of experts; the plain ones without cp switched inside one mini-batch). What is not exact is refused, with an error that says why. Weights are random, and settings are such that mistakes show: biases, short windows, soft caps, multipliers.
@@ -55,8 +55,9 @@ def cell(row: Mapping[str, Any], group: str) -> str:
     found = {outcome(row["strategies"][s]) for s in GROUPS[group] if s in row["strategies"]}
     if "failed" in row or not row["strategies"]:
         return "wrong"
-    if not found:  # a mix needs two strategies that run; others have not been run
-        return "refused" if group == "switched" else "-"
+    if not found:  # a mix needs two strategies that run, of dp, tp and pp; others have not been run
+        planned = row.get("tp_plan", True) or row.get("pp_plan", True)
+        return "refused" if group == "switched" and planned else "-"
     return next(name for name in ("wrong", "refused", "exact") if name in found)
 
 
@@ -72,6 +73,10 @@ def reasons(row: Mapping[str, Any]) -> list[str]:
     if row.get("alone"):
         found.append(f"{row['alone']} of {row['layers']} layers run one sequence of a pack at a time")
     return found
+
+
+def _has(row: Mapping[str, Any], plan: str) -> bool:
+    return any(row.get(name) for name in (("tp_plan", "pp_plan") if plan == "any_plan" else (plan,)))
 
 
 def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
@@ -91,9 +96,9 @@ def _counts(families: Mapping[str, Mapping[str, Any]]) -> str:
             ("+z3", None),
             ("ck", None),
             ("ep", "mixture"),
-            ("switched", None),
+            ("switched", "any_plan"),
         ):
-            planned = [row for row in rows if plan is None or row.get(plan)]
+            planned = [row for row in rows if plan is None or _has(row, plan)]
             cells.append(
                 "-" if not planned else f"{sum(cell(row, group) == 'exact' for row in planned)} of {len(planned)}"
             )

@@ -1,4 +1,4 @@
-"""The family sweep: a tiny model of every planned family under every kind of layout, against the plain model.
+"""The family sweep: a tiny model of every family with a plan, and of most without, under every kind of layout, against the plain model.
 
 `python -m tests.family_sweep [family ...]` runs families in worlds of four gloo ranks (token chunks on one), in fp64: loss and
 gradients of each strategy alone, and of all of them switched inside one mini-batch, with packs of two sequences and at least two
@@ -25,7 +25,7 @@ from hf_hotspa.strategy import Strategy
 from tests.family_page import PAGE, outcome, render_page
 from tests.harness import WorldError, run_ranks
 from tests.oracle import exact_in_double, reference_step, relative_error
-from tests.tiny_families import is_mixture, planned_families, tiny_config_of, tiny_model_of
+from tests.tiny_families import is_mixture, swept_families, tiny_config_of, tiny_model_of
 from tests.worlds import make_engine, make_mini_batch
 
 RESULTS = Path(__file__).parent / "data" / "family_sweep.json"
@@ -181,7 +181,7 @@ def add_strategies(family: str, row: dict[str, Any], strategies: Sequence[str], 
 
 def sweep_family(family: str, timeout: float = 240.0, apart: bool = False) -> dict[str, Any]:
     """The row of one family: what its tiny model is, and what became of each strategy."""
-    tp, pp = planned_families()[family]
+    tp, pp = swept_families()[family]
     row: dict[str, Any] = {"tp_plan": tp, "pp_plan": pp, "strategies": {}}
     try:
         row["mixture"] = is_mixture(tiny_config_of(family))
@@ -220,7 +220,7 @@ def _settled(row: dict[str, Any] | None) -> bool:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("families", nargs="*", help="model types; all with a plan when left out")
+    parser.add_argument("families", nargs="*", help="model types; all when left out")
     parser.add_argument("--timeout", type=float, default=240.0, help="seconds for a family's world")
     parser.add_argument("--apart", action="store_true", help="after a crash, each strategy in a world of its own")
     parser.add_argument("--again", action="store_true", help="only families whose row is missing or not right")
@@ -230,7 +230,7 @@ def main() -> None:
     parser.add_argument("--page-only", action="store_true", help="make the page of the results that are there")
     options = parser.parse_args()
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    known = planned_families()
+    known = swept_families()
     results: dict[str, Any] = json.loads(RESULTS.read_text())["families"] if RESULTS.exists() else {}
     families = [] if options.page_only else list(options.families or known)
     if options.again:

@@ -3,7 +3,8 @@
 `python -m tests.family_table` writes `hf_hotspa/costs/families.json` from the installed transformers: which causal language
 models have a tensor-parallel and a pipeline plan, and how their configs name things, from the config classes; and what
 the engine makes of a model of each planned family's default config, built without weights: why it is refused, or
-cannot run `+sp`, `+ck` or pp, and which shares of its layers tp does not divide. Some minutes.
+cannot run `+sp`, `+ck` or pp, and which shares of its layers tp does not divide. Of the other families of the sweep, the
+reasons only, from a model as the sweep has it (a decoder, where its default is an encoder). Some minutes.
 """
 
 import json
@@ -20,7 +21,7 @@ from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_
 from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.model_shape import ModelShape
-from tests.tiny_families import planned_families, tiny_config_of, without_dropout
+from tests.tiny_families import UNPLANNED, swept_families, tiny_config_of, without_dropout
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
 FACTS = (
@@ -29,6 +30,7 @@ FACTS = (
     "sp_unsupported_reason",
     "ck_unsupported_reason",
     "cp_unsupported_reason",
+    "rc_unsupported_reason",
     "z_unsupported_reason",
     "ep_unsupported_reason",
     "whole",
@@ -107,12 +109,13 @@ def whole_shares(exact: ModelDescription, counted: ModelShape) -> dict[str, floa
 
 def family_facts(family: str) -> dict[str, object]:
     """The facts of one family, from a model of its default config."""
-    config = default_config(family)
+    is_planned = family not in UNPLANNED
+    config = default_config(family) if is_planned else tiny_config_of(family)
     try:
         exact = described(config)
     except HotspaError as error:
         return {"refused": getattr(error, "what", str(error))}
-    shape, counted = exact.shape, counted_shape(config)
+    shape, counted = exact.shape, counted_shape(config) if is_planned else None
     factor = 1.0
     if counted is not None and family not in ONLY_TINY:
         factor = shape.layer_parameters / counted.layer_parameters
@@ -159,7 +162,7 @@ def render(table: Mapping[str, Any]) -> str:
 
 if __name__ == "__main__":
     found = {}
-    for name in planned_families():
+    for name in swept_families():
         found[name] = family_facts(name)
         print(f"{name:22} {found[name]}", flush=True)
     Path(FAMILIES_FILE).write_text(render(family_table(found)))

@@ -25,7 +25,7 @@ class _KeepDouble(TorchFunctionMode):
             if kwargs.get("dtype") is torch.float32:
                 if func is torch.Tensor.to:
                     return args[0]
-                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.zeros_like):
+                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.zeros_like):
                     kwargs = {**kwargs, "dtype": torch.float64}
         if func in (torch.Tensor.matmul, torch.Tensor.__matmul__) and len({t.dtype for t in args[:2]}) == 2:
             args = tuple(t.double() for t in args[:2])  # `a.float() @ b.float()` of which one is kept in fp64

@@ -1,4 +1,5 @@
-"""A tiny model of every causal language model of transformers with a parallel plan, made from its config class.
+"""A tiny model of every causal language model of transformers with a parallel plan, and of most without one, made from
+its config class.
 
 Sizes are small, and every setting that changes what a family computes is away from its neutral value where the config
 has it: biases, windows, soft caps, multipliers, norms of queries and keys, several groups of experts. Dropout is off.
@@ -175,6 +176,7 @@ _FAMILIES: dict[str, dict[str, Any]] = {
     "gemma4_text": {"global_head_dim": 16, "hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 163},
     "gemma4_unified_text": {"global_head_dim": 16},
     "granitemoehybrid": {"layer_types": _MIXED},
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "inkling_text": _INKLING,
     "inkling2_text": {**_INKLING, "n_layers_per_attn_res_block": 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
@@ -205,6 +207,79 @@ _FAMILIES: dict[str, dict[str, Any]] = {
 }
 """What a family needs beside."""
 
+_OLDER_SIZES: dict[str, Any] = {
+    "is_decoder": True,
+    "add_cross_attention": False,
+    "n_embd": 64,
+    "n_layer": 4,
+    "n_head": 8,
+    "n_inner": 48,
+    "n_layers": 4,
+    "n_heads": 8,
+    "d_model": 64,
+    "dff": 48,
+    "ffn_dim": 48,
+    "n_positions": 256,
+    "max_seq_len": 256,
+    "rotary_dim": 4,
+    "attention_heads": 8,
+    "attention_types": [[["global", "local"], 2]],
+    "window_size": 5,
+    "embedding_size": 32,
+    "input_embedding_size": 64,
+    "output_embedding_size": 64,
+    "scale_attn_by_inverse_layer_idx": True,
+    "use_task_id": True,
+    "pronunciation_vocab_size": 20,
+    "shape_vocab_size": 20,
+    "word_embed_proj_dim": 32,
+    "default_language": "en_XX",
+}
+"""The sizes of families without a plan, most of which are older and have names of their own for them."""
+
+UNPLANNED = (
+    "bamba",
+    "bert",
+    "bert-generation",
+    "biogpt",
+    "bitnet",
+    "bloom",
+    "camembert",
+    "ctrl",
+    "data2vec-text",
+    "diffllama",
+    "electra",
+    "emu3",
+    "ernie",
+    "falcon",
+    "gpt2",
+    "gpt_bigcode",
+    "gpt_neo",
+    "gpt_neox_japanese",
+    "gptj",
+    "hunyuan_v1_dense",
+    "lfm2",
+    "megatron-bert",
+    "modernbert-decoder",
+    "mpt",
+    "openai-gpt",
+    "opt",
+    "persimmon",
+    "recurrent_gemma",
+    "rembert",
+    "roberta",
+    "roberta-prelayernorm",
+    "roc_bert",
+    "roformer",
+    "stablelm",
+    "xglm",
+    "xlm-roberta",
+    "xlm-roberta-xl",
+    "xmod",
+)
+"""Dense families without a plan that are swept, too: all that transformers trains as decoders of text alone, but for those of
+state spaces only and those whose class is another family's."""
+
 
 def planned_families() -> dict[str, tuple[bool, bool]]:
     """Every causal language model with a plan: whether it has one for tp, and one for pp."""
@@ -215,6 +290,12 @@ def planned_families() -> dict[str, tuple[bool, bool]]:
         if tp or pp:
             found[name] = tp, pp
     return found
+
+
+def swept_families() -> dict[str, tuple[bool, bool]]:
+    """Every family of the sweep, as `planned_families` has them."""
+    found = planned_families() | dict.fromkeys(UNPLANNED, (False, False))
+    return {name: found[name] for name in sorted(found)}
 
 
 def is_mixture(config: PreTrainedConfig) -> bool:
@@ -228,7 +309,7 @@ def is_mixture(config: PreTrainedConfig) -> bool:
 
 def tiny_config_of(family: str) -> PreTrainedConfig:
     """The config of a tiny model of a family, by its `model_type`."""
-    config = _tiny(CONFIG_MAPPING[family], _FAMILIES.get(family, {}))
+    config = _tiny(CONFIG_MAPPING[family], _FAMILIES.get(family, {}), older=family in UNPLANNED)
     types = set(getattr(config.get_text_config(), "layer_types", None) or ())
     if types == {"sliding_attention"}:  # full attention comes in every fifth layer or so
         mixed = {"layer_types": ["sliding_attention", "full_attention"] * 2}
@@ -236,12 +317,12 @@ def tiny_config_of(family: str) -> PreTrainedConfig:
     return config
 
 
-def _tiny(config_class: type[PreTrainedConfig], beside: dict[str, Any]) -> PreTrainedConfig:
+def _tiny(config_class: type[PreTrainedConfig], beside: dict[str, Any], older: bool = False) -> PreTrainedConfig:
     own = {field.name for field in fields(config_class)}
     if "text_config" in own:
         text = _tiny(config_class.sub_configs["text_config"], {})
         return config_class(text_config=text.to_dict(), **beside)
-    sizes = {name: value for name, value in _SIZES.items() if name in own}
+    sizes = {name: value for name, value in (_SIZES | (_OLDER_SIZES if older else {})).items() if name in own}
     if "kv_lora_rank" in own:
         sizes["num_key_value_heads"] = sizes["num_attention_heads"]
     dropout = {name: 0.0 for name in own if ("dropout" in name or name.endswith(("pdrop", "jitter_noise")))}

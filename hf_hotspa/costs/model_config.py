@@ -191,6 +191,7 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         sp_unsupported_reason=known.get("sp_unsupported_reason"),
         ck_unsupported_reason=known.get("ck_unsupported_reason"),
         cp_unsupported_reason=known.get("cp_unsupported_reason"),
+        rc_unsupported_reason=known.get("rc_unsupported_reason"),
         z_unsupported_reason=known.get("z_unsupported_reason"),
         ep_unsupported_reason=known.get("ep_unsupported_reason"),
         num_experts=num_experts,

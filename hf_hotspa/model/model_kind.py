@@ -56,3 +56,20 @@ def _other_kind(model: PreTrainedModel) -> str | None:
     if looks_ahead is not None:
         return f"the attention of {type(looks_ahead).__name__} sees the tokens after a token, too"
     return None
+
+
+def refuse_own_attention(model: PreTrainedModel) -> None:
+    """Refuses a family none of whose attention goes through the attention interface of transformers (Falcon, BLOOM, GPT-J).
+
+    Raises:
+        UnsupportedError: naming the module.
+    """
+    if any(calls_attention(module) for module in model.modules()):
+        return
+    own = next((type(m).__name__ for m in model.modules() if "attention" in type(m).__name__.lower()), None)
+    if own is not None:
+        raise UnsupportedError(
+            f"{own} of {model.config.get_text_config().model_type} does not use the attention interface of transformers",
+            why="the sequences of a pack would see each other",
+            fix="train a family whose attention does (docs/families.md)",
+        )

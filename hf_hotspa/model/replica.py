@@ -29,13 +29,14 @@ from hf_hotspa.model.storage import slot_view
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
+from hf_hotspa.parallel.counted_positions import with_counted_positions
 from hf_hotspa.parallel.dropout import DropoutMasks, use_attention_dropout, use_keyed_dropout
 from hf_hotspa.parallel.expert_capacity import ExpertCapacity
-from hf_hotspa.parallel.experts import ExpertParallel
+from hf_hotspa.parallel.experts import ExpertParallel, fits_grouped_kernels
 from hf_hotspa.parallel.flexible_linear import make_flexible
 from hf_hotspa.parallel.flexible_work import FlexibleWork
 from hf_hotspa.parallel.head_loss import Tail, chunked_loss, chunks_of_sequences, chunks_of_tokens
-from hf_hotspa.parallel.isolation import run_alone
+from hf_hotspa.parallel.isolation import take_packs
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
@@ -88,7 +89,7 @@ class Replica:
         self.losses: list[Tensor] = []
         self.logits: list[Tensor] | None = None
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
-        self._gradients = options.gradients
+        self._gradients, self._counts_from = options.gradients, description.counts_from
         strategy, coord = mesh.strategy, mesh.coord
         stage = part * strategy.pp + coord.pp
         self.is_first, self.is_last = stage == 0, stage == strategy.num_stages - 1
@@ -144,9 +145,8 @@ class Replica:
             again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
             recompute_layers(self.model, again, every=strategy.rc)
         self.noise: EmbeddingNoise | None = None
-        self._router_loss: RouterLoss | None = None
-        if description.router_layers:
-            self._router_loss = RouterLoss(self.model, description.router_layers)
+        routers = description.router_layers
+        self._router_loss = RouterLoss(self.model, routers) if routers else None
         if options.neftune_alpha is not None and self.is_first:
             if strategy.sp:
                 raise UnsupportedError(
@@ -162,7 +162,7 @@ class Replica:
 
     def _build(self, description: ModelDescription) -> Any:
         model = build_skeleton(description)
-        if not self._fits_grouped_kernels():
+        if not fits_grouped_kernels(self.compute_dtype, [slot.shape for slot in self.slots]):
             model.config._experts_implementation = "eager"
         model.train()
         base = getattr(model, description.base)
@@ -172,8 +172,8 @@ class Replica:
         for unit, (layers, index) in enumerate(places):
             if unit not in self._mine:
                 layers[index] = PassThrough()
-            elif (kind := description.layer_kinds[unit]).alone:
-                run_alone(layers[index], kind)
+            else:
+                take_packs(layers[index], description.layer_kinds[unit])
         if not self.is_first:
             take_hidden_state(base, description.embeddings)
         if not self.is_last:
@@ -181,13 +181,6 @@ class Replica:
                 setattr(base, name, PassThrough())
             model.set_submodule(description.head, PassThrough())
         return model
-
-    def _fits_grouped_kernels(self) -> bool:
-        """Whether the fused kernel of experts takes this rank's shards: rows of whole 16 bytes, and no fp64."""
-        if self.compute_dtype == torch.float64:
-            return False
-        experts = [slot for slot in self.slots if len(slot.shape) == 3]
-        return all(size * self.compute_dtype.itemsize % 16 == 0 for slot in experts for size in slot.shape[1:])
 
     def _own_parameters(self, description: ModelDescription) -> list[tuple[nn.Parameter, Slot]]:
         """Puts a fresh parameter in place of each meta one; tied names on this stage share it."""
@@ -320,7 +313,7 @@ class Replica:
         if self.capacity is not None:
             self.capacity.is_counting = not is_idle(whole)
         inputs: dict[str, Any] = {
-            "position_ids": micro_batch.position_ids,
+            "position_ids": self._positions(whole, micro_batch),
             "attention_mask": None,
             "use_cache": False,
             "hotspa_pack": pack,
@@ -349,6 +342,13 @@ class Replica:
             self.check_weights()
         pack.check_calls(self._num_attentions, type(self.model).__name__)
         return out
+
+    def _positions(self, whole: MicroBatch, micro_batch: MicroBatch) -> Tensor:
+        """[1, T] int64, the positions of this rank's tokens as the family counts them."""
+        if self._counts_from is None:
+            return micro_batch.position_ids
+        counted = with_counted_positions(whole, self._counts_from)
+        return (self._divisible(counted) if self.context is None else self.context.row_of(counted)).position_ids
 
     def tokens_kept(self, num_tokens: int) -> int:
         """See `token_chunks.Stage`."""

@@ -15,13 +15,22 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
-from hf_hotspa.model.model_kind import refuse_other_models
+from hf_hotspa.model.model_kind import refuse_other_models, refuse_own_attention
+from hf_hotspa.model.sequence_cuts import (
+    CHUNKS,
+    RANKS,
+    chunks_unsupported_reason,
+    cut_unsupported_reason,
+    ring_unsupported_reason,
+    sp_unsupported_reason,
+)
 from hf_hotspa.model.tensor_plan import TensorPlan, config_value, head_counts
 from hf_hotspa.model.unit_order import order_unsupported_reason
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.parallel import experts, sequence_parallel
+from hf_hotspa.parallel import experts
 from hf_hotspa.parallel.adapters import LORA_A, LORA_B, Adapters, plain_parameters, unwrap
-from hf_hotspa.parallel.attention import calls_attention, names_in_forward
+from hf_hotspa.parallel.attention import calls_attention
+from hf_hotspa.parallel.counted_positions import counting_from
 from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
 from hf_hotspa.parallel.router_loss import router_layers
@@ -53,6 +62,7 @@ class ModelDescription:
         whole: Why blocks that the tensor-parallel plan names are held whole all the same, by name.
         experts: The modules of fused experts, which ep divides, by name, and how many each has.
         compute_dtype: The dtype of activations.
+        counts_from: The id of padding from which its embedding counts positions; None where these begin with 0.
         prefix: What the names of parameters begin with in the model that was given, before those in `model_class`.
         adapters: Its LoRA adapter; None without one.
     """
@@ -73,6 +83,7 @@ class ModelDescription:
     whole: Mapping[str, str]
     experts: Mapping[str, int]
     compute_dtype: torch.dtype
+    counts_from: int | None = None
     prefix: str = ""
     adapters: Adapters | None = None
 
@@ -211,6 +222,7 @@ def describe_model(
     bare, prefix, adapters = unwrap(model)
     refuse_other_models(model)
     refuse_inexact(bare.config)
+    refuse_own_attention(bare)
     layers, before, after = _base_parts(bare)
     base, text = base_name(bare), bare.config.get_text_config()
     base_model = getattr(bare, base)
@@ -226,7 +238,7 @@ def describe_model(
             for index, _ in base_model.get_submodule(name).named_children()
         )
     }
-    plan = TensorPlan(bare, prefixes, embedding, head)
+    plan, counted = TensorPlan(bare, prefixes, embedding, head), counting_from(base_model, text.model_type)
     kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
     fused = experts.fused_experts(plan.modules, prefixes)
     refuse_dropout(bare, modules, kinds, attention_dropout)
@@ -238,10 +250,13 @@ def describe_model(
         names.setdefault(id(parameter), []).append(name)
         tensors[id(parameter)] = parameter
     specs, costs = [], [0] * len(modules)
-    for key, (name, *tied) in names.items():
+    for key, all_names in names.items():
         parameter = tensors[key]
-        if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"}:
-            raise ModelError(f"parameters {[name, *tied]} are tied; only input and output embeddings may be")
+        name, *tied = _of_head_first(all_names, head)
+        if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"} and not _is_head_bias(name, tied, head):
+            raise ModelError(
+                f"parameters {[name, *tied]} are tied; only input and output embeddings may be, and a bias of the head"
+            )
         unit = _unit(name, layer_units, [f"{base}.{child}." for child in before])
         spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, head, adapters)
         if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
@@ -259,16 +274,20 @@ def describe_model(
         attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
         vocab_size=bare.get_parameter(f"{embedding}.weight").shape[0],
         layer_parameters=sum(costs) // len(costs),
-        max_position_embeddings=getattr(text, "max_position_embeddings", None),
+        max_position_embeddings=_num_positions(text, counted),
         has_tp_plan=plan.has_plan,
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_unsupported_reason=stage_unsupported_reason(base_model, layers, before, after),
-        sp_unsupported_reason=_sp_unsupported_reason(
+        sp_unsupported_reason=sp_unsupported_reason(
             plan, kinds, routers, embedding, [f"{base}.{child}." for child in before], set(fused)
         ),
-        ck_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _CHUNKS),
-        cp_unsupported_reason=_cut_unsupported_reason(text.model_type, base_model, kinds, layers, _RANKS),
-        ring_unsupported_reason=_ring_unsupported_reason(text.model_type, modules, drops),
+        ck_unsupported_reason=cut_unsupported_reason(text.model_type, base_model, kinds, layers, CHUNKS)
+        or chunks_unsupported_reason(text.model_type, modules, counted),
+        cp_unsupported_reason=cut_unsupported_reason(text.model_type, base_model, kinds, layers, RANKS),
+        ring_unsupported_reason=ring_unsupported_reason(text.model_type, modules, drops),
+        rc_unsupported_reason=None
+        if bare.supports_gradient_checkpointing
+        else f"{type(bare).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=order_unsupported_reason(bare, base, layers, vector, prefix),
         num_experts=max(fused.values(), default=0),
         experts_per_token=experts.experts_per_token(text) if fused else 0,
@@ -297,9 +316,21 @@ def describe_model(
         whole=plan.whole,
         experts=fused,
         compute_dtype=compute_dtype or bare.dtype,
+        counts_from=counted,
         prefix=prefix,
         adapters=adapters,
     )
+
+
+def _of_head_first(names: list[str], head: str) -> list[str]:
+    """The names of a bias with the head's own first, whose shards they follow; others as they are."""
+    own = f"{head}.bias"
+    return [own, *(name for name in names if name != own)] if own in names else names
+
+
+def _is_head_bias(name: str, tied: Sequence[str], head: str) -> bool:
+    """Whether a parameter is the head's bias, and its other names are those of the modules around the head (BERT)."""
+    return name == f"{head}.bias" and all(f"{head}.".startswith(f"{other.removesuffix('.bias')}.") for other in tied)
 
 
 def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
@@ -316,64 +347,10 @@ def _whole_shares(model: nn.Module, plan: TensorPlan) -> tuple[float, float]:
     return attention, mlp
 
 
-def _sp_unsupported_reason(
-    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str], fused: set[str]
-) -> str | None:
-    """Why tensor parallelism of the model cannot be sequence parallel, or None."""
-    if any(kind.alone for kind in kinds):
-        return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
-    if routers:
-        return "the balance loss of its routers (output_router_logits) is one of whole sequences, so it cannot be sequence parallel"
-    for name, module in plan.modules.items():
-        early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
-        if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
-            return f"{name} adds to the embeddings of whole rows, so the model cannot be sequence parallel"
-    return sequence_parallel.unsupported_reason(
-        plan.modules, plan.styles, {*plan.cuts, *plan.partial}, plan.layer_prefixes, fused
-    )
-
-
-_CHUNKS, _RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
-
-
-def _cut_unsupported_reason(
-    family: str, base: nn.Module, kinds: tuple[LayerKind, ...], layers: tuple[str, ...], how: str
-) -> str | None:
-    """Why sequences of the model cannot be cut along their tokens, or None.
-
-    Args:
-        how: What is to be done with the parts, for the message.
-    """
-    alone = [index for index, kind in enumerate(kinds) if kind.alone]
-    if alone:
-        layer = [layer for name in layers for layer in base.get_submodule(name).children()][alone[0]]
-        return (
-            f"{type(layer).__name__} {alone[0]} of {family} is given whole sequences (for a convolution, a state, linear "
-            f"attention or a mask of its own), so they cannot be {how}"
-        )
-    if len(layers) > 1:
-        return f"the layers of {family} run in cycles, so sequences cannot be {how}"
-    return None
-
-
-def _ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: bool) -> str | None:
-    """Why attention of the layers cannot be computed block by block on a ring, or None."""
-    for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
-        names = names_in_forward(module)
-        window, cap = (getattr(module, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
-        widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
-        for found, what in (
-            (window is not None, f"a sliding window of {window} tokens"),
-            (cap is not None and "softcap" in names, f"a cap of {cap} on its scores"),
-            ("s_aux" in names, "sinks"),
-            (drops, "dropout of its probabilities"),
-            (None not in widths and widths[0] != widths[1], "values of another width than its keys"),
-        ):
-            if found:
-                return (
-                    f"the attention of {family} has {what}, and blocks on a ring are full attention with plain scores"
-                )
-    return None
+def _num_positions(text: PreTrainedConfig, counted: int | None) -> int | None:
+    """Tokens of the longest sequence that there are positions for; None when unbounded."""
+    most = getattr(text, "max_position_embeddings", None)
+    return most if most is None or counted is None else most - counted - 1
 
 
 def _unit(name: str, layer_units: Mapping[str, int], before: list[str]) -> int:

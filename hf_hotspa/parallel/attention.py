@@ -15,6 +15,7 @@ meaning:
 Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/value heads, D head dim; queries are [1, H, T, D].
 """
 
+import dis
 import inspect
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -209,6 +210,14 @@ class PackedSequences:
 def calls_attention(module: nn.Module) -> bool:
     """Whether a module's own forward goes through the attention interface of transformers, hence comes here."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
+
+
+def num_attends(module: nn.Module) -> int:
+    """How often the forward of a module that `calls_attention` names the function that it got from the interface, hence
+    calls it; 1 where that cannot be seen."""
+    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
+    return max(sum(i.argval == "attention_interface" for i in loads), 1)
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:

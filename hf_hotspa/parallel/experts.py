@@ -302,3 +302,16 @@ class ExpertParallel:
             return out
         given = {names[_HIDDEN]: rows, names[_INDEX]: experts[:, None], names[_WEIGHTS]: rows.new_ones(len(rows), 1)}
         return forward(**given)
+
+
+def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:
+    """Whether the fused kernel of experts takes a rank's shards: rows of whole 16 bytes, and no fp64.
+
+    Args:
+        dtype: In which it computes.
+        shapes: Of all parameters of the rank; those of experts have three dims.
+    """
+    if dtype == torch.float64:
+        return False
+    experts = [shape for shape in shapes if len(shape) == 3]
+    return all(size * dtype.itemsize % 16 == 0 for shape in experts for size in shape[1:])

@@ -34,12 +34,14 @@ class LayerKind:
         alone: Whether it runs one sequence at a time. Its attention is then the family's own (eager), with a mask.
         window: Tokens that the mask lets a position see, itself included; all before it when None.
         chunk: Length of the stretches that the mask keeps apart; none when None.
+        hands_on: Whether its attention must be given the pack past the layer, which keeps what it has no name for (StableLM).
     """
 
     num_attentions: int
     alone: bool = False
     window: int | None = None
     chunk: int | None = None
+    hands_on: bool = False
 
     def mask(self, length: int, like: Tensor) -> Tensor:
         """[1, 1, length, length] in the dtype of `like`: 0 where a position may look, else the smallest number."""
@@ -79,7 +81,7 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
         convolves = any(isinstance(module, nn.Conv1d) for module in layer.modules())
         keeps = not _passes_arguments_on(layer)  # its attention would not learn of the pack
         alone = (
-            keeps
+            not all(_passes_arguments_on(module) for module in (attentions if keeps else ()))
             or not attentions
             or kind not in _PACKABLE
             or (slides and not tells)
@@ -90,7 +92,7 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
         windows = [getattr(module, "sliding_window", None) for module in attentions]
         window = next((w for w in windows if w is not None), getattr(text, "sliding_window", None) if slides else None)
         chunk = text.attention_chunk_size if kind == "chunked_attention" else None
-        kinds.append(LayerKind(len(attentions), alone, window if alone else None, chunk))
+        kinds.append(LayerKind(len(attentions), alone, window if alone else None, chunk, keeps and not alone))
     return tuple(kinds)
 
 
@@ -103,6 +105,14 @@ def _passes_arguments_on(layer: nn.Module) -> bool:
     return any(i.opname.startswith("LOAD") and i.argval == name for i in dis.get_instructions(code))
 
 
+def take_packs(layer: nn.Module, kind: LayerKind) -> None:
+    """Makes a layer treat the sequences of a pack as its kind says."""
+    if kind.alone:
+        run_alone(layer, kind)
+    elif kind.hands_on:
+        hand_pack_on(layer)
+
+
 def run_alone(layer: nn.Module, kind: LayerKind) -> None:
     """Makes a layer run each sequence of its pack on its own, with the family's own attention."""
     for module in layer.modules():
@@ -110,6 +120,58 @@ def run_alone(layer: nn.Module, kind: LayerKind) -> None:
             module.config = copy.copy(module.config)
             module.config._attn_implementation = "eager"
     layer.forward = partial(_each_sequence, forward=layer.forward, kind=kind)
+
+
+def hand_pack_on(layer: nn.Module) -> None:
+    """Gives the attentions of a layer the pack that the layer is called with and does not pass on."""
+    holder: list[PackedSequences] = []
+    for module in layer.modules():
+        if calls_attention(module):
+            module.forward = partial(_with_pack, forward=module.forward, holder=holder)
+    layer.forward = partial(_holding_pack, forward=layer.forward, holder=holder)
+
+
+def _holding_pack(
+    *args: Any, forward: Callable[..., Any], holder: list[PackedSequences], hotspa_pack: PackedSequences, **kwargs: Any
+) -> Any:
+    holder.append(hotspa_pack)
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        holder.pop()
+
+
+def keep_pack(layer: nn.Module, recompute: Callable[..., Any]) -> Callable[..., Any]:
+    """What recomputes a layer with the pack that it had when it was computed first; `recompute` itself for most layers."""
+    forward = layer.forward
+    if not isinstance(forward, partial) or forward.func is not _holding_pack:
+        return recompute
+    return partial(_recompute_with_pack, recompute=recompute, holder=forward.keywords["holder"])
+
+
+def _recompute_with_pack(
+    function: Callable[..., Any],
+    *args: Any,
+    recompute: Callable[..., Any],
+    holder: list[PackedSequences],
+    **kwargs: Any,
+) -> Any:
+    if not holder:  # the layer is called inside the recomputation, with its pack (transformers before 5.23)
+        return recompute(function, *args, **kwargs)
+    pack = holder[-1]
+
+    def with_pack(*inputs: Any, **named: Any) -> Any:
+        holder.append(pack)
+        try:
+            return function(*inputs, **named)
+        finally:
+            holder.pop()
+
+    return recompute(with_pack, *args, **kwargs)
+
+
+def _with_pack(*args: Any, forward: Callable[..., Any], holder: list[PackedSequences], **kwargs: Any) -> Any:
+    return forward(*args, **kwargs, hotspa_pack=holder[-1])
 
 
 def _slice(value: Any, start: int, stop: int, total: int, index: int) -> Any:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hf_hotspa.errors import ModelError
+from hf_hotspa.parallel.isolation import keep_pack
 
 
 def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], every: int) -> None:
@@ -28,3 +29,4 @@ def recompute_layers(model: PreTrainedModel, recompute: Callable[..., Any], ever
     layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
     for index, layer in enumerate(layers):
         layer.gradient_checkpointing = index % every == 0
+        layer._gradient_checkpointing_func = keep_pack(layer, recompute)

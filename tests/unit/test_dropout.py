@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.gptj import GPTJConfig, GPTJForCausalLM
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError, UnsupportedError
@@ -273,14 +272,14 @@ def test_dropout_that_a_family_draws_by_itself_is_refused_by_name():
     assert describe_model(model).config.attention_dropout == 0.1
     assert describe_model(model, attention_dropout=False).config.attention_dropout == 0.0
     assert model.config.attention_dropout == 0.1
-    own = GPTJForCausalLM(GPTJConfig(vocab_size=9, n_embd=16, n_layer=2, n_head=2, rotary_dim=4, attn_pdrop=0.1))
-    with pytest.raises(UnsupportedError, match=r"attn_pdrop=0.1.*GPTJAttention.*hotspa_attention_dropout=0"):
-        describe_model(own)
-    assert describe_model(own, attention_dropout=False).config.attn_pdrop == 0.0
-    alone = tiny_model_of("nemotron")
+    alone = tiny_model_of("doge")
     alone.config.attention_dropout = 0.1  # its layers run one sequence at a time, with the attention of the family
-    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*NemotronAttention"):
+    with pytest.raises(UnsupportedError, match=r"attention_dropout=0.1.*DogeAttention.*hotspa_attention_dropout=0"):
         describe_model(alone)
+    assert describe_model(alone, attention_dropout=False).config.attention_dropout == 0.0
+    handed = tiny_model_of("nemotron")
+    handed.config.attention_dropout = 0.1  # its layers keep what they have no name for, and its attention gets the pack
+    assert describe_model(handed).config.attention_dropout == 0.1
     sizes = {
         "hidden_size": 32,
         "intermediate_size": 48,
