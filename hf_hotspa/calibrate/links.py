@@ -17,6 +17,7 @@ from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.parallel.agreement import Agreement
 
 _SIZES = (4 << 10, 256 << 10, 4 << 20, 16 << 20)
+_TOKENS = (16, 512, 4096)
 _ROUNDS = 5
 
 
@@ -45,8 +46,6 @@ def measure_link(
     world_size: int,
     apart: int,
     device: torch.device,
-    sizes: Sequence[int] = _SIZES,
-    rounds: int = _ROUNDS,
 ) -> Link:
     """Latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
 
@@ -54,16 +53,14 @@ def measure_link(
         agreement: Host-side barrier and gathering.
         apart: 1 for the neighbour on the node, the devices of a node for a neighbour on the next one.
         device: Where the tensors lie.
-        sizes: Bytes of the messages.
-        rounds: Of which the shortest counts; one more is not counted.
     """
     rank = transport.rank
     peer, source = (rank + apart) % world_size, (rank - apart) % world_size
-    out, into = (torch.zeros(max(sizes), dtype=torch.uint8, device=device) for _ in range(2))
+    out, into = (torch.zeros(max(_SIZES), dtype=torch.uint8, device=device) for _ in range(2))
     taken = []
-    for size in sizes:
+    for size in _SIZES:
         rows = []
-        for _ in range(rounds + 1):
+        for _ in range(_ROUNDS + 1):
             agreement.barrier()
             begin = time.perf_counter()
             transport.send(out[:size], peer, 0)
@@ -72,7 +69,7 @@ def measure_link(
             _synchronize(device)
             rows.append(time.perf_counter() - begin)
         taken.append(float(agreement.gather(rows[1:]).amax(0).min()))
-    latency, each = line(sizes, taken)
+    latency, each = line(_SIZES, taken)
     return Link(latency, 1 / each)
 
 
@@ -83,8 +80,6 @@ def measure_hop(
     apart: int,
     device: torch.device,
     token_bytes: int,
-    tokens: Sequence[int] = (16, 512, 4096),
-    rounds: int = _ROUNDS,
 ) -> Hop:
     """Half of the time to the rank `apart` after rank 0 and back. Collective.
 
@@ -95,15 +90,13 @@ def measure_hop(
         apart: See `measure_link`.
         device: Where the tensors lie.
         token_bytes: Bytes of the hidden state of one token.
-        tokens: Tokens of the messages.
-        rounds: Of which the shortest counts; one more is not counted.
     """
     rank = transport.rank
-    buffer = torch.zeros(max(tokens) * token_bytes, dtype=torch.uint8, device=device)
+    buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=device)
     taken = []
-    for count in tokens:
+    for count in _TOKENS:
         message, rows = buffer[: count * token_bytes], []
-        for _ in range(rounds + 1):
+        for _ in range(_ROUNDS + 1):
             agreement.barrier()
             begin = time.perf_counter()
             if rank == 0:
@@ -119,5 +112,5 @@ def measure_hop(
             _synchronize(device)
             rows.append((time.perf_counter() - begin) / 2)
         taken.append(float(agreement.gather(rows[1:])[0].min()))
-    latency, each = line(tokens, taken)
+    latency, each = line(_TOKENS, taken)
     return Hop(latency, each)

@@ -119,21 +119,14 @@ def stage_seconds(
     return sends * message / tp / inter_bandwidth + gathers * message / intra_bandwidth * (tp - 1) / tp
 
 
-def gpt_parameters(num_layers: int, hidden_size: int, vocab_size: int = 0, positions: int = 0) -> int:
-    """Parameters of a GPT: `12 l h^2 (1 + 13 / 12h + (V + s) / 12lh)` (N21 equation 2)."""
-    return 12 * num_layers * hidden_size**2 + 13 * num_layers * hidden_size + (vocab_size + positions) * hidden_size
-
-
 def parameters_per_device(num_parameters: float, tp: int, pp: int) -> float:
     """About `N / (p t)`: what a device holds of a model, the embedding being shared evenly with the rest."""
     return num_parameters / (tp * pp)
 
 
-def state_bytes_per_device(
-    num_parameters: float, tp: int, pp: int, bytes_per_parameter: float = STATE_BYTES_PER_PARAMETER
-) -> float:
+def state_bytes_per_device(num_parameters: float, tp: int, pp: int) -> float:
     """Bytes of model states on a device when data parallelism divides nothing."""
-    return parameters_per_device(num_parameters, tp, pp) * bytes_per_parameter
+    return parameters_per_device(num_parameters, tp, pp) * STATE_BYTES_PER_PARAMETER
 
 
 def logit_bytes(num_tokens: int, vocab_size: int, tp: int) -> float:
@@ -145,12 +138,3 @@ def recomputed_bytes(num_tokens: int, hidden_size: int, num_layers: float, pp: i
     """`M_transformer = 2 b s h l / p`: the inputs of a stage's layers in 16 bits, all else being recomputed; without sequence
     parallelism, and of one micro-batch."""
     return ELEMENT_BYTES * num_tokens * hidden_size * num_layers / pp
-
-
-def gpt_activation_bytes(num_tokens: int, hidden_size: int, tp: int = 1, *, sequence_parallel: bool = False) -> float:
-    """16-bit activations of one GPT layer without attention scores (flash attention): `s b h (10 + 24 / t)`.
-
-    With sequence parallelism `34 s b h / t` (K22 equations 2 and 4 without their last term).
-    """
-    replicated = 10 / tp if sequence_parallel else 10
-    return num_tokens * hidden_size * (replicated + 24 / tp)

@@ -99,12 +99,10 @@ class ScaledTime(TimeModel):
         return strategy
 
     def stage_costs(self, strategy: Strategy) -> tuple[Cost, ...]:
-        """See `TimeModel`."""
         factor = self.factors.get(strategy, 1.0)
         return tuple(cost * factor for cost in super().stage_costs(strategy))
 
     def hop(self, strategy: Strategy) -> Hop:
-        """See `TimeModel`."""
         factor, hop = self.factors.get(strategy, 1.0), super().hop(strategy)
         return Hop(hop.latency_s * factor, hop.token_s * factor)
 
@@ -196,7 +194,6 @@ class OnlineCalibration:
         return factors
 
     def state_dict(self) -> dict[str, Any]:
-        """JSON-ready."""
         return {"factors": self.factors.to_dict(), "window": [[list(row) for row in rows] for rows in self._window]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

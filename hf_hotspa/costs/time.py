@@ -136,7 +136,6 @@ class TimeModel:
         sizes: ModelSizes,
         *,
         source: str = "measured",
-        heads: Mapping[int, Cost] | None = None,
         hops: tuple[Hop, Hop] = (_NO_HOP, _NO_HOP),
         devices_per_node: int = 1 << 20,
         forward_share: float = 1 / 3,
@@ -149,7 +148,6 @@ class TimeModel:
                 from the layers when they were taken with different numbers of layers (or without the ends, too).
             sizes: The model, whose stages are cut.
             source: What was measured, in words.
-            heads: Measured costs of the ends, where samples do not hold them.
             hops: Passing a hidden state inside a node, and between nodes.
             forward_share: The forward pass's share of a pack's seconds.
             depth: See `fit_costs`.
@@ -163,7 +161,7 @@ class TimeModel:
             sizes.layer_costs,
             sizes.head_cost,
             layers,
-            {**ends, **(heads or {})},
+            ends,
             hop_intra=hops[0],
             hop_inter=hops[1],
             devices_per_node=devices_per_node,

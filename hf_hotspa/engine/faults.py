@@ -49,7 +49,6 @@ class OutOfMemory:
     text: str
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready plain data."""
         return asdict(self)
 
     def error(self, where: str) -> PhaseMemoryError:

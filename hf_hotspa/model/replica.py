@@ -351,7 +351,6 @@ class Replica:
         return (self._divisible(counted) if self.context is None else self.context.row_of(counted)).position_ids
 
     def tokens_kept(self, num_tokens: int) -> int:
-        """See `token_chunks.Stage`."""
         return num_tokens if self.context is None else self.context.tokens_kept(num_tokens)
 
     def begin_step(self, step: int) -> None:

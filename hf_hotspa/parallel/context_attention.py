@@ -81,7 +81,6 @@ class UlyssesAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
     ) -> Tensor:
-        """See `attention.DividedPack`."""
         context, heads = self._division.context, query.shape[1]
         if heads % context.size:
             raise ModelError(
@@ -255,7 +254,6 @@ class GatheredAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
     ) -> Tensor:
-        """See `attention.DividedPack`."""
         kernel = kernel_of(module, query, value, call, pack, self._tokens.lengths)
         if self._prefix is not None:
             kept = self._prefix.before(module, key, value)

@@ -47,7 +47,6 @@ class Fused:
         self._lengths, self._scaling = lengths, scaling
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `Kernel`."""
         found = []
         for queries, own, blocks in self._pieces():
             q = query[:, :, queries]
@@ -68,7 +67,6 @@ class Fused:
         out: Tensor,
         total: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Kernel`."""
         assert total is not None
         of_query = torch.zeros_like(query, dtype=total.dtype)
         of_key, of_value = torch.empty_like(key), torch.empty_like(value)
@@ -100,7 +98,6 @@ class Explicit:
         self._lengths, self._scores = lengths, scores
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `Kernel`."""
         return attend_explicitly(query[0], key[0], value[0], sinks, self._lengths, self._scores)[None], None
 
     def backward(
@@ -113,7 +110,6 @@ class Explicit:
         out: Tensor,
         total: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Kernel`."""
         *found, of_sinks = explicit_gradients(of_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores)
         of_query, of_key, of_value = (x[None] for x in found)
         return of_query, of_key, of_value, of_sinks
@@ -126,7 +122,6 @@ class Varlen:
         self._pack, self._scaling, self._window = pack, scaling, sliding_window
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """See `Kernel`."""
         return varlen(query, key, value, self._pack, self._scaling, self._window).transpose(1, 2), None
 
     def backward(
@@ -139,7 +134,6 @@ class Varlen:
         out: Tensor,
         total: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        """See `Kernel`."""
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (query, key, value)]
             again = self.forward(leaves[0], leaves[1], leaves[2], None)[0]

@@ -172,7 +172,6 @@ class HeadsOfRank:
         self._masks, self._pack, self._place = masks, pack, place
 
     def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
-        """See `DropsAttention`."""
         return self._masks.of_heads(module, p, range(self._place * heads, (self._place + 1) * heads), self._pack)
 
 
@@ -219,7 +218,6 @@ class DropoutMasks:
         pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
 
     def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
-        """See `DropsAttention`."""
         assert self.pack is not None
         return self.of_heads(module, p, range(heads), self.pack)
 

@@ -180,7 +180,6 @@ class RingAttention:
     def attend(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
     ) -> Tensor:
-        """See `attention.DividedPack`."""
         longest = max(self._division.shares.lengths)
         windowed = call.sliding_window is not None and call.sliding_window < longest
         if windowed or not call.is_plain or not kernel_takes(query, value):

@@ -183,7 +183,6 @@ class _Carry:
         self._is_over = False
 
     def before(self, module: nn.Module, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """See `Prefix`."""
         if not self._is_over:  # what runs later is a layer that is computed again
             if module in self._seen:
                 raise ModelError(
@@ -206,11 +205,9 @@ class _Carry:
         return leaves[0], leaves[1]
 
     def takes_gradients(self, module: nn.Module) -> TakesGradients:
-        """See `Prefix`."""
         return partial(self._sequence.add_block, module)
 
     def fetched(self, module: nn.Module, before: Pair, device: torch.device) -> Pair:
-        """See `Prefix`."""
         return self._sequence.fetched(module, before, device)
 
     def end(self) -> None:

@@ -80,5 +80,4 @@ class MeasuredGain:
         return f"{text_table(self.basis, rows)}\n{self.sentence}"
 
     def to_dict(self) -> dict[str, Any]:
-        """As JSON-ready plain data."""
         return asdict(self)

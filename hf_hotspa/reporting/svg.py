@@ -195,8 +195,8 @@ def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
     return [(frame.x(t), f"{int(t)}") for t in whole or [round(frame.x_low)]]
 
 
-def _top(values: Sequence[float], least: float = 0.0) -> float:
-    return max([*values, least], default=least) * 1.06 or 1.0
+def _top(values: Sequence[float]) -> float:
+    return max([*values, 0.0]) * 1.06 or 1.0
 
 
 def lines(

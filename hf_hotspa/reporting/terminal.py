@@ -3,15 +3,13 @@
 import sys
 from collections.abc import Sequence
 from io import StringIO
-from typing import TextIO
 
 _shown: set[str] = set()
 
 
-def is_terminal(stream: TextIO | None = None) -> bool:
-    """Whether somebody looks at the stream (standard output by default)."""
-    stream = sys.stdout if stream is None else stream
-    return bool(getattr(stream, "isatty", lambda: False)())
+def is_terminal() -> bool:
+    """Whether somebody looks at standard output."""
+    return bool(getattr(sys.stdout, "isatty", lambda: False)())
 
 
 def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
@@ -24,7 +22,7 @@ def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str
     return "\n".join(lines)
 
 
-def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, width: int | None = None) -> str:
+def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """The same, drawn by rich with colours."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
@@ -37,7 +35,7 @@ def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, width: 
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     out = StringIO()
-    Console(file=out, force_terminal=True, width=width).print(table)
+    Console(file=out, force_terminal=True).print(table)
     return out.getvalue().rstrip("\n")
 
 

@@ -89,7 +89,6 @@ class PipeDream:
     equal: tuple[int, int]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         stages = [{"layers": [s.start, s.stop - 1], "replicas": m} for s, m in self.best.stages]
         return {
             "seconds": self.best.seconds,
@@ -126,7 +125,6 @@ class FormulaTable:
     pipedream: PipeDream | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data for JSON."""
         return {
             "kind": KIND,
             "schema_version": SCHEMA_VERSION,

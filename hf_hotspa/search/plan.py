@@ -107,7 +107,6 @@ class Plan:
         return text_table("", rows)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         choice, held = self.choice, dict(zip((bucket.strategy for bucket in self.pool), self.memory, strict=True))
         buckets = [
             {

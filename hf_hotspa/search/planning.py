@@ -187,7 +187,6 @@ class Setup:
         return replace(strategy, sp=sp, rc=strategy.rc or int(self.recompute))
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         shape = self.model.shape
         return {
             "model": {
@@ -241,7 +240,6 @@ class PlannedSetup:
         ]
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         return {
             "kind": PLAN_KIND,
             "schema_version": SCHEMA_VERSION,
@@ -332,7 +330,6 @@ class Estimate:
         return self.setup.limit_bytes is None or self.memory.total <= self.setup.limit_bytes
 
     def to_dict(self) -> dict[str, object]:
-        """Plain data."""
         return {
             "kind": ESTIMATE_KIND,
             "schema_version": SCHEMA_VERSION,

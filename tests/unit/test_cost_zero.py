@@ -6,8 +6,6 @@ from hf_hotspa.costs.formulas import (
     ALL_REDUCES_PER_LAYER,
     STATE_BYTES_PER_PARAMETER,
     bubble_fraction,
-    gpt_activation_bytes,
-    gpt_parameters,
     inter_elements,
     intra_elements,
     parameters_per_device,
@@ -15,6 +13,7 @@ from hf_hotspa.costs.formulas import (
 )
 from hf_hotspa.costs.zero import model_state_bytes
 from hf_hotspa.errors import HotspaConfigError
+from tests.gpt_formulas import gpt_activation_bytes, gpt_parameters
 
 # ZeRO (SC'20), Table 1: GB a device by data-parallel degree, for stages 1, 2 and 3 of models of 7.5B, 128B and 1T.
 TABLE_1 = {

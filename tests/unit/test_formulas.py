@@ -13,6 +13,7 @@ from hf_hotspa.costs.formulas import Matmul
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.search.formula_table import FormulaTable, Row, divisions, make_table
 from hf_hotspa.search.planning import Setup
+from tests.gpt_formulas import gpt_parameters
 
 MODEL, TOKENS = "llama2-7b", 2048
 
@@ -62,7 +63,7 @@ def test_communication_inside_a_stage_is_that_between_stages_times_4_l_and_1_min
 
 
 def test_the_175b_of_the_source() -> None:
-    parameters = formulas.gpt_parameters(96, 12288, 51200, 2048)
+    parameters = gpt_parameters(96, 12288, 51200, 2048)
     assert parameters == pytest.approx(175e9, rel=5e-3)
     each = formulas.parameters_per_device(175e9, 8, 16)
     assert each == pytest.approx(1.37e9, rel=3e-3)  # the source prints 1.73 B

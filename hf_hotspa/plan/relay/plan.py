@@ -119,7 +119,7 @@ class _Arrivals:
         rows = rows[~self.has_owner[rows[:, 0], rows[:, 1]]]
         rows = rows[np.lexsort((rows[:, 0], rows[:, 2]))]
         self.piece, self.node, self.landing = rows[:, 0], rows[:, 1], rows[:, 2]
-        self._size, self._num_nodes = size, cluster.num_nodes
+        self._size = size
 
     def count_pulls(self, pulls: dict[tuple[tuple[int, ...], int], float], weight: int) -> None:
         """Adds the bytes that needers get from owners in their own node, by the set of those owners."""
