@@ -109,6 +109,9 @@ def draw(seed: int) -> Mix:
         options["planner"] = rng.choice(("algorithm1", "round_robin", "first_owner"))
     if rng.random() < 0.3:
         options["staging_bytes"] = rng.choice((1 << 10, 1 << 14))
+        if any("pp1" not in n and "+ck" in n and "+z" in n for n in names):
+            # every chunk moves all units: in rounds of half a KiB that is minutes
+            options["staging_bytes"] = 1 << 16
     return Mix(seed, world_size, family, buckets, tuple(lengths), options)
 
 
