@@ -42,7 +42,7 @@ from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
 from hf_hotspa.parallel.router_loss import AttachLoss, ChunkPrefix, RouterLoss
-from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens
+from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
 from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
@@ -391,20 +391,20 @@ class Replica:
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
         """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
-        strategy = self.mesh.strategy
-        if not strategy.sp:
-            return micro_batch
-        return micro_batch.padded_to(-(-micro_batch.num_tokens // strategy.tp) * strategy.tp, 0)
+        sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
+        return micro_batch.padded_to(-(-micro_batch.num_tokens // sharers) * sharers, 0)
 
     def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
         if self._router_loss is None:
             return None
         chunk = None if prefix is None else prefix.routers
         loss_of = partial(self._router_loss.of, whole.lengths, whole.labels[0], scale, chunk=chunk)
+        group = self.mesh.tensor.group if self.mesh.tensor is not None and self.mesh.strategy.sp else None
         if division is None:
-            return loss_of()
+            return loss_of(partial(same_tokens, group=group, num_tokens=whole.num_tokens))
+        row = partial(same_tokens, group=group, num_tokens=division.shares.rows[division.context.index])
         # each rank computes the loss of the pack, which counts once
-        return loss_of(partial(all_tokens, division=division), is_counted=self.mesh.coord.cp == 0)
+        return loss_of(lambda logits: all_tokens(row(logits), division), is_counted=self.mesh.coord.cp == 0)
 
     @property
     def balance_loss(self) -> Tensor:

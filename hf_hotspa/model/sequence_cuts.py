@@ -15,13 +15,11 @@ CHUNKS, RANKS = "computed in chunks (+ck)", "divided over ranks (cp)"
 
 
 def sp_unsupported_reason(
-    plan: TensorPlan, kinds: tuple[LayerKind, ...], routers: int, embedding: str, before: list[str], fused: set[str]
+    plan: TensorPlan, kinds: tuple[LayerKind, ...], embedding: str, before: list[str], fused: set[str]
 ) -> str | None:
     """Why tensor parallelism of the model cannot be sequence parallel, or None."""
     if any(kind.alone for kind in kinds):
         return "some of its layers look at whole sequences of a pack, so it cannot be sequence parallel"
-    if routers:
-        return "the balance loss of its routers (output_router_logits) is one of whole sequences, so it cannot be sequence parallel"
     for name, module in plan.modules.items():
         early = name != embedding and any(f"{name}.".startswith(prefix) for prefix in before)
         if early and any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):

@@ -279,7 +279,7 @@ def describe_model(
         has_pp_plan=bool(text.base_model_pp_plan),
         pp_unsupported_reason=stage_unsupported_reason(base_model, layers, before, after),
         sp_unsupported_reason=sp_unsupported_reason(
-            plan, kinds, routers, embedding, [f"{base}.{child}." for child in before], set(fused)
+            plan, kinds, embedding, [f"{base}.{child}." for child in before], set(fused)
         ),
         ck_unsupported_reason=cut_unsupported_reason(text.model_type, base_model, kinds, layers, CHUNKS)
         or chunks_unsupported_reason(text.model_type, modules, counted),

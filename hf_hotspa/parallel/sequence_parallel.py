@@ -103,6 +103,30 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _GatherTokens.apply(x, group)
 
 
+class _SameTokens(torch.autograd.Function):
+    """All tokens forward; backward this rank's of a gradient that every rank has alike."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _gather(x, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
+    """[T/t, ...] of this rank's tokens as [T, ...] without padding, for something that every rank computes alike.
+
+    Args:
+        group: The tensor-parallel group, of t ranks; None where this rank has all tokens.
+        num_tokens: T but for the padding.
+    """
+    found: Tensor = x if group is None else _SameTokens.apply(x, group)
+    return found[:num_tokens]
+
+
 def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **kwargs: Any) -> Any:
     if "hidden_states" in kwargs:
         kwargs["hidden_states"] = gather_tokens(kwargs["hidden_states"], group)

@@ -74,8 +74,11 @@ def test_the_loss_of_routers_is_equal_under_every_strategy():
         "tp2pp2+ck7:9@16,dp2tp2+rc+ck3+kh:24@32",
         "cp2pp2+ck8:24@32",
         "tp2pp2+v2:4@8,dp2pp2+v2+ck7:24@32",  # every stage of a rank has routers
+        "tp4+sp:24@31",  # each rank has the routers of its own tokens, and of padding
+        "tp2pp2+sp+ck7:9@16,tp2pp2+v2+sp:24@32",
+        "dp2pp2+v2:4@8,cp2tp2+sp:24@32",
         "dp4ep4:24@32",
-        "dp2pp2ep2:4@8,tp4ep4:24@30",
+        "dp2pp2ep2:4@8,tp4ep4+sp:24@30",
     ]
     for errors in run_ranks(4, _errors, buckets, {}):
         assert max(errors) <= 1e-11, errors
