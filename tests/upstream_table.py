@@ -27,6 +27,7 @@ RELIED_UPON = (
     "torch.distributed.pipelining:PipelineStage.__init__",
     "torch.distributed.pipelining:Schedule1F1B.__init__",
     "torch.distributed.pipelining:ScheduleGPipe.__init__",
+    "torch.distributed.pipelining:ScheduleInterleaved1F1B.__init__",
     "transformers:PreTrainedModel.from_pretrained",
     "transformers:Trainer.get_decay_parameter_names",
     "transformers:Trainer.get_optimizer_cls_and_kwargs",

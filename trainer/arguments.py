@@ -115,8 +115,8 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_pipeline_schedule: str = field(
         default="auto",
         metadata={
-            "help": "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b or gpipe (torch's, "
-            "which pad packs to one shape). None holds more tokens than a bucket allows.",
+            "help": "Schedule of pipelines: auto, own (the same: 1F1B for packs of any shapes), 1f1b (interleaved "
+            "with +v2) or gpipe (torch's, which pad packs to one shape). None holds more tokens than a bucket allows.",
             "choices": list(SCHEDULES),
         },
     )

@@ -26,7 +26,7 @@ from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains, squared_lengths
-from hf_hotspa.packing.interleaved_order import interleaved_order
+from hf_hotspa.packing.interleaved_passes import choose_interleaved
 from hf_hotspa.packing.passes import joint_passes
 from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.strategy import Strategy
@@ -358,9 +358,11 @@ class TimeModel:
         else:
             lengths, squares = [sum(pack) for pack in packs], [sum([n * n for n in pack]) for pack in packs]
         rounds = strategy.v
-        # the order of several stages on a rank pads nothing
         passes = choose_passes("own" if rounds > 1 else self.schedule, lengths, strategy.pp, most_tokens, chains)
-        tokens = passes.tokens
+        interleaved = None
+        if rounds > 1:
+            interleaved = choose_interleaved(self.schedule, lengths, strategy.pp, rounds, most_tokens, chains)
+        tokens = interleaved.tokens if interleaved else passes.tokens
         # what pads a pack is a sequence of its own
         squares = [q + (padded - own) ** 2 for q, own, padded in zip(squares, lengths, tokens, strict=True)]
         costs = self.stage_costs(strategy)
@@ -377,5 +379,5 @@ class TimeModel:
             passes.depth,
             passes.chains,
             rounds,
-            interleaved_order(lengths, strategy.pp, rounds, most_tokens, chains) if rounds > 1 else (),
+            interleaved.order if interleaved else (),
         )

@@ -29,7 +29,7 @@ from hf_hotspa.strategy import Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
 """`own`: our 1F1B, for packs of any sizes; `auto` is the same. `1f1b`, `gpipe`: those of `torch.distributed.pipelining`,
-which want packs of one size: shorter ones are padded."""
+which want packs of one size: shorter ones are padded. With several stages on a rank (`+v2`) both `own` and `1f1b` are interleaved."""
 
 Operation = tuple[int, bool]
 """A pack (or chunk of one), and whether it is its backward pass."""
@@ -50,15 +50,20 @@ def runs_chunks(schedule: str) -> bool:
     return schedule in ("auto", "own")
 
 
+def runs_rounds(schedule: str) -> bool:
+    """Whether a schedule runs several stages on each rank (`+v`), too."""
+    return schedule != "gpipe"
+
+
 def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> None:
-    """Refuses a schedule that cannot run a pipeline: torch's run whole packs, through one stage on each rank.
+    """Refuses a schedule that cannot run a pipeline: torch's run whole packs, its GPipe through one stage on each rank.
 
     Args:
         schedule: One of `SCHEDULES`.
         flexible: Whether ranks of tp may give work away.
 
     Raises:
-        StrategyError: torch's schedule under `+ck` or `+v` in a pipeline, or `+v` where ranks give work away.
+        StrategyError: torch's schedule under `+ck` in a pipeline, GPipe under `+v`, or `+v` where ranks give work away.
     """
     if strategy.ck and strategy.pp > 1 and not runs_chunks(schedule):
         raise StrategyError(
@@ -66,11 +71,11 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
             why="chunks of a pack go forward in their order and backward against it, which torch's schedules do not know",
             fix=f"use the schedule own, or leave +ck{strategy.ck} out",
         )
-    if strategy.v > 1 and not runs_chunks(schedule):
+    if strategy.v > 1 and not runs_rounds(schedule):
         raise StrategyError(
             f"strategy {strategy} has several stages on each rank, and the pipeline schedule is {schedule}",
-            why="it runs one stage on each rank, and torch's interleaved one wants equal packs and a number of them that fits",
-            fix=f"use the schedule own, which is interleaved then, or leave +v{strategy.v} out",
+            why="it runs one stage on each rank",
+            fix=f"use the schedule own or 1f1b, which are interleaved then, or leave +v{strategy.v} out",
         )
     if strategy.v > 1 and flexible:
         raise StrategyError(

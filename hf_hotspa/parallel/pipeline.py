@@ -6,14 +6,15 @@ Which schedule runs, in which order and with which padding, is said by `packing.
 * Our own non-interleaved 1F1B (PipeDream-Flush; Narayanan et al., SC'21, section 2.2) takes micro-batches of different
   shapes, fewer of them than stages, and none: every shape is known from the plan, so nothing is negotiated. It limits
   the tokens in flight, so that a long micro-batch has few beside it.
-* `torch.distributed.pipelining` (GPipe, 1F1B) serves micro-batches that share one shape, after padding. A schedule object
-  is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every micro-batch,
-  so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
+* `torch.distributed.pipelining` (GPipe, 1F1B, interleaved 1F1B) serves micro-batches that share one shape, after padding. A
+  schedule object is bound to its first shape (another one aborts the process on gloo) and holds a receive buffer for every
+  micro-batch, so it is made for one run. It costs no more: shapes are given, nothing runs to find them.
 
 * Packs that are cut into chunks of tokens (`+ck`, `parallel.token_chunks`) go through ours chunk by chunk (Li et al., 2021,
   "TeraPipe"; Sun et al., 2024, "Seq1F1B"), so that one long sequence fills a pipeline, too.
 
-* Ranks with several stages each (`+v2`) run them in interleaved 1F1B, ours (`parallel.interleaved`), chunks of packs, too.
+* Ranks with several stages each (`+v2`) run them in interleaved 1F1B: ours (`parallel.interleaved`), for chunks of packs, too,
+  or torch's.
 
 Where there are no stages, packs run one after the other, whole or in chunks.
 
@@ -29,10 +30,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.packing.interleaved_order import interleaved_order
+from hf_hotspa.packing.interleaved_passes import InterleavedPasses, choose_interleaved
 from hf_hotspa.packing.pipeline_order import SCHEDULES, Operation, Passes, check_runs, choose_passes
 from hf_hotspa.parallel.interleaved import InterleavedRun
 from hf_hotspa.parallel.mesh import StrategyMesh
@@ -42,7 +44,8 @@ from hf_hotspa.parallel.waiting import CLOCK
 logger = logging.getLogger(__name__)
 
 # an older torch has no such argument (it hands it on to the stage), and always keeps the outputs
-_NO_OUTPUTS = {"return_outputs": False} if "return_outputs" in signature(Schedule1F1B.step).parameters else {}
+_STEPS = Schedule1F1B.step, ScheduleInterleaved1F1B.step
+_NO_OUTPUTS = {"return_outputs": False} if all("return_outputs" in signature(s).parameters for s in _STEPS) else {}
 
 
 class PipelineRunner:
@@ -56,7 +59,7 @@ class PipelineRunner:
         pair_cost: Cost of a pair of tokens relative to that of one: what chunks of equal time are cut by.
 
     Raises:
-        StrategyError: one of torch's schedules in a pipeline of chunks, or of several stages on a rank.
+        StrategyError: one of torch's schedules in a pipeline of chunks, or its GPipe with several stages on a rank.
     """
 
     def __init__(
@@ -72,7 +75,7 @@ class PipelineRunner:
         self._stages, self._rounds, stage = stages, mesh.strategy.v, stages[-1]
         self._stage, self._schedule, self._pad_token_id = stage, schedule, pad_token_id
         self._group, self._index, self._num_stages = mesh.pipeline, mesh.coord.pp, mesh.strategy.pp
-        self._torch = _TorchSchedules(stage, mesh)
+        self._torch = _TorchSchedules(stages, mesh)
         self._packs, self._graphs = ChunkedPacks(mesh.strategy, pair_cost), mesh.strategy.kg
         self._name, self._speaks = str(mesh.strategy), mesh.coord.pp == mesh.coord.tp == 0
 
@@ -111,8 +114,12 @@ class PipelineRunner:
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
         if self._rounds > 1:
-            turns = interleaved_order(tokens, self._num_stages, self._rounds, most_tokens, sizes)
-            return self._interleaved(micro_batches, scale).run(turns)
+            turns = choose_interleaved(self._schedule, tokens, self._num_stages, self._rounds, most_tokens, sizes)
+            if turns.kind == "own":
+                self._say_once(turns, most_tokens)
+                return self._interleaved(micro_batches, scale).run(turns.order)
+            padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, turns.tokens, strict=True)]
+            return self._torch.run_all(turns.kind, padded, scale)
         if joint is not None:
             return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, joint)
         passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
@@ -155,7 +162,7 @@ class PipelineRunner:
         of_stages = [[c for chain in self._packs.chains(micro_batches) for c in chain] for _ in self._stages]
         return InterleavedRun(self._stages, self._group, self._index, of_stages, scale)
 
-    def _say_once(self, passes: Passes, most_tokens: int | None) -> None:
+    def _say_once(self, passes: Passes | InterleavedPasses, most_tokens: int | None) -> None:
         if passes.replaced and self._speaks:
             self._speaks = False
             logger.warning(
@@ -321,9 +328,9 @@ class _TimedStage(PipelineStage):
 class _TorchSchedules:
     """Runs torch's schedules."""
 
-    def __init__(self, stage: Stage, mesh: StrategyMesh) -> None:
-        self._stage, self._mesh = stage, mesh
-        self._module = _StageModule(stage)
+    def __init__(self, stages: Sequence[Stage], mesh: StrategyMesh) -> None:
+        self._stages, self._mesh = stages, mesh
+        self._modules = [_StageModule(stage) for stage in stages]
 
     def run(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor | None:
         """The loss; None, and nothing has run, where an older torch refuses GPipe with fewer packs than stages."""
@@ -333,33 +340,49 @@ class _TorchSchedules:
             if len(micro_batches) >= self._mesh.strategy.pp:
                 raise
             return None
-        self._module.micro_batches, self._module.scale = micro_batches, scale
+        return self._run(schedule, micro_batches, scale)
+
+    def run_all(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        """The loss, of a schedule that takes so many packs."""
+        return self._run(self._make(kind, micro_batches), micro_batches, scale)
+
+    def _run(self, schedule: Any, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
+        for module in self._modules:
+            module.micro_batches, module.scale = micro_batches, scale
+        is_first, is_last = self._stages[0].is_first, self._stages[-1].is_last
         indices = torch.arange(len(micro_batches))
         losses: list[Tensor] = []
-        first = (indices,) if self._stage.is_first else ()
-        last: dict[str, Any] = {"target": indices, "losses": losses} if self._stage.is_last else {}
+        first = (indices,) if is_first else ()
+        last: dict[str, Any] = {"target": indices, "losses": losses} if is_last else {}
         with CLOCK.waiting:
             schedule.step(*first, index=indices, **_NO_OUTPUTS, **last)
-        self._module.micro_batches = ()
-        total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
+        for module in self._modules:
+            module.micro_batches = ()
+        total = torch.zeros((), dtype=torch.float64, device=self._stages[-1].device)
         return total + sum(loss.detach() for loss in losses)
 
-    def _make(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Schedule1F1B | ScheduleGPipe:
-        stage = self._stage
+    def _make(self, kind: str, micro_batches: Sequence[MicroBatch]) -> Any:
+        pipes = [self._pipe(index, micro_batches[0]) for index in range(len(self._stages))]
+        options: dict[str, Any] = {"loss_fn": lambda out, _: out.sum(), "scale_grads": False}
+        if len(pipes) > 1:
+            return ScheduleInterleaved1F1B(pipes, len(micro_batches), **options)
+        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[kind]
+        return schedule(pipes[0], len(micro_batches), **options)
+
+    def _pipe(self, at: int, micro_batch: MicroBatch) -> PipelineStage:
+        stage, strategy = self._stages[at], self._mesh.strategy
         # shapes and dtypes given here spare torch an inference pass over a real micro-batch
         hidden = torch.empty(
-            stage.hidden_shape(micro_batches[0]), dtype=stage.compute_dtype, device="meta", requires_grad=True
+            stage.hidden_shape(micro_batch), dtype=stage.compute_dtype, device="meta", requires_grad=True
         )
         loss = torch.empty(1, dtype=torch.float64, device="meta", requires_grad=True)
         index = torch.empty(1, dtype=torch.int64, device="meta")
-        pipe = _TimedStage(
-            self._module,
-            self._mesh.coord.pp,
-            self._mesh.strategy.pp,
+        return _TimedStage(
+            self._modules[at],
+            at * strategy.pp + self._mesh.coord.pp,
+            strategy.num_stages,
             stage.device,
             input_args=index if stage.is_first else hidden,
             output_args=loss if stage.is_last else hidden,
             group=self._mesh.pipeline,
         )
-        schedule = {"1f1b": Schedule1F1B, "gpipe": ScheduleGPipe}[kind]
-        return schedule(pipe, len(micro_batches), loss_fn=lambda out, _: out.sum(), scale_grads=False)

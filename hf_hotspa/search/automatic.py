@@ -14,7 +14,7 @@ from hf_hotspa.costs.model import CostModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
-from hf_hotspa.packing.pipeline_order import runs_chunks
+from hf_hotspa.packing.pipeline_order import runs_rounds
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.capacities import Capacities, MemoryCapacities
 from hf_hotspa.search.choice import Choice
@@ -147,7 +147,7 @@ def make_auto_plan(
             margin=margin,
             pack_margin=PACK_MARGIN,
             plain_margin=margin,
-            may_go_round=may_go_round and runs_chunks(cost.memory.options.schedule),
+            may_go_round=may_go_round and runs_rounds(cost.memory.options.schedule),
         )
     except DeviceMemoryError as error:
         raise DeviceMemoryError(

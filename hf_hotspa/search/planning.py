@@ -22,7 +22,7 @@ from hf_hotspa.costs.model_config import ModelConfig, load_model
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.packing.pipeline_order import runs_chunks
+from hf_hotspa.packing.pipeline_order import runs_rounds
 from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import DataParallel, baselines
 from hf_hotspa.search.capacities import MemoryCapacities
@@ -295,7 +295,7 @@ def make_plan(
         longest=top,
         quadratic_cost=shape.quadratic_cost,
         max_phases=max_phases,
-        may_go_round=runs_chunks(setup.schedule),
+        may_go_round=runs_rounds(setup.schedule),
     )
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)

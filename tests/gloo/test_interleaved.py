@@ -74,6 +74,56 @@ def test_it_is_exact(world: int, cases: dict[tuple[str, int], list[Case]]) -> No
         assert {name: error for name, error in found.items() if not error <= 1e-11} == {}
 
 
+BY_TORCH: dict[tuple[str, int], list[tuple[str, list[int], list[int]]]] = {
+    (TIED, 9): [
+        ("pp4+v2:60", [60, 58, 51, 60, 55, 52, 57, 59], [8]),
+        ("pp4+v2:200@30", [30] * 10, [10]),  # two groups of five
+        ("pp4+v2:200@30", [30] * 9, []),  # no equal groups
+        ("dp4:12@12,dp2pp2+v2:60", [12] * 8 + [60, 55] * 4, [4]),  # switched inside of one mini-batch
+    ],
+    (GQA, 7): [("tp2pp2+v2+sp:60", [60, 54, 58, 52], [4]), ("tp2pp2+v3+rc2:60", [60] * 4, [4])],
+}
+"""Strategies, lengths of the rows, and of how many packs each run of torch's schedule is."""
+
+
+def by_torch(rank: int, world_size: int) -> list[tuple[str, float, list[int], list[int]]]:
+    """The worst relative error of each case, and the runs of torch's schedule that were expected and that there were."""
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
+    ran: list[int] = []
+    found = []
+    step = ScheduleInterleaved1F1B.step
+
+    def counted(schedule: Any, *args: Any, **options: Any) -> Any:
+        ran.append(schedule._n_microbatches)
+        return step(schedule, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ScheduleInterleaved1F1B, "step", counted)
+        for (family, layers), cases in BY_TORCH.items():
+            model = tiny_model(family, torch.float64, num_hidden_layers=layers)
+            generator = torch.Generator().manual_seed(4)
+            for buckets, lengths, expected in cases:
+                drawn = [torch.randint(3, 160, (length,), generator=generator).tolist() for length in lengths]
+                rows = [{"input_ids": ids, "labels": ids} for ids in drawn]
+                engine = make_engine(model, buckets, pipeline_schedule="1f1b")
+                error, _ = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+                found.append((f"{family} {buckets}", error, expected, list(ran)))
+                ran.clear()
+                engine.close()
+    model = tiny_model(TIED, torch.float64, num_hidden_layers=5)
+    error = worst_error_with_logits(model, "dp4:12@24,dp2pp2+v2:60@30", 9, pipeline_schedule="1f1b")
+    found.append(("evaluated", error, [], []))
+    return found
+
+
+def test_torchs_interleaved_schedule_is_exact_and_runs_where_it_can() -> None:
+    for found in run_ranks(4, by_torch, timeout=280):
+        for name, error, expected, ran in found:
+            assert error <= 1e-11, name
+            assert ran == expected, name
+
+
 Events = list[tuple[int, int, bool]]
 """Stage, pack and whether it is backward of each pass of a rank, in order."""
 
@@ -178,7 +228,6 @@ def test_a_rank_holds_every_second_stage_and_runs_repeat() -> None:
 def refusals(rank: int, world_size: int) -> list[str]:
     model, said = tiny_model(TIED), []
     for buckets, options in (
-        ("pp2+v2:40", {"pipeline_schedule": "1f1b"}),
         ("pp2+v2:40", {"pipeline_schedule": "gpipe"}),
         ("pp2+v3:40", {}),
         ("pp2+v2:40", {"flexible": True}),
@@ -193,8 +242,8 @@ def test_what_does_not_go_with_it_is_refused_on_every_rank() -> None:
     for said in run_ranks(2, refusals):
         for message, *parts in zip(
             said,
-            ("1f1b", "gpipe", "pp2+v3 has 6 stages, more than the 4 layers", "hotspa_stragglers"),
-            ("use the schedule own", "use the schedule own", "legal with 2 processes", "leave +v2 out"),
+            ("gpipe", "pp2+v3 has 6 stages, more than the 4 layers", "hotspa_stragglers"),
+            ("use the schedule own or 1f1b", "legal with 2 processes", "leave +v2 out"),
             strict=True,
         ):
             assert all(part in message for part in parts), message

@@ -1,13 +1,18 @@
 """Several stages on each rank (`+v2`): what the ranks run, in one order, without waiting for themselves, within the limit."""
 
+import dataclasses
 import random
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 
+from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.pipelines import Pipeline, interleaved_events, pipeline_seconds, shared_pipelines
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.packing.interleaved_order import Turn, interleaved_order
+from hf_hotspa.packing.interleaved_passes import choose_interleaved, torch_order
 from hf_hotspa.packing.pipeline_order import backward_order, check_runs, most_packs, reaches
 from hf_hotspa.strategy import Bucket, Strategy
 from tests.unit.test_pipeline_order import finishes
@@ -147,10 +152,88 @@ def test_what_a_full_pipeline_holds() -> None:
     assert Bucket(Strategy(pp=2, v=2, ck=100), 1000, 1000).most_tokens == 1250
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
-def test_schedules_of_one_stage_on_a_rank_are_refused(schedule: str) -> None:
-    with pytest.raises(StrategyError, match=rf"pipeline schedule is {schedule}.*use the schedule own.*leave .v2 out"):
-        check_runs(schedule, Strategy(pp=2, v=2))
+def test_a_schedule_of_one_stage_on_a_rank_is_refused() -> None:
+    with pytest.raises(StrategyError, match=r"pipeline schedule is gpipe.*use the schedule own or 1f1b.*leave .v2 out"):
+        check_runs("gpipe", Strategy(pp=2, v=2))
+    check_runs("1f1b", Strategy(pp=2, v=2))
     with pytest.raises(StrategyError, match="hotspa_stragglers=balance"):
         check_runs("own", Strategy(pp=2, v=2), flexible=True)
     check_runs("own", Strategy(pp=2, v=2))
+
+
+TORCH_GRID = [
+    (num_packs, num_ranks, rounds)
+    for num_ranks in (2, 3, 4, 5)
+    for rounds in (2, 3, 4)
+    for num_packs in range(num_ranks, 4 * num_ranks + 1)
+    if num_packs % (num_packs // num_ranks) == 0
+]
+
+
+def test_torchs_order_is_what_torch_makes() -> None:
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B
+
+    for num_packs, num_ranks, rounds in TORCH_GRID:
+        stages = [
+            SimpleNamespace(num_stages=num_ranks * rounds, group_size=num_ranks, group_rank=0, is_last=False)
+            for _ in range(rounds)
+        ]
+        theirs = ScheduleInterleaved1F1B(stages, num_packs).pipeline_order
+        ours = torch_order(num_packs, num_ranks, rounds)
+        done = set[Turn]()
+        for turn in ours:  # each behind what it needs
+            step = 1 if turn.is_backward else -1
+            needed = turn._replace(stage=turn.stage + step)
+            assert needed in done or not 0 <= needed.stage < num_ranks * rounds
+            done.add(turn)
+        for rank in range(num_ranks):
+            made = [
+                Turn(each.stage_index, each.microbatch_index, each.computation_type.name != "FORWARD")
+                for each in theirs[rank]
+                if each is not None
+            ]
+            assert sequences(ours, num_ranks, rank) == made
+
+
+def test_torchs_schedule_runs_within_the_limit_or_not_at_all() -> None:
+    kinds = set()
+    for seed in range(250):
+        tokens, _, num_ranks, rounds, limit = drawn(seed)
+        passes = choose_interleaved("1f1b", tokens, num_ranks, rounds, limit)
+        kinds.add((passes.kind, passes.replaced))
+        assert all(padded >= n for padded, n in zip(passes.tokens, tokens, strict=True))
+        if passes.kind == "own":
+            assert passes.order == interleaved_order(tokens, num_ranks, rounds, limit)
+            continue
+        assert len(set(passes.tokens)) == 1
+        for rank in range(num_ranks):
+            most = most_packs("1f1b", num_ranks, rank, None, 1, rounds)
+            held = 0
+            for turn in sequences(passes.order, num_ranks, rank):
+                held += -1 if turn.is_backward else 1
+                assert held * passes.tokens[0] <= rounds * limit
+                assert most is not None
+                assert held <= rounds * most
+    assert kinds == {("own", False), ("own", True), ("1f1b", False)}
+
+
+def test_a_full_pipeline_of_equal_packs_is_torchs_where_it_was_asked_for() -> None:
+    for num_ranks, rounds, times in ((2, 2, 1), (2, 3, 4), (4, 2, 2), (5, 3, 3)):
+        limit = Bucket(Strategy(pp=num_ranks, v=rounds), 60, 60).most_tokens
+        found = choose_interleaved("1f1b", [60] * num_ranks * times, num_ranks, rounds, limit)
+        assert found.kind == "1f1b"
+        assert choose_interleaved("own", [60] * num_ranks * times, num_ranks, rounds, limit).kind == "own"
+
+
+@pytest.mark.parametrize(("num_ranks", "num_packs"), [(2, 8), (4, 8)])
+def test_the_time_model_takes_torchs_order_and_padding(num_ranks: int, num_packs: int) -> None:
+    """Of equal packs idle over busy is (p - 1) / (v m); unequal ones take as long as if all were the longest."""
+    theirs = TimeModel("test", (1,) * 2 * num_ranks, 0, {1: Cost(0.0, 1.0, 0.0)}, schedule="1f1b")
+    ours = dataclasses.replace(theirs, schedule="own")
+    strategy = Strategy(pp=num_ranks, v=2)
+    equal, unequal = [(60,)] * num_packs, [(60,), *[(20,)] * (num_packs - 1)]
+    seconds = theirs.phase_seconds(strategy, [equal])
+    busy = 60.0 * num_packs * 2
+    assert seconds / busy - 1 == pytest.approx((num_ranks - 1) / (2 * num_packs))
+    assert theirs.phase_seconds(strategy, [unequal]) == pytest.approx(seconds)
+    assert ours.phase_seconds(strategy, [unequal]) < seconds
