@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedConfig
 
+from hf_hotspa.calibrate.exchanges import context_layouts, measure_exchanges
 from hf_hotspa.calibrate.layers import time_layers
 from hf_hotspa.calibrate.links import measure_hop, measure_link
 from hf_hotspa.calibrate.phases import time_phases
@@ -278,15 +279,19 @@ class _Session:
             longest = self.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
         links = self._links(probes[0], shape)
+        share = key.slots / self.world_size
+        layouts = [s for s in context_layouts(self.world_size, degrees) if s.unsupported_reason(shape) is None]
+        if layouts:
+            self.say("exchanges of context parallelism")
+        exchanges = measure_exchanges(self.groups, layouts, share, self.agreement)
         last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
         packs = [pack_lengths(longest, last), pack_lengths(longest)]
-        timing = time_packs(probes, degrees, packs, key.slots / self.world_size, self.rounds, self.agreement, self.say)
+        timing = time_packs(probes, degrees, packs, share, self.rounds, self.agreement, self.say)
         phases = time_phases(probes[-1], whole, longest, self.rounds, self.agreement, self.say)
         for probe in probes:
             probe.close()
         count = self.config.get_text_config().num_hidden_layers
         model = describe_model(small_copy(self.config, count, self.compute_dtype, torch.device("meta")))
-        share = key.slots / self.world_size
         layers = time_layers(model, longest, self.rounds, share, self.device, self.agreement, self.say)
         return Calibration(
             key=key,
@@ -301,6 +306,7 @@ class _Session:
             switches=timing.switches,
             memory=tuple(memory),
             layers=layers,
+            exchanges=exchanges,
             measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
             seconds=round(time.perf_counter() - begin, 3),
             notes=tuple(self.notes),

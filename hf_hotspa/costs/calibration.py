@@ -16,13 +16,14 @@ import msgspec
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
 from hf_hotspa.costs.fitting import Sample, fit_costs, nonnegative_least_squares
 from hf_hotspa.costs.hardware import Device, Hardware
 from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.measurements import (
     REMEDY,
     CalibrationKey,
+    ExchangeSample,
     LayerSample,
     Link,
     MemorySample,
@@ -45,7 +46,7 @@ SCHEMA_VERSION = 1
 CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
-_NOT_IN_OLDER_FILES = ("phases", "layers")
+_NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
 def cache_folder() -> Path:
@@ -73,6 +74,7 @@ class Calibration:
         switches: Seconds of switches.
         memory: Memory of packs; empty where it could not be measured.
         layers: Layers of each kind, timed one by one; none where all layers are alike.
+        exchanges: All-to-all and gathering on groups of cp; none in older files, and where there is one rank.
         measured_at: When, UTC, ISO 8601.
         seconds: How long measuring took.
         notes: What could not be measured, in words.
@@ -92,6 +94,7 @@ class Calibration:
     switches: tuple[SwitchSample, ...] = ()
     memory: tuple[MemorySample, ...] = ()
     layers: tuple[LayerSample, ...] = ()
+    exchanges: tuple[ExchangeSample, ...] = ()
     measured_at: str = ""
     seconds: NotNegative = 0.0
     notes: tuple[str, ...] = ()
@@ -185,7 +188,24 @@ class Calibration:
         )
         of_packs = replace(fitted, fixed_s=self.fixed_s, slots=self.slots, pipeline_factor=self.pipeline_factor)
         factors = phase_factors(of_packs, self.phases, self.model, self.depth)
-        return replace(of_packs, slots=self.slots * nodes, phase_factors=factors)
+        return replace(
+            of_packs, slots=self.slots * nodes, phase_factors=factors, context_exchanges=self.context_exchanges
+        )
+
+    @cached_property
+    def context_exchanges(self) -> dict[tuple[int, int], Exchanges]:
+        """What exchanges of cp cost, by (cp, tp): seconds of one, and of the bytes of a token's hidden state that a rank sends."""
+        token_bytes = self.model.hidden_size * dtype_bytes(self.key.dtype)
+        hops: dict[tuple[int, int], dict[str, Hop]] = {}
+        for cp, tp, name in sorted({(s.cp, s.tp, s.name) for s in self.exchanges}):
+            samples = [s for s in self.exchanges if (s.cp, s.tp, s.name) == (cp, tp, name)]
+            if len({s.num_bytes for s in samples}) < 2:
+                continue
+            seconds = np.array([s.seconds for s in samples])
+            rows = np.array([[1.0, s.num_bytes] for s in samples])
+            latency, each = nonnegative_least_squares(rows / seconds[:, None], np.ones(len(samples)))
+            hops.setdefault((cp, tp), {})[name] = Hop(float(latency), float(each) * token_bytes)
+        return {key: Exchanges(**both) for key, both in hops.items() if len(both) == 2}
 
     def memory_model(
         self, sizes: ModelSizes, options: MemoryOptions | None = None, world_size: int | None = None

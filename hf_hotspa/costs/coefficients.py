@@ -1,4 +1,4 @@
-"""The unit of the time model: seconds of a pack as a quadratic in its sequence lengths."""
+"""The units of the time model: seconds of a pack as a quadratic in its sequence lengths, and of what ranks pass on."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -53,3 +53,16 @@ class Hop:
     def seconds(self, tokens: float) -> float:
         """Seconds for a pack of so many tokens."""
         return self.latency_s + self.token_s * tokens
+
+
+@dataclass(frozen=True)
+class Exchanges:
+    """What ranks of cp exchange in a layer; a token is the bytes of its hidden state that a rank sends to the others.
+
+    Args:
+        all_to_all: Heads for tokens, and gradients to where they are summed.
+        gather: Keys and values.
+    """
+
+    all_to_all: Hop
+    gather: Hop

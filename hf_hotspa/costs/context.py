@@ -14,6 +14,7 @@ Plain data, no torch: the engine, the cost models and `auto` ask the same functi
 import math
 from collections.abc import Iterable
 
+from hf_hotspa.costs.coefficients import Exchanges, Hop
 from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
@@ -136,22 +137,28 @@ def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_byte
 
 
 def exchange_seconds(
-    strategy: Strategy, shape: ModelShape, way: str, token_s: float, latency_s: float
+    strategy: Strategy, shape: ModelShape, way: str, hop: Hop, measured: Exchanges | None = None
 ) -> tuple[float, float]:
     """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
 
     Args:
         way: One of `WAYS`.
-        token_s: Seconds in which a hidden state of one token passes between two ranks.
-        latency_s: Seconds of a message beside its bytes.
+        hop: Passing a hidden state between two ranks: what the ring does.
+        measured: The exchanges of the other ways; each as that many hops where they were not measured.
     """
     if strategy.cp == 1:
         return 0.0, 0.0
     chosen = choose_way(strategy, shape, way)
     heads = local_heads(strategy, shape) or (shape.num_attention_heads, shape.num_key_value_heads)
     width = shape.attention_size / shape.num_attention_heads / shape.hidden_size
-    messages = {ULYSSES: 4, GATHER: 3, RING: 3 * (strategy.cp - 1)}[chosen]
-    return exchanged_elements(chosen, *heads, strategy.cp) * width * token_s, messages * latency_s
+    tokens = exchanged_elements(chosen, *heads, strategy.cp) * width
+    measured = measured or Exchanges(hop, hop)
+    if chosen == ULYSSES:
+        return tokens * measured.all_to_all.token_s, 4 * measured.all_to_all.latency_s
+    if chosen == GATHER:  # in the forward, again in the backward, and the gradients on their way back
+        again, back = measured.gather, measured.all_to_all
+        return tokens * (2 * again.token_s + back.token_s) / 3, 2 * again.latency_s + back.latency_s
+    return tokens * hop.token_s, 3 * (strategy.cp - 1) * hop.latency_s
 
 
 def runs_context(

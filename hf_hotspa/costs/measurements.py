@@ -9,7 +9,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
-from typing import Any
+from typing import Any, Literal
 
 from hf_hotspa.strategy import Strategy
 from hf_hotspa.typed import Count, NotNegative, Positive, PositiveCount
@@ -163,6 +163,25 @@ class LayerSample:
 
     layers: tuple[Count, ...]
     lengths: tuple[PositiveCount, ...]
+    seconds: Positive
+
+
+@dataclass(frozen=True)
+class ExchangeSample:
+    """One exchange of the ranks of cp, all groups of a strategy at the same time.
+
+    Args:
+        name: `all_to_all` or `gather`.
+        cp: Ranks of a group.
+        tp: How far apart its ranks are: the tensor-parallel degree beside it.
+        num_bytes: What each rank sends to the others.
+        seconds: Until the last rank is done; on a core where ranks share cores.
+    """
+
+    name: Literal["all_to_all", "gather"]
+    cp: PositiveCount
+    tp: PositiveCount
+    num_bytes: PositiveCount
     seconds: Positive
 
 

@@ -13,7 +13,7 @@ from functools import cached_property
 
 from hf_hotspa.costs import analytic, experts
 from hf_hotspa.costs.chunks import chunked_seconds
-from hf_hotspa.costs.coefficients import Cost, Hop
+from hf_hotspa.costs.coefficients import Cost, Exchanges, Hop
 from hf_hotspa.costs.context import exchange_seconds
 from hf_hotspa.costs.fitting import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
@@ -72,6 +72,7 @@ class TimeModel:
         streams: What moves the units of fully sharded strategies; None where there are none.
         shape: The model's, for what ranks of cp exchange; None where that is not known and costs nothing.
         context_parallel: How they attend, one of `costs.context.WAYS`.
+        context_exchanges: What that costs, by (cp, tp), where it was measured; hops else.
     """
 
     source: str
@@ -95,6 +96,7 @@ class TimeModel:
     streams: Streams | None = None
     shape: ModelShape | None = None
     context_parallel: str = "auto"
+    context_exchanges: Mapping[tuple[int, int], Exchanges] = field(default_factory=dict)
 
     @classmethod
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
@@ -215,7 +217,8 @@ class TimeModel:
         if cp == 1 or self.shape is None:
             return _shared(cost, cp)
         hop = self.hop_intra if cp * strategy.tp <= self.devices_per_node else self.hop_inter
-        exchanges = exchange_seconds(strategy, self.shape, self.context_parallel, hop.token_s, hop.latency_s)
+        measured = self.context_exchanges.get((cp, strategy.tp))
+        exchanges = exchange_seconds(strategy, self.shape, self.context_parallel, hop, measured)
         return Cost(cost.a / cp, cost.b / cp + exchanges[0], cost.c + exchanges[1])
 
     def _sum_stages(self, strategy: Strategy) -> tuple[Cost, ...]:

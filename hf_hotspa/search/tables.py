@@ -111,11 +111,27 @@ def calibration_text(calibration: Calibration) -> str:
             "",
             f"switches: {efficiency:.0%} of the links' speed, and {fixed_s * 1e3:.1f} ms each; packs in stages cost "
             f"{calibration.pipeline_factor:.2f} times as much",
+            *_exchanges(calibration),
             *_layers(calibration),
             *_phases(calibration),
             *_notes(calibration.notes),
         ]
     )
+
+
+def _exchanges(calibration: Calibration) -> list[str]:
+    """A table of what ranks of cp exchange, where it was measured."""
+    rows = [
+        [f"cp{cp}" + (f"tp{tp}" if tp > 1 else "")]
+        + [
+            text
+            for hop in (found.all_to_all, found.gather)
+            for text in (f"{hop.latency_s * 1e6:,.1f}", f"{hop.token_s * 1e9:,.1f}")
+        ]
+        for (cp, tp), found in calibration.context_exchanges.items()
+    ]
+    heads = ["exchanges", "all-to-all us", "ns/token", "gather us", "ns/token"]
+    return ["", text_table("", [heads, *rows]), ""] if rows else []
 
 
 def _layers(calibration: Calibration) -> list[str]:

@@ -94,6 +94,13 @@ def test_all_ranks_have_one_calibration(tmp_path: Path) -> None:
     assert kept.slots == (kept.key.slots if kept.key.slots < 4 else math.inf)
     assert 1.0 <= kept.pipeline_factor <= 1.5
     assert kept.layers == ()  # all alike, so none was timed by itself
+    assert [(s.cp, s.tp, s.name) for s in kept.exchanges] == [
+        (cp, tp, name) for cp, tp in ((2, 1), (4, 1), (2, 2)) for _ in range(2) for name in ("all_to_all", "gather")
+    ]
+    assert set(kept.context_exchanges) == {(2, 1), (4, 1), (2, 2)}
+    # each rank sends all but its own part
+    for sample in kept.exchanges:
+        assert sample.num_bytes in {size * (sample.cp - 1) // sample.cp for size in (64 << 10, 4 << 20)}
     # every strategy of four ranks, with a long sequence among short ones and without
     assert [sample.strategy for sample in kept.phases] == [
         str(s) for s in sorted(legal_strategies(4, description().shape)) for _ in range(2)
@@ -214,6 +221,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     )
     assert done.returncode == 0, done.stderr
     assert "one layer, forward and backward" in done.stdout
+    assert "exchanges  all-to-all us" in done.stdout
     assert "measuring tp 1, 2 on 2 x" in done.stderr
     found = Calibration.load(output)
     assert found.key.world_size == 2
