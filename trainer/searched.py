@@ -25,13 +25,13 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     schedule, flexible = args.hotspa_pipeline_schedule, args.hotspa_stragglers in GIVING
     capacity = args.hotspa_expert_capacity or None
     way, device_type = args.hotspa_context_parallel, args.device.type
-    found = list(plain)
+    wanted = list(plain)
     if may_divide:
-        found += divided(plain, shape, way=way, schedule=schedule, device_type=device_type, flexible=flexible)
-    found += runnable_experts(plain, shape, schedule=schedule, flexible=flexible, capacity=capacity)
+        wanted += divided(plain, shape, way=way, schedule=schedule, device_type=device_type, flexible=flexible)
+    wanted += runnable_experts(plain, shape, schedule=schedule, flexible=flexible, capacity=capacity)
     # with a capacity of experts every strategy computes whole packs; what no strategy can be is said by the engine
-    whole = [s for s in found if runs_experts(s, shape, schedule, flexible, capacity)]
-    return whole or found
+    whole = [s for s in wanted if runs_experts(s, shape, schedule, flexible, capacity)]
+    return whole or wanted
 
 
 def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:

@@ -69,10 +69,10 @@ class DeviceWatch:
         if mode == "balance":
             why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"
             shares = stages is not None and stages.can_share
-            found = "no strategy has replicas, stages or shards" if shares else "no strategy has replicas or stages"
+            lacking = "no strategy has replicas, stages or shards" if shares else "no strategy has replicas or stages"
             if not shares and any(strategy.tp > 1 for strategy in engine.phases):
-                found += ", and no layer has a dense MLP that its plan divides"
-            _needs(engine, ("dp", "pp", "tp") if shares else ("dp", "pp"), mode, found, why)
+                lacking += ", and no layer has a dense MLP that its plan divides"
+            _needs(engine, ("dp", "pp", "tp") if shares else ("dp", "pp"), mode, lacking, why)
         if mode in GIVING:
             why = "columns are those of products that a tensor-parallel group shares"
             _needs(engine, ("tp",), mode, "no strategy is tensor parallel", why)
@@ -237,11 +237,11 @@ def _most(by_strategy: Mapping[str, Sequence[float]]) -> list[float]:
     return [max(shares) for shares in zip(*by_strategy.values(), strict=True)]
 
 
-def _needs(engine: HotSPaEngine, axes: Sequence[str], mode: str, found: str, why: str) -> None:
+def _needs(engine: HotSPaEngine, axes: Sequence[str], mode: str, lacking: str, why: str) -> None:
     if all(getattr(strategy, axis) == 1 for strategy in engine.phases for axis in axes):
         names = ", ".join(map(str, engine.phases))
         raise HotspaConfigError(
-            f"hotspa_stragglers={mode}, and {found} ({names})",
+            f"hotspa_stragglers={mode}, and {lacking} ({names})",
             why=why,
             fix=f"use a strategy with {' or '.join(f'{axis}2' for axis in axes)} or more, or hotspa_stragglers=watch",
         )

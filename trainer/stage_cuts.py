@@ -150,14 +150,14 @@ class StageCuts:
         spec = next((s for s in paced if vector.unit_costs[s.unit].by_pace), None)
         if not vector.paces or spec is None:
             return []
-        found = []
+        shown = []
         for strategy in (s for s in self._engine.phases if is_uneven(vector, s)):
             for rank in range(strategy.world_size):
                 widths = shard_widths(vector, strategy, spec, rank)
                 own = widths[strategy.shard_index(strategy.coord(rank).tp)]
                 if own < min(sum(widths) // strategy.tp, max(widths)):
-                    found.append(f"{strategy} rank {rank} {own / sum(widths):.0%}")
-        return found
+                    shown.append(f"{strategy} rank {rank} {own / sum(widths):.0%}")
+        return shown
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, JSON-ready."""

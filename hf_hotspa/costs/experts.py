@@ -113,12 +113,12 @@ def _check_capacity(buckets: Iterable[Bucket], shape: ModelShape, schedule: str)
         )
     for strategy in (bucket.strategy for bucket in buckets):
         parts = {"cp": strategy.cp > 1, "+sp": strategy.sp, "+ck": strategy.ck > 0}
-        found = next((name for name, is_there in parts.items() if is_there), None)
-        if found or (strategy.pp > 1 and schedule in ("1f1b", "gpipe")):
+        cutting = next((name for name, is_there in parts.items() if is_there), None)
+        if cutting or (strategy.pp > 1 and schedule in ("1f1b", "gpipe")):
             raise UnsupportedError(
                 f"a capacity of experts (hotspa_expert_capacity) under {strategy}"
-                + ("" if found else f" with the pipeline schedule {schedule!r}"),
+                + ("" if cutting else f" with the pipeline schedule {schedule!r}"),
                 why="which tokens are dropped is decided for a whole pack, and "
-                + (f"{found} computes parts of packs" if found else "it pads packs to one shape"),
-                fix=f"leave {found} out" if found else "leave the schedule at 'auto' (hotspa_pipeline_schedule)",
+                + (f"{cutting} computes parts of packs" if cutting else "it pads packs to one shape"),
+                fix=f"leave {cutting} out" if cutting else "leave the schedule at 'auto' (hotspa_pipeline_schedule)",
             )

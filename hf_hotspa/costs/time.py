@@ -319,8 +319,8 @@ class TimeModel:
             packs = [[packs[index]] for packs in replicas if index < len(packs)]
             seconds = together.phase_seconds(plain, packs)
             cuts = [cut_into_chains(pack, strategy.ck) for (pack,) in packs] if strategy.ck else []
-            backwards = max((sum(map(len, found)) for found in cuts), default=1)
-            again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in found) for found in cuts), default=0)
+            backwards = max((sum(map(len, chunks)) for chunks in cuts), default=1)
+            again = max((sum(max(len(c) - 1 - strategy.kg, 0) for c in chunks) for chunks in cuts), default=0)
             forward = self.forward_share * (backwards + again) / backwards
             backward = 1 - self.forward_share + (self.forward_share / strategy.rc if strategy.rc else 0.0)
             share = forward / (forward + backward)

@@ -35,7 +35,7 @@ class ColumnStatistics:
         self._engine, self._works, self._resizing = engine, engine.flexible_works(), resizing
         self._is_kept = resizing.columns != "rd"
         self._before: list[Tensor | None] | None = None
-        self._rows = {name: list(found) for name, found in self._shards().items()} if self._is_kept else {}
+        self._rows = {name: list(shards) for name, shards in self._shards().items()} if self._is_kept else {}
         for work in self._works.values():
             work.resizing = resizing
 
@@ -43,14 +43,14 @@ class ColumnStatistics:
         """Parameter name -> of each strategy the linear, and the rows of this rank's shard along the dim that is cut."""
         description = self._engine.description
         specs = {spec.name: spec for spec in description.vector.specs}
-        found: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
+        shards: dict[str, list[tuple[Strategy, str, tuple[tuple[int, int], ...], int]]] = {}
         for strategy, work in self._works.items():
             for linear in work.products:
                 spec = specs.get(description.weight_of(linear))
                 if spec is not None and spec.trainable and spec.shard_dim is not None:
                     rows = shard_rows(description.vector, strategy, spec, self._engine.rank)
-                    found.setdefault(spec.name, []).append((strategy, linear, rows, spec.shard_dim))
-        return found
+                    shards.setdefault(spec.name, []).append((strategy, linear, rows, spec.shard_dim))
+        return shards
 
     @torch.no_grad()
     def begin(self, step: int, pass_steps: int) -> None:
@@ -104,21 +104,21 @@ class ColumnStatistics:
 
     def tensors(self) -> dict[str, Tensor]:
         """What this rank needs to go on bit for bit, copied to host memory; empty where that is nothing."""
-        found: dict[str, Tensor] = {}
+        state: dict[str, Tensor] = {}
         for index, before in enumerate(self._before or ()):
             if before is not None:
-                found[f"{_BEFORE}/{index}"] = before.detach().to("cpu", copy=True)
+                state[f"{_BEFORE}/{index}"] = before.detach().to("cpu", copy=True)
         for strategy, work in self._works.items():
             for linear, variation in work.variation.items():
-                found[f"{_VARIATION}/{strategy}/{linear}"] = torch.tensor(variation, dtype=torch.float64)
+                state[f"{_VARIATION}/{strategy}/{linear}"] = torch.tensor(variation, dtype=torch.float64)
             for linear, columns in work.left_out.items():
                 if columns:
-                    found[f"{_LEFT_OUT}/{strategy}/{linear}"] = torch.tensor(sorted(columns))
+                    state[f"{_LEFT_OUT}/{strategy}/{linear}"] = torch.tensor(sorted(columns))
             for linear, memory in work.memories.items():
                 gradient = memory.now if memory.now is not None else memory.before
                 if gradient is not None:
-                    found[f"{_GRADIENT}/{strategy}/{linear}"] = gradient.detach().to("cpu", copy=True).contiguous()
-        return dict(sorted(found.items()))
+                    state[f"{_GRADIENT}/{strategy}/{linear}"] = gradient.detach().to("cpu", copy=True).contiguous()
+        return dict(sorted(state.items()))
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Goes on from `tensors` of the same rank. What does not fit (other strategies, another model) is left."""
@@ -130,16 +130,16 @@ class ColumnStatistics:
         for strategy, work in self._works.items():
             variation: dict[str, tuple[float, ...]] = {}
             for linear, product in work.products.items():
-                found = tensors.get(f"{_VARIATION}/{strategy}/{linear}")
-                if found is not None and len(found) == product.columns[work.position]:
-                    variation[linear] = tuple(found.tolist())
+                stored = tensors.get(f"{_VARIATION}/{strategy}/{linear}")
+                if stored is not None and len(stored) == product.columns[work.position]:
+                    variation[linear] = tuple(stored.tolist())
             work.take_statistics(variation)
             for linear in work.products:
-                if (found := tensors.get(f"{_LEFT_OUT}/{strategy}/{linear}")) is not None:
-                    work.left_out[linear] = set(found.tolist())
-                found, memory = tensors.get(f"{_GRADIENT}/{strategy}/{linear}"), work.memory(linear)
-                if found is not None and memory is not None:
-                    memory.now, memory.before = found.to(self._engine.device), None
+                if (stored := tensors.get(f"{_LEFT_OUT}/{strategy}/{linear}")) is not None:
+                    work.left_out[linear] = set(stored.tolist())
+                stored, memory = tensors.get(f"{_GRADIENT}/{strategy}/{linear}"), work.memory(linear)
+                if stored is not None and memory is not None:
+                    memory.now, memory.before = stored.to(self._engine.device), None
 
 
 def _copied(x: Tensor | None) -> Tensor | None:

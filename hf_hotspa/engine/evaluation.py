@@ -153,8 +153,10 @@ class Evaluation:
             rows = []  # by cp coordinate, then by part
             for cp in range(strategy.cp if packs else 0):
                 tokens = [sum(stop - first for _, first, stop in share.pieces[cp]) for share in shares]
-                found = self._of_replica(strategy, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), widths, dtype, mine)
-                rows.append(found.split(tokens))
+                of_replica = self._of_replica(
+                    strategy, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), widths, dtype, mine
+                )
+                rows.append(of_replica.split(tokens))
             ordered = iter([in_order([row[i] for row in rows], share) for i, share in enumerate(shares)])
             for pack, of_pack in zip(packs, parts, strict=True):
                 whole, begin = torch.cat([next(ordered) for _ in of_pack]), 0

@@ -61,14 +61,14 @@ def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.d
     exchange, work.exchange = work.exchange, Exchange.BROADCAST
     samples = []
     for share in SHARES:
-        found = [0.0, 0.0, 0.0]
+        seconds_of = [0.0, 0.0, 0.0]
         for product, number in kinds.items():
             for i, seconds in enumerate(_sample(work, product, share, tokens, dtype, device)):
-                found[i] += seconds * number
-        samples.append((share * columns, found))
+                seconds_of[i] += seconds * number
+        samples.append((share * columns, seconds_of))
     work.exchange = exchange
     (static, extract), (send_static, send), (_, compute) = (
-        fitted_line([(n, found[i]) for n, found in samples]) for i in range(3)
+        fitted_line([(n, seconds_of[i]) for n, seconds_of in samples]) for i in range(3)
     )
     return [float(columns), static, extract, send, compute, send_static]
 
@@ -115,18 +115,18 @@ def _send(work: FlexibleWork, product: Product, share: float, tokens: int, like:
     def given(rows: int, width: int) -> Tensor | None:
         return like.new_zeros(rows, width) if part.gives else None
 
-    def found(rows: int) -> Tensor | None:
+    def made(rows: int) -> Tensor | None:
         return None if part.gives else like.new_zeros(rows, part.own.stop - part.own.start)
 
     sent = columns - migration.first
     part.columns(given(outputs, sent), outputs, like)
     if product.is_row:
         part.columns(given(tokens, sent), tokens, like)
-        part.collect(found(tokens + outputs), tokens + outputs, like)
+        part.collect(made(tokens + outputs), tokens + outputs, like)
     else:
         part.sum_to_giver(like.new_zeros(tokens, outputs))
         part.whole(given(tokens, outputs), (tokens, outputs), like)
-        part.collect(found(outputs), outputs, like)
+        part.collect(made(outputs), outputs, like)
 
 
 def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGroup | None) -> float:

@@ -26,10 +26,10 @@ def paces_of_group(vector: ParameterVector, strategy: Strategy, rank: int) -> tu
     if not vector.paces or strategy.tp == 1:
         return ()
     first = rank - strategy.coord(rank).tp
-    found = [USUAL_PACE] * strategy.tp
+    paces_by_shard = [USUAL_PACE] * strategy.tp
     for tp_coord, pace in enumerate(vector.paces[first : first + strategy.tp]):
-        found[strategy.shard_index(tp_coord)] = pace
-    return tuple(found) if len(set(found)) > 1 else ()
+        paces_by_shard[strategy.shard_index(tp_coord)] = pace
+    return tuple(paces_by_shard) if len(set(paces_by_shard)) > 1 else ()
 
 
 def is_uneven(vector: ParameterVector, strategy: Strategy) -> bool:
@@ -143,8 +143,8 @@ def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
         return 1 / strategy.tp
     groups = range(0, strategy.world_size, strategy.tp)
     layers = [costs for costs in vector.unit_costs.values() if costs.by_pace]
-    found = [max(_shares(vector, strategy, c, g), default=0) / c.columns for c in layers for g in groups]
-    return max(1 / strategy.tp, *found)
+    shares = [max(_shares(vector, strategy, c, g), default=0) / c.columns for c in layers for g in groups]
+    return max(1 / strategy.tp, *shares)
 
 
 def paces_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
@@ -165,8 +165,8 @@ def fastest_stages(strategy: Strategy, paces: Sequence[int]) -> tuple[int, ...]:
     Args:
         paces: Of each rank.
     """
-    found = [[0] * strategy.dp for _ in range(strategy.pp)]
+    slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
     for rank, pace in enumerate(paces):
         coord = strategy.coord(rank)
-        found[coord.pp][coord.dp] = max(found[coord.pp][coord.dp], pace)
-    return tuple(map(min, found))
+        slowest[coord.pp][coord.dp] = max(slowest[coord.pp][coord.dp], pace)
+    return tuple(map(min, slowest))

@@ -185,7 +185,7 @@ class ParameterVector:
     @cached_property
     def unit_costs(self) -> dict[int, UnitCosts]:
         """Of each layer what it computes."""
-        found = {}
+        costs = {}
         for unit in range(self.num_layers):
             specs = [spec for spec in self._specs_by_unit.get(unit, []) if len(spec.shape) > 1]
             paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts)]
@@ -193,13 +193,13 @@ class ParameterVector:
                 paced = []
             names = {spec.name for spec in paced}
             rest = [spec for spec in specs if spec.name not in names]
-            found[unit] = UnitCosts(
+            costs[unit] = UnitCosts(
                 cut=sum(s.numel for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
                 whole=sum(s.numel for s in rest if s.shard_dim is None),
                 by_pace=sum(s.numel for s in paced),
                 columns=paced[0].parts[0].rows if paced else 0,
             )
-        return found
+        return costs
 
     @cached_property
     def _specs_by_unit(self) -> dict[int, list[ParameterSpec]]:
@@ -214,10 +214,10 @@ class ParameterVector:
         Raises:
             HotspaConfigError: a pace is not positive.
         """
-        found = tuple(paces)
-        if min(found, default=1) < 1:
+        given = tuple(paces)
+        if min(given, default=1) < 1:
             raise HotspaConfigError("a pace of a rank is not positive", fix="give paces relative to 100")
-        return replace(self, paces=found)
+        return replace(self, paces=given)
 
     def with_measured(self, costs: StageCosts | None) -> "ParameterVector":
         """The same parameters, whose stages are cut by what was measured; by count when None.

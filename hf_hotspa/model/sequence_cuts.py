@@ -65,14 +65,14 @@ def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: boo
         names = names_in_forward(module)
         window, cap = (getattr(module, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
         widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
-        for found, what in (
+        for is_there, what in (
             (window is not None, f"a sliding window of {window} tokens"),
             (cap is not None and "softcap" in names, f"a cap of {cap} on its scores"),
             ("s_aux" in names, "sinks"),
             (drops, "dropout of its probabilities"),
             (None not in widths and widths[0] != widths[1], "values of another width than its keys"),
         ):
-            if found:
+            if is_there:
                 return (
                     f"the attention of {family} has {what}, and blocks on a ring are full attention with plain scores"
                 )

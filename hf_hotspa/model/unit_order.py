@@ -33,8 +33,8 @@ def modules_of_units(
     inside = {id(module) for layer in layers for module in layer.modules()}
     for module in model.modules():
         if id(module) not in inside:
-            found = dict.fromkeys(map(unit_of, module.parameters(recurse=False)))
-            yield from ((unit, module) for unit in found if unit is not None)
+            units = dict.fromkeys(map(unit_of, module.parameters(recurse=False)))
+            yield from ((unit, module) for unit in units if unit is not None)
 
 
 def order_unsupported_reason(

@@ -130,13 +130,13 @@ def _whole_on_ranks(order: Sequence[int], lengths: Sequence[int], costs: Sequenc
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     """Pieces that follow one another in a sequence, as one."""
-    found: list[Piece] = []
+    joined: list[Piece] = []
     for sequence, first, stop in pieces:
-        if found and found[-1][0] == sequence and found[-1][2] == first:
-            found[-1] = sequence, found[-1][1], stop
+        if joined and joined[-1][0] == sequence and joined[-1][2] == first:
+            joined[-1] = sequence, joined[-1][1], stop
         else:
-            found.append((sequence, first, stop))
-    return found
+            joined.append((sequence, first, stop))
+    return joined
 
 
 def _padded(lengths: Sequence[int], pieces: Sequence[Sequence[Piece]], multiple: int) -> Shares:

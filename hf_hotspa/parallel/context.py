@@ -152,11 +152,11 @@ class ContextParallel:
             return [self.shares(lengths)]
         ends = list(accumulate(lengths))
         chunks = [chunk for chain in cut_for(self._strategy, lengths, self._pair_cost) for chunk in chain]
-        found = []
+        divisions = []
         for first, stop in chunks:
             inside = [min(end, stop) - max(end - own, first) for end, own in zip(ends, lengths, strict=True)]
-            found.append(self.shares([tokens for tokens in inside if tokens > 0]))
-        return found
+            divisions.append(self.shares([tokens for tokens in inside if tokens > 0]))
+        return divisions
 
     def divide(self, lengths: Sequence[int]) -> Division:
         """A pack, divided."""
@@ -218,7 +218,7 @@ def _to_heads(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
         started.append(
             (_start(out, own.view(-1), sizes, [own.numel() // context.size] * context.size, context), out, own)
         )
-    found = []
+    by_heads = []
     for (work, out, _), x in zip(started, tensors, strict=True):
         with CLOCK.waiting:
             work.wait()
@@ -226,8 +226,8 @@ def _to_heads(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
         parts = out.split([heads * row * width for row in rows])
         whole = torch.cat([part.view(heads, row, width) for part, row in zip(parts, rows, strict=True)], 1)
         order = division.to_pack
-        found.append((whole if order is None else whole.index_select(1, order))[None])
-    return found
+        by_heads.append((whole if order is None else whole.index_select(1, order))[None])
+    return by_heads
 
 
 def _to_tokens(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
@@ -242,12 +242,12 @@ def _to_tokens(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
         out = x.new_empty(mine * context.size)
         sizes = [own.shape[0] * row * own.shape[2] for row in rows]
         started.append((_start(out, sent, [mine] * context.size, sizes, context), out, sent))
-    found = []
+    by_tokens = []
     for (work, out, _), x in zip(started, tensors, strict=True):
         with CLOCK.waiting:
             work.wait()
-        found.append(out.view(1, -1, rows[context.index], x.shape[3]))
-    return found
+        by_tokens.append(out.view(1, -1, rows[context.index], x.shape[3]))
+    return by_tokens
 
 
 class _ToHeads(torch.autograd.Function):
@@ -281,14 +281,14 @@ def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         [1, h / P, T + padding, D] each, in the order of the pack, padding at the end: the heads of the rank's place.
     """
-    found: tuple[Tensor, ...] = _ToHeads.apply(division, *tensors)
-    return found
+    by_heads: tuple[Tensor, ...] = _ToHeads.apply(division, *tensors)
+    return by_heads
 
 
 def heads_to_tokens(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The inverse of `tokens_to_heads`, with gradients."""
-    found: tuple[Tensor, ...] = _ToTokens.apply(division, *tensors)
-    return found
+    by_tokens: tuple[Tensor, ...] = _ToTokens.apply(division, *tensors)
+    return by_tokens
 
 
 def gathered(x: Tensor, most: int, context: ContextGroup) -> tuple[Any, Tensor]:
@@ -321,8 +321,8 @@ class _AllTokens(torch.autograd.Function):
         work, whole = gathered(x, max(rows), division.context)
         with CLOCK.waiting:
             work.wait()
-        found = torch.cat([part[:row] for part, row in zip(whole, rows, strict=True)])
-        return found if division.to_pack is None else found.index_select(0, division.to_pack)
+        joined = torch.cat([part[:row] for part, row in zip(whole, rows, strict=True)])
+        return joined if division.to_pack is None else joined.index_select(0, division.to_pack)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -334,5 +334,5 @@ class _AllTokens(torch.autograd.Function):
 
 def all_tokens(x: Tensor, division: Division) -> Tensor:
     """[t, ...] of this rank's row as [T, ...] of the pack, for something that every rank computes alike. Collective in cp."""
-    found: Tensor = _AllTokens.apply(x, division)
-    return found[: sum(division.shares.lengths)]
+    gathered: Tensor = _AllTokens.apply(x, division)
+    return gathered[: sum(division.shares.lengths)]

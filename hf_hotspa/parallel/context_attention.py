@@ -163,16 +163,16 @@ class _CutTokens:
         if not self.most:  # no sequence is cut
             return [x.index_select(2, self.keys) for x in tensors]
         started = [gathered(x[0].transpose(0, 1).index_select(0, self.mine), self.most, self.context) for x in tensors]
-        found = []
+        all_tokens = []
         for x in tensors:
             work, whole = started.pop(0)  # is let go of as soon as it was used
             with CLOCK.waiting:
                 work.wait()
             rows = torch.cat([x[0].transpose(0, 1), whole.flatten(0, 1)])
             del work, whole
-            found.append(rows.index_select(0, self.keys).transpose(0, 1)[None])
+            all_tokens.append(rows.index_select(0, self.keys).transpose(0, 1)[None])
             del rows
-        return found
+        return all_tokens
 
     def returned(self, gradients: list[Tensor]) -> list[Tensor]:
         """The gradients [1, K, before + t, D] of this rank's keys, summed over all that saw them, of [1, K, S, D] each.
@@ -191,14 +191,14 @@ class _CutTokens:
             del x, rows
             started.append((*scattered_sum(others, self.context), others, own))
             del others
-        found = []
+        own_gradients = []
         while started:
             work, parts, _, own = started.pop(0)
             with CLOCK.waiting:
                 work.wait()
             total = parts.sum(0, dtype=wide)[: len(self.mine)]
-            found.append(own.index_add_(0, self.mine, total).transpose(0, 1)[None].to(dtype))
-        return found
+            own_gradients.append(own.index_add_(0, self.mine, total).transpose(0, 1)[None].to(dtype))
+        return own_gradients
 
 
 def _later(piece: Piece, start: int) -> Piece:

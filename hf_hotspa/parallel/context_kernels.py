@@ -47,15 +47,15 @@ class Fused:
         self._lengths, self._scaling = lengths, scaling
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        found = []
+        by_piece = []
         for queries, own, blocks in self._pieces():
             q = query[:, :, queries]
             out, total = attend_to_block(q, key[:, :, own], value[:, :, own], True, self._scaling)
             for block in blocks:
                 part = attend_to_block(q, key[:, :, block], value[:, :, block], False, self._scaling)
                 out, total = merged(out, total, *part)
-            found.append((out.to(query.dtype), total))
-        return torch.cat([out for out, _ in found], 2), torch.cat([total for _, total in found], 2)
+            by_piece.append((out.to(query.dtype), total))
+        return torch.cat([out for out, _ in by_piece], 2), torch.cat([total for _, total in by_piece], 2)
 
     def backward(
         self,
@@ -82,13 +82,13 @@ class Fused:
 
     def _pieces(self) -> Sequence[tuple[slice, slice, list[slice]]]:
         """Of each piece its queries, their own keys, and blocks of those before them."""
-        found, query, key = [], 0, 0
+        pieces, query, key = [], 0, 0
         for own, keys in self._lengths:
             before = keys - own
             blocks = [slice(key + b.start, key + min(b.stop, before)) for b in blocks_of_tokens(before)]
-            found.append((slice(query, query + own), slice(key + before, key + keys), blocks))
+            pieces.append((slice(query, query + own), slice(key + before, key + keys), blocks))
             query, key = query + own, key + keys
-        return found
+        return pieces
 
 
 class Explicit:
@@ -110,8 +110,10 @@ class Explicit:
         out: Tensor,
         total: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        *found, of_sinks = explicit_gradients(of_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores)
-        of_query, of_key, of_value = (x[None] for x in found)
+        *gradients, of_sinks = explicit_gradients(
+            of_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores
+        )
+        of_query, of_key, of_value = (x[None] for x in gradients)
         return of_query, of_key, of_value, of_sinks
 
 
@@ -137,8 +139,8 @@ class Varlen:
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (query, key, value)]
             again = self.forward(leaves[0], leaves[1], leaves[2], None)[0]
-            found = torch.autograd.grad(again, leaves, of_out)
-        return found[0], found[1], found[2], None
+            gradients = torch.autograd.grad(again, leaves, of_out)
+        return gradients[0], gradients[1], gradients[2], None
 
 
 def kernel_of(

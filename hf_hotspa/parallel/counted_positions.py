@@ -30,10 +30,10 @@ def counting_from(base: nn.Module, family: str) -> int | None:
         ids = torch.tensor([[padding + 1, padding, padding + 2, padding + 1]], device="cpu")
         expected = [[padding + 1, padding, padding + 2, padding + 3]]
         try:
-            found = getattr(counting, _METHOD)(ids, padding).tolist()
+            positions = getattr(counting, _METHOD)(ids, padding).tolist()
         except Exception:  # whatever the family's code raises when it is asked in this way
-            found = None
-        if found == expected:
+            positions = None
+        if positions == expected:
             return padding
     raise UnsupportedError(
         f"{type(counting).__name__} of {family} computes the positions of tokens from their ids in a way of its own",

@@ -66,17 +66,17 @@ def unsupported_reason(
         layers: What the names of layers begin with; one for each list of them.
         kinds: How each layer treats the sequences of a pack.
     """
-    found = fused_experts(modules, layers)
-    loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in found), None)
+    fused = fused_experts(modules, layers)
+    loose = next((n for n in modules if n.startswith(layers) and n.endswith(".experts") and n not in fused), None)
     if loose is not None:
         return (
             f"{loose} of {family} ({type(modules[loose]).__name__}) is not one fused module of experts, so ep must be 1"
         )
-    if not found:
+    if not fused:
         return None  # a dense model, which has none to divide
-    if len(set(found.values())) > 1:
-        return f"the layers of {family} have {sorted(set(found.values()))} experts, not all as many, so ep must be 1"
-    for name, count in found.items():
+    if len(set(fused.values())) > 1:
+        return f"the layers of {family} have {sorted(set(fused.values()))} experts, not all as many, so ep must be 1"
+    for name, count in fused.items():
         module = modules[name]
         arguments = list(inspect.signature(type(module).forward).parameters)[1:]
         if len(arguments) != 3:

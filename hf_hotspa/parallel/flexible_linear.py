@@ -76,13 +76,13 @@ class _OwnColumns:
         """Of [rows, L] what is computed here."""
         return x[:, : self.count] if self._resized is None else self._resized.take(x)
 
-    def of_input(self, found: Tensor) -> Tensor:
+    def of_input(self, product: Tensor) -> Tensor:
         """[rows, L]: the gradient of an input, with zeros for what was given away."""
-        return self._widened(found if self._resized is None else self._resized.of_input(found, self.count))
+        return self._widened(product if self._resized is None else self._resized.of_input(product, self.count))
 
-    def of_weight(self, found: Tensor) -> Tensor:
+    def of_weight(self, product: Tensor) -> Tensor:
         """The same of a weight."""
-        return self._widened(found if self._resized is None else self._resized.of_weight(found, self.count))
+        return self._widened(product if self._resized is None else self._resized.of_weight(product, self.count))
 
     def _widened(self, x: Tensor) -> Tensor:
         return x if x.shape[1] == self._columns else functional.pad(x, (0, self._columns - x.shape[1]))
@@ -130,9 +130,9 @@ class _ColumnProduct(torch.autograd.Function):
                 _merge(part, dx, mine)
             if dw is not None:
                 mine = None if part.gives else PRODUCTS.of(given.t(), x[:, part.span])
-                found = part.collect(mine, ctx.outputs[part.migration.giver], w)
+                collected = part.collect(mine, ctx.outputs[part.migration.giver], w)
                 if part.gives:
-                    dw[:, part.migration.first :] = found
+                    dw[:, part.migration.first :] = collected
         if dw is not None and ctx.memory is not None:
             ctx.memory.add(dw)
         return dx, dw, None, None, None, None
@@ -144,9 +144,9 @@ def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
         if mine is not None:
             dx[:, part.span] += mine
         return
-    found = part.collect(mine, dx.shape[0], dx)
+    collected = part.collect(mine, dx.shape[0], dx)
     if part.gives:
-        dx[:, part.migration.first :] = found
+        dx[:, part.migration.first :] = collected
 
 
 class _RowProduct(torch.autograd.Function):
@@ -188,12 +188,12 @@ class _RowProduct(torch.autograd.Function):
             if dw is not None:
                 mine.append(x.new_zeros(0, 0) if part.gives else PRODUCTS.of(grad.t(), columns))
             rows = tokens * needs_x + w.shape[0] * needs_w
-            found = part.collect(None if part.gives else torch.cat(mine), rows, x)
+            collected = part.collect(None if part.gives else torch.cat(mine), rows, x)
             if part.gives:
                 if dx is not None:
-                    dx[:, part.migration.first :] = found[:tokens]
+                    dx[:, part.migration.first :] = collected[:tokens]
                 if dw is not None:
-                    dw[:, part.migration.first :] = found[rows - w.shape[0] :]
+                    dw[:, part.migration.first :] = collected[rows - w.shape[0] :]
         if dw is not None and ctx.memory is not None:
             ctx.memory.add(dw)
         return dx, dw, None, None, None

@@ -148,8 +148,8 @@ class FlexibleWork:
             columns: Of the product of each position.
         """
         givers = [position for position, share in enumerate(self.shares) if share > 0.0]
-        found = [migrate(self.size, giver, columns[giver], self.shares[giver], givers) for giver in givers]
-        return [migration for migration in found if migration is not None]
+        planned = [migrate(self.size, giver, columns[giver], self.shares[giver], givers) for giver in givers]
+        return [migration for migration in planned if migration is not None]
 
 
 @dataclass(frozen=True)
@@ -186,14 +186,14 @@ class Part:
 
     def whole(self, tensor: Tensor | None, shape: tuple[int, ...], like: Tensor) -> Tensor:
         """The giver's tensor, on every rank."""
-        found = like.new_empty(shape) if tensor is None else tensor.contiguous()
+        received = like.new_empty(shape) if tensor is None else tensor.contiguous()
         with CLOCK.waiting:
             if self._scatters:
-                copies = [found] * self.work.size if self.gives else None
-                dist.scatter(found.clone() if self.gives else found, copies, **self._at())
+                copies = [received] * self.work.size if self.gives else None
+                dist.scatter(received.clone() if self.gives else received, copies, **self._at())
             else:
-                dist.broadcast(found, **self._at())
-        return found
+                dist.broadcast(received, **self._at())
+        return received
 
     def columns(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
         """This helper's columns of what the giver gives.
@@ -223,14 +223,14 @@ class Part:
             with CLOCK.waiting:
                 dist.reduce(tensor, group=self.work.group, group_dst=self.migration.giver)
             return tensor
-        found = self._gathered(tensor)
-        return torch.stack(found).sum(0) if found is not None else tensor
+        parts = self._gathered(tensor)
+        return torch.stack(parts).sum(0) if parts is not None else tensor
 
     def _gathered(self, tensor: Tensor) -> list[Tensor] | None:
-        found = [torch.empty_like(tensor) for _ in range(self.work.size)] if self.gives else None
+        parts = [torch.empty_like(tensor) for _ in range(self.work.size)] if self.gives else None
         with CLOCK.waiting:
-            dist.gather(tensor, found, group=self.work.group, group_dst=self.migration.giver)
-        return found
+            dist.gather(tensor, parts, group=self.work.group, group_dst=self.migration.giver)
+        return parts
 
     def collect(self, tensor: Tensor | None, rows: int, like: Tensor) -> Tensor:
         """What the helpers computed for their columns, side by side on the giver.
@@ -245,12 +245,12 @@ class Part:
             mine = like.new_zeros(rows, self._widest())
             if tensor is not None:
                 mine[:, : tensor.shape[1]] = tensor
-            found = self._gathered(mine)
-            if found is None:
+            parts = self._gathered(mine)
+            if parts is None:
                 return mine
             sizes = [stop - start for start, stop in self.migration.parts]
             by_column = sorted(range(len(sizes)), key=lambda i: self.migration.parts[i])
-            return torch.cat([found[i][:, : sizes[i]] for i in by_column], 1)
+            return torch.cat([parts[i][:, : sizes[i]] for i in by_column], 1)
         mine = like.new_zeros(rows, self.migration.count)
         if tensor is not None:
             mine[:, self.own] = tensor

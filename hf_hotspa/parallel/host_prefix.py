@@ -79,10 +79,10 @@ class PrefixFetcher:
         pair, after = prefix_of(index), self._after(index, count)
         # the last one again, where a layer is computed again; a chunk later the same attention has another prefix
         known = (copies for copies in (self._ahead, self._last) if copies is not None and copies.index == index)
-        found = next((copies for copies in known if copies.pair[0].shape == pair[0].shape), None)
+        ready = next((copies for copies in known if copies.pair[0].shape == pair[0].shape), None)
         self.num_fetched += 1
-        self.num_ahead += found is not None
-        copies = self._last = found or self._copy(index, pair)
+        self.num_ahead += ready is not None
+        copies = self._last = ready or self._copy(index, pair)
         if after is None:
             self._ahead = None
         elif self._ahead is None or self._ahead.index != after:

@@ -64,14 +64,14 @@ class Resized:
         """[rows, K] of [rows, L]."""
         return x.index_select(1, self.kept)
 
-    def of_input(self, found: Tensor, columns: int) -> Tensor:
+    def of_input(self, product: Tensor, columns: int) -> Tensor:
         """[rows, L], the gradient of an input: see `imputed`."""
-        return imputed(found, self.kept, columns, self.imputation)
+        return imputed(product, self.kept, columns, self.imputation)
 
-    def of_weight(self, found: Tensor, columns: int) -> Tensor:
+    def of_weight(self, product: Tensor, columns: int) -> Tensor:
         """[N, L], the gradient of a weight."""
         before = self.memory.columns_left() if self.memory is not None else None
-        return imputed(found, self.kept, columns, self.imputation, before)
+        return imputed(product, self.kept, columns, self.imputation, before)
 
 
 class ResizedProduct(torch.autograd.Function):
@@ -98,22 +98,22 @@ class ResizedProduct(torch.autograd.Function):
         return dx, dw, None
 
 
-def imputed(found: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:
+def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:
     """A gradient of usual size.
 
     Args:
-        found: [rows, K], of the kept columns.
+        product: [rows, K], of the kept columns.
         kept: int64 [K].
         columns: L.
         imputation: One of `IMPUTATIONS`.
         before: [rows, at least L], the gradient of the iteration before, for "same"; None for zeros.
 
     Returns:
-        [rows, L]; column `kept[n]` is column n of what was found.
+        [rows, L]; column `kept[n]` is column n of `product`.
     """
-    whole = found.new_zeros(found.shape[0], columns)
+    whole = product.new_zeros(product.shape[0], columns)
     if imputation == "average":
-        whole += found.mean(1, keepdim=True)
+        whole += product.mean(1, keepdim=True)
     elif imputation == "same" and before is not None:
         whole.copy_(before[:, :columns])
-    return whole.index_copy_(1, kept, found)
+    return whole.index_copy_(1, kept, product)

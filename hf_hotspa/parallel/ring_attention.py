@@ -51,14 +51,14 @@ class _Ring:
             step: How many ranks back the block comes from; that of step 0 is the row itself.
         """
         block = self.own if step == 0 else self._blocks[(self.context.index - step) % self.context.size]
-        found = [
+        seen = [
             (slice(at, at + stop - first), slice(there, there + end - begin), (begin, end) == (first, stop))
             for i, first, stop, at in self.own
             for j, begin, end, there in block
             if i == j and begin <= first
         ]
-        found.sort(key=lambda pair: not pair[2])  # own tokens first: every query has seen a key then
-        return found + [(pad, pad, True) for pad in self.pads if step == 0]
+        seen.sort(key=lambda pair: not pair[2])  # own tokens first: every query has seen a key then
+        return seen + [(pad, pad, True) for pad in self.pads if step == 0]
 
     def block(self, *tensors: Tensor) -> Tensor:
         """[n, K, most, D] of the tokens that go around, of [1, K, t, D] each."""
@@ -81,11 +81,11 @@ class _Ring:
 
 def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
     """Pieces and where each begins, one after the other."""
-    found, at = [], 0
+    placed, at = [], 0
     for sequence, first, stop in pieces:
-        found.append((sequence, first, stop, at))
+        placed.append((sequence, first, stop, at))
         at += stop - first
-    return found
+    return placed
 
 
 def _wait(works: Any) -> None:

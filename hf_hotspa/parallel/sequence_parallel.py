@@ -123,8 +123,8 @@ def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> 
         group: The tensor-parallel group, of t ranks; None where this rank has all tokens.
         num_tokens: T but for the padding.
     """
-    found: Tensor = x if group is None else _SameTokens.apply(x, group)
-    return found[:num_tokens]
+    same: Tensor = x if group is None else _SameTokens.apply(x, group)
+    return same[:num_tokens]
 
 
 def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **kwargs: Any) -> Any:

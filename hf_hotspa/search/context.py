@@ -19,13 +19,13 @@ def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> lis
 
     Their weights lie as those of the given ones, see `Strategy.layout`.
     """
-    found = (
+    candidates = (
         replace(strategy, dp=strategy.dp // cp, cp=cp)
         for strategy in strategies
         for cp in range(2, strategy.dp + 1)
         if strategy.cp == 1 and strategy.dp % cp == 0
     )
-    return [strategy for strategy in found if strategy.unsupported_reason(model) is None]
+    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
 
 
 def divided(

@@ -22,13 +22,13 @@ def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list
 
     Those whose chunks or units of layers do not go with ep are left out.
     """
-    found = (
+    candidates = (
         replace(strategy, ep=ep)
         for strategy in strategies
         for ep in range(2, min(strategy.stage_size, model.num_experts) + 1)
         if strategy.ep == 1 and not strategy.z and not strategy.ck and strategy.stage_size % ep == 0
     )
-    return [strategy for strategy in found if strategy.unsupported_reason(model) is None]
+    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
 
 
 def runnable_experts(
@@ -46,8 +46,8 @@ def runnable_experts(
         shape: The model.
         schedule: See `costs.experts.check_experts`, for the others, too.
     """
-    found = expert_strategies([s for s in strategies if s.cp == 1], shape)
-    return [s for s in found if runs_experts(s, shape, schedule, flexible, capacity)]
+    candidates = expert_strategies([s for s in strategies if s.cp == 1], shape)
+    return [s for s in candidates if runs_experts(s, shape, schedule, flexible, capacity)]
 
 
 def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
@@ -67,7 +67,7 @@ def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Calla
     wanting = [
         sorted(own, key=lambda s: s.ep) for whole, own in divided.items() if whole in there and tokens(whole) < longest
     ]
-    holding = [found for own in wanting if (found := [s for s in own if tokens(s) >= longest][:_DEGREES])]
+    holding = [those for own in wanting if (those := [s for s in own if tokens(s) >= longest][:_DEGREES])]
     # beside ep, pipelines and layers that recompute are for where nothing else holds the sequence
     plain = [own for own in holding if own[0].pp == 1 and not own[0].rc]
     if not holding and not any(tokens(s) >= longest for s in strategies):

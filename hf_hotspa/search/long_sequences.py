@@ -60,7 +60,7 @@ def longest_by_strategy(
         tokens: The longest sequence that a strategy holds.
         schedule: The schedule of pipelines.
     """
-    found = []
+    longest = []
     for strategy in _shapes_beside(asked, shape):
         ways = [strategy, replace(strategy, rc=strategy.rc or 1)]
         plain = replace(strategy, ck=0, kg=0, kh=False)
@@ -70,8 +70,8 @@ def longest_by_strategy(
             for in_host in (False, True) if plain.pp == plain.cp == 1 else (False,):
                 tried = [replace(way, ck=size, kh=in_host) for size in CHUNK_SIZES for way in again]
                 ways.append(max(tried, key=tokens))
-        found += [(way, tokens(way)) for way in dict.fromkeys(ways)]
-    return found
+        longest += [(way, tokens(way)) for way in dict.fromkeys(ways)]
+    return longest
 
 
 def _shapes_beside(asked: Strategy, shape: ModelShape) -> list[Strategy]:

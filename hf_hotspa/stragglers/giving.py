@@ -184,7 +184,7 @@ class Giving:
                 if name not in state["shares"]:
                     continue
                 lists = [list(map(float, state[key][name])) for key in ("shares", "resized", "products", "token_s")]
-                if {len(found) for found in lists} != {len(shares)}:
+                if {len(values) for values in lists} != {len(shares)}:
                     raise ValueError(f"{name} is of another number of ranks")
                 self.shares[name], self.resized[name] = tuple(lists[0]), tuple(lists[1])
                 self._products[name], self._token_s[name] = lists[2:]

@@ -32,11 +32,11 @@ def paces_of_ranks(speeds: Sequence[float]) -> tuple[int, ...]:
 
 def stages_of_replicas(strategy: Strategy, ranks: Sequence[int]) -> list[list[int]]:
     """For each replica the pace of each of its stages, that of the slowest rank; stage s is on rank s mod pp of it."""
-    found = [[0] * strategy.pp for _ in range(strategy.dp)]
+    slowest = [[0] * strategy.pp for _ in range(strategy.dp)]
     for rank, pace in enumerate(ranks):
         coord = strategy.coord(rank)
-        found[coord.dp][coord.pp] = max(found[coord.dp][coord.pp], pace)
-    return [paces * strategy.v for paces in found]
+        slowest[coord.dp][coord.pp] = max(slowest[coord.dp][coord.pp], pace)
+    return [paces * strategy.v for paces in slowest]
 
 
 def throughput(
@@ -78,7 +78,7 @@ def cut_by_speed(
     """
     if speeds is None:
         return ()
-    ranks, found = paces_of_ranks(speeds), list[tuple[int, ...]]()
+    ranks, cuts = paces_of_ranks(speeds), list[tuple[int, ...]]()
     by_depth: dict[int, dict[Strategy, list[list[int]]]] = {}
     for strategy in strategies:
         if strategy.pp > 1:
@@ -87,8 +87,8 @@ def cut_by_speed(
     for depth, pool in by_depth.items():
         of_stages = _best(costs, depth, [(s.pp, replicas) for s, replicas in pool.items()])
         if of_stages is not None:
-            found.append(of_stages)
-    return tuple(sorted(found))
+            cuts.append(of_stages)
+    return tuple(sorted(cuts))
 
 
 def _best(costs: StageCosts, depth: int, pool: Sequence[tuple[int, list[list[int]]]]) -> tuple[int, ...] | None:

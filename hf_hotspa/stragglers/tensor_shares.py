@@ -65,5 +65,5 @@ def works_by_degree(
     """Where MLPs are divided unevenly, for each degree of tp what every rank has to do by what it would with even shares."""
     if not vector.paces:
         return ()
-    found = {strategy.tp: works(vector, strategy) for strategy in strategies if strategy.tp > 1}
-    return tuple((tp, own) for tp, own in sorted(found.items()) if len(set(own)) > 1)
+    by_degree = {strategy.tp: works(vector, strategy) for strategy in strategies if strategy.tp > 1}
+    return tuple((tp, own) for tp, own in sorted(by_degree.items()) if len(set(own)) > 1)
