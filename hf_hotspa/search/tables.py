@@ -125,10 +125,10 @@ def _exchanges(calibration: Calibration) -> list[str]:
         [f"cp{cp}" + (f"tp{tp}" if tp > 1 else "")]
         + [
             text
-            for hop in (found.all_to_all, found.gather)
+            for hop in (rates.all_to_all, rates.gather)
             for text in (f"{hop.latency_s * 1e6:,.1f}", f"{hop.token_s * 1e9:,.1f}")
         ]
-        for (cp, tp), found in calibration.context_exchanges.items()
+        for (cp, tp), rates in calibration.context_exchanges.items()
     ]
     heads = ["exchanges", "all-to-all us", "ns/token", "gather us", "ns/token"]
     return ["", text_table("", [heads, *rows]), ""] if rows else []

@@ -68,7 +68,7 @@ def test_stragglers(tmp_path: Path, capsys: pytest.CaptureFixture[str], part: st
         migrations = {"migrate", "migrate, own reduces", "migrate, scatter and gather"}
         resized = {"resize Rd", "resize Pri", "resize PriDiffR", "resize PriDiffE", "semi", "semi, PriDiffR"}
         answers = {"none slow", "off"} | migrations | resized
-        sides = {f"tp4: {answer}" for answer in answers} | {
+        sides = {f"tp4: {answer}" for answer in answers | {"balance (shares)"}} | {
             f"dp4: {answer}" for answer in ("none slow", "off", "balance")
         }
     if part == "stages":

@@ -278,13 +278,21 @@ DROPPED = {
 }
 
 
-def dropped(rank, world_size):
+def dropped(rank, world_size, names):
     dropout.CASES = DROPPED
-    return dropout.errors(rank, world_size, list(DROPPED))
+    return dropout.errors(rank, world_size, names)
 
 
-def test_dropout_drops_the_same_elements():
-    for found in run_ranks(2, dropped, timeout=300):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["lora allgather", "attention ulysses", "soft caps allgather"],
+        pytest.param(["lora ulysses", "attention allgather", "soft caps ulysses"], marks=pytest.mark.slow),
+    ],
+    ids=" ".join,
+)
+def test_dropout_drops_the_same_elements(names):
+    for found in run_ranks(2, dropped, names, timeout=300):
         for name, (worst, other, evaluated, same) in found.items():
             assert worst <= 1e-11, name
             assert min(other, evaluated) > 1e-6
