@@ -103,13 +103,8 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     return _GatherTokens.apply(x, group)
 
 
-class _SameTokens(torch.autograd.Function):
+class _SameTokens(_GatherTokens):
     """All tokens forward; backward this rank's of a gradient that every rank has alike."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]

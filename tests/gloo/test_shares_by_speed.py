@@ -5,16 +5,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from hf_hotspa.errors import DeviceMemoryError, PlanMismatchError
+from tests.balanced_runs import SLOW_FROM, SLOW_UNTIL, STEPS, balanced_runs
 from tests.families import tiny_model
 from tests.gloo.test_stage_cuts_by_speed import counted
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
 from tests.oracle import exact_in_double, random_rows, reference_step
-from tests.slow_ranks import said_to_take
-from tests.training_runs import contents, make_trainer, newest, train
+from tests.training_runs import contents, newest
 from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
@@ -160,36 +160,13 @@ def test_shares_that_one_rank_cannot_hold_are_refused_by_all_and_the_even_ones_t
 
 # -- in training --------------------------------------------------------------------------------------------------------
 
-SLOW_FROM, SLOW_UNTIL, STEPS = 2, 6, 9
-
 
 def is_slow(step: int, rank: int) -> float:
     return 3.0 if rank == 1 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
 
 
-class Keeper(TrainerCallback):
-    """Keeps the columns here in each mini-batch, and who was called slow after it."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.columns, self.slow = trainer, list[int](), list[tuple[int, ...]]()
-
-    def on_phase_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for of_layer in columns(self.trainer.engine).values():
-            self.columns += of_layer
-
-    def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
-        self.slow.append(report.slow)
-
-
-def balanced_runs(rank: int, world_size: int, runs: list[Any]) -> list[Any]:
-    found = []
-    for folder, resume, options in runs:
-        with said_to_take(rank, is_slow, token_s=1.0, by_weights=True):
-            trainer = make_trainer(folder, world_size, **options)
-            keeper = Keeper(trainer)
-            trainer.add_callback(keeper)
-            found.append((train(trainer, resume), keeper.columns, keeper.slow))
-    return found
+def widths_here(engine: Any) -> list[int]:
+    return [width for of_strategy in columns(engine).values() for width in of_strategy]
 
 
 def test_balance_divides_while_a_rank_is_slow_and_goes_on_bit_for_bit(tmp_path: Any) -> None:
@@ -199,7 +176,7 @@ def test_balance_divides_while_a_rank_is_slow_and_goes_on_bit_for_bit(tmp_path: 
     runs: list[Any] = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
     runs += [(str(tmp_path / "even"), None, {**common, "hotspa_stragglers": "watch", "save_strategy": "no"})]
-    by_rank = run_ranks(2, balanced_runs, runs)
+    by_rank = run_ranks(2, balanced_runs, runs, is_slow, widths_here)
     (losses, widths, slow), *resumed, (even, evenly, same) = by_rank[0]
     (_, others, _), *_ = by_rank[1]
     assert slow == same == [()] * 3 + [(1,)] * 4 + [()] * 2  # two mini-batches after onset and recovery

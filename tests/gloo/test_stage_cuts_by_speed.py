@@ -5,20 +5,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import TrainerCallback
 
 from hf_hotspa.errors import DeviceMemoryError, PlanMismatchError
 from hf_hotspa.parallel.stage_input import PassThrough
+from tests.balanced_runs import SLOW_FROM, SLOW_UNTIL, STEPS, balanced_runs
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.oracle import random_rows, reference_step
-from tests.slow_ranks import said_to_take
-from tests.training_runs import contents, make_trainer, newest, train
+from tests.training_runs import contents, newest
 from tests.worlds import make_engine, make_mini_batch, worst_error
 
 pytestmark = pytest.mark.gloo
 
-SLOW_FROM, SLOW_UNTIL, STEPS = 2, 6, 9
 SLOW_SECOND = ((100, 400),)
 
 
@@ -136,28 +134,8 @@ def is_slow(step: int, rank: int) -> float:
     return 4.0 if rank == 1 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
 
 
-class Keeper(TrainerCallback):
-    """Keeps the layers here in each mini-batch, and who was called slow after it."""
-
-    def __init__(self, trainer: Any) -> None:
-        self.trainer, self.layers, self.slow = trainer, list[int](), list[tuple[int, ...]]()
-
-    def on_phase_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.layers += num_layers(self.trainer.engine).values()
-
-    def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
-        self.slow.append(report.slow)
-
-
-def balanced_runs(rank: int, world_size: int, runs: list[Any]) -> list[Any]:
-    found = []
-    for folder, resume, options in runs:
-        with said_to_take(rank, is_slow, token_s=1.0, by_weights=True):
-            trainer = make_trainer(folder, world_size, **options)
-            keeper = Keeper(trainer)
-            trainer.add_callback(keeper)
-            found.append((train(trainer, resume), keeper.layers, keeper.slow))
-    return found
+def layers_here(engine: Any) -> list[int]:
+    return list(num_layers(engine).values())
 
 
 def test_balance_cuts_while_a_stage_is_slow_and_goes_on_bit_for_bit(tmp_path: Any) -> None:
@@ -167,7 +145,7 @@ def test_balance_cuts_while_a_stage_is_slow_and_goes_on_bit_for_bit(tmp_path: An
     runs: list[Any] = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
     runs += [(str(tmp_path / "even"), None, {**common, "hotspa_stragglers": "watch", "save_strategy": "no"})]
-    by_rank = run_ranks(2, balanced_runs, runs)
+    by_rank = run_ranks(2, balanced_runs, runs, is_slow, layers_here)
     (losses, layers, slow), *resumed, (even, evenly, same) = by_rank[0]
     (_, others, _), *_ = by_rank[1]
     assert slow == same == [()] * 3 + [(1,)] * 4 + [()] * 2  # two mini-batches after onset and recovery
