@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_hotspa.calibrate.probe import micro_batch
+from hf_hotspa.calibrate.probe import micro_batch, probe_weights, random_block
 from hf_hotspa.costs.measurements import LayerSample
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model.options import EngineOptions
@@ -93,18 +93,12 @@ class _Layer:
         ]
         gradients = [torch.zeros(n, dtype=d, device=device) for n, (_, d) in zip(room, self._dtypes, strict=True)]
         replica.bind(weights, gradients)
-        generator = torch.Generator().manual_seed(0)
-        block = torch.empty(1 << 16).normal_(0, _WEIGHT, generator=generator)
+        block = random_block()
         with torch.no_grad():
             for parameter, _ in replica.parameters:
-                if parameter.ndim > 1:  # random: a router then chooses all experts alike
-                    count = parameter.numel()
-                    values = block.repeat(-(-count // len(block)))[:count]
-                    parameter.copy_(values.view(parameter.shape).to(parameter))
-                else:
-                    parameter.fill_(1)
+                parameter.copy_(probe_weights(parameter.shape, block))
         shape = replica.hidden_shape(self._pack)
-        hidden = torch.randn(shape, generator=generator).to(device, replica.compute_dtype)
+        hidden = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, replica.compute_dtype)
         caught: list[tuple[tuple[Any, ...], dict[str, Any]]] = []
         handle = self._layer.register_forward_pre_hook(
             lambda _, args, kwargs: caught.append((args, kwargs)), with_kwargs=True

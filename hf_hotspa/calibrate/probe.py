@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 from accelerate import init_empty_weights
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.costs.measurements import MemorySample, SwitchSample
@@ -79,16 +79,26 @@ def small_copy(
     device = device or torch.device("cpu")
     if device.type == "meta":
         return model.train()
-    block = torch.empty(_BLOCK).normal_(0, 0.02, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    block = random_block().to(device, dtype)
     made: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
         if id(parameter) not in made:
-            count = parameter.numel()
-            values = block.repeat(-(-count // _BLOCK))[:count] if parameter.ndim > 1 else block.new_ones(count)
-            made[id(parameter)] = nn.Parameter(values.view(parameter.shape))
+            made[id(parameter)] = nn.Parameter(probe_weights(parameter.shape, block))
         module, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(module), leaf, made[id(parameter)])
     return model.train()
+
+
+def random_block() -> Tensor:
+    """Numbers that `probe_weights` repeats, fp32 on the CPU; the random state of torch is left alone."""
+    return torch.empty(_BLOCK).normal_(0, 0.02, generator=torch.Generator().manual_seed(0))
+
+
+def probe_weights(shape: torch.Size, block: Tensor) -> Tensor:
+    """A parameter of what is timed: matrices repeat the block, so that a router chooses all experts alike; norms are 1."""
+    count = shape.numel()
+    values = block.repeat(-(-count // len(block)))[:count] if len(shape) > 1 else block.new_ones(count)
+    return values.view(shape)
 
 
 def micro_batch(lengths: Sequence[int], vocab_size: int, device: torch.device) -> MicroBatch:
