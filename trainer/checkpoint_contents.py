@@ -103,7 +103,7 @@ class CheckpointContents:
                 raise self._failure
             records = []
             if rank == 0:
-                of_others = {shard.name for shard in self._files.shards} | {random_file(r, world) for r in range(world)}
+                of_others = {name for name, _ in self._files.shards} | {random_file(r, world) for r in range(world)}
                 records += self._write_model_files(temporary, of_others)
                 records += [disk.write(temporary, name, [text.encode()]) for name, text in self._texts.items()]
             records += [disk.write(temporary, name, [pickled(value)]) for name, value in self._stock.items()]

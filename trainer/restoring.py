@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.manifest import (
     ADAPTER_WEIGHTS,
+    BUFFERS,
     STATE,
     Manifest,
     rank_state,
@@ -28,7 +29,7 @@ from hf_hotspa.checkpoint.tensors import (
     check_model,
     copy_buffers,
     restore,
-    restore_buffers,
+    saved_tensors,
     saved_vector,
 )
 from hf_hotspa.engine.engine import HotSPaEngine
@@ -117,9 +118,8 @@ class Restorer:
                 self._check_base(state.get("base model"), str(path))
             bare = bare_optimizer(optimizer) if optimizer is not None else None
             restore(path, manifest, engine.master, bare, state["optimizer"])
-        restore_buffers(
-            path, manifest, [self._model, *(part.model for p in engine.phases.values() for part in p.parts)]
-        )
+        parts = (part.model for phase in engine.phases.values() for part in phase.parts)
+        copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *parts])
 
     def _check_base(self, saved: Any, where: str) -> None:
         """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""

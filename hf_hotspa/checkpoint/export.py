@@ -9,11 +9,11 @@ what `PeftModel.save_pretrained` writes: one file of the trained weights, and th
 
 import json
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from hf_hotspa.checkpoint.format.disk import DTYPES, Buffer, Disk, TensorRecord, directory_mode, open_inside
@@ -25,8 +25,8 @@ from hf_hotspa.checkpoint.format.manifest import (
     SavedParameter,
     verify,
 )
-from hf_hotspa.checkpoint.model_files import MAX_SHARD_BYTES, adapter_name, write_shards
-from hf_hotspa.checkpoint.tensors import ShareReader, tensor_bytes
+from hf_hotspa.checkpoint.model_files import MAX_SHARD_BYTES, Entries, adapter_name, named_shards, write_shards
+from hf_hotspa.checkpoint.tensors import ShareReader, named_tensors, saved_tensors, tensor_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model.weight_files import WeightFiles
 
@@ -80,8 +80,10 @@ def export(
     beside = target.parent / f".{target.name}.{uuid.uuid4().hex[:12]}"
     disk.make_directory(beside)
     try:
-        write = _write_weights if manifest.has_masters else _copy_weights
-        names = write(disk, checkpoint, manifest, beside, max_shard_bytes, dtype)
+        weights = _from_masters if manifest.has_masters else _from_model_files
+        entries, data = weights(checkpoint, manifest, dtype)
+        shards = named_shards(entries, max_shard_bytes, manifest.is_adapter)
+        write_shards(disk, beside, shards, data)
         _write_others(disk, checkpoint, manifest, beside, target.name, dtype)
         beside.chmod(directory_mode() if mode is None else mode)
         disk.sync_directory(beside)
@@ -93,43 +95,31 @@ def export(
         if beside.exists():
             disk.remove(beside)
         raise
-    return [target / name for name in names]
+    return [target / name for name, _ in shards]
 
 
-def _weight_record(parameter: SavedParameter, dtype: str | None, adapter: bool) -> TensorRecord:
-    name = adapter_name(parameter.name) if adapter else parameter.exported_name
-    return TensorRecord(name, dtype or parameter.model_dtype, parameter.shape)
-
-
-def _write_weights(
-    disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
-) -> list[str]:
-    """The weights of a checkpoint, from the ranks' shares; returns the names of the files."""
-    adapter, reader = manifest.is_adapter, ShareReader(checkpoint, manifest)
-    entries: list[tuple[TensorRecord, Any]] = [(_weight_record(p, dtype, adapter), p) for p in manifest.parameters]
-    if any(file.name == manifest.located(BUFFERS) for file in manifest.files):
-        with safe_open(checkpoint / manifest.located(BUFFERS), framework="pt", device="cpu") as buffers:
-            tensors = {name: buffers.get_tensor(name) for name in buffers.keys()}  # noqa: SIM118
-        entries += [
-            (TensorRecord(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)), tensor)
-            for name, tensor in tensors.items()
-        ]
+def _from_masters(checkpoint: Path, manifest: Manifest, dtype: str | None) -> tuple[Entries, Callable[[Any], Buffer]]:
+    """The weights of a checkpoint, from the ranks' shares, and what gives their bytes."""
+    reader, entries = ShareReader(checkpoint, manifest), Entries()
+    for parameter in manifest.parameters:
+        name = adapter_name(parameter.name) if manifest.is_adapter else parameter.exported_name
+        entries.append((TensorRecord(name, dtype or parameter.model_dtype, parameter.shape), parameter))
+    entries += named_tensors(saved_tensors(checkpoint, manifest, BUFFERS))
 
     def data(source: SavedParameter | Tensor) -> Buffer:
         if isinstance(source, Tensor):
             return tensor_bytes(source)
         return tensor_bytes(reader.whole(source).to(getattr(torch, dtype or source.model_dtype)))
 
-    return write_shards(disk, folder, entries, data, max_shard_bytes, adapter)
+    return entries, data
 
 
-def _copy_weights(
-    disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, max_shard_bytes: int, dtype: str | None
-) -> list[str]:
+def _from_model_files(
+    checkpoint: Path, manifest: Manifest, dtype: str | None
+) -> tuple[Entries, Callable[[Any], Buffer]]:
     """The same from the model files of a checkpoint that has nothing else (`save_only_model`)."""
     files = WeightFiles(checkpoint, ADAPTER_WEIGHTS if manifest.is_adapter else None)
-    kinds = {kind: name for name, (kind, _) in DTYPES.items()}
-    entries: list[tuple[TensorRecord, Any]] = []
+    kinds, entries = {kind: name for name, (kind, _) in DTYPES.items()}, Entries()
     for name, saved in files.tensors.items():
         own = kinds[saved.dtype]
         kept = dtype is None or not getattr(torch, own).is_floating_point
@@ -139,7 +129,7 @@ def _copy_weights(
         tensor = files.whole(name)
         return tensor_bytes(tensor.to(getattr(torch, dtype)) if dtype and tensor.is_floating_point() else tensor)
 
-    return write_shards(disk, folder, entries, data, max_shard_bytes, manifest.is_adapter)
+    return entries, data
 
 
 def _write_others(disk: Disk, checkpoint: Path, manifest: Manifest, folder: Path, name: str, dtype: str | None) -> None:

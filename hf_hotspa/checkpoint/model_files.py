@@ -10,7 +10,6 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +20,8 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hf_hotspa.checkpoint.format.disk import DTYPES, Buffer, Disk, FileRecord, TensorRecord, tensor_file
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_WEIGHTS
-from hf_hotspa.checkpoint.tensors import tensor_bytes
+from hf_hotspa.checkpoint.tensors import named_tensors, tensor_bytes
 from hf_hotspa.layout.vector import ParameterVector
-from hf_hotspa.model.specs import dtype_name
 
 MAX_SHARD_BYTES = 5 * 10**9
 """A file is closed before it grows beyond this; a larger tensor has a file of its own."""
@@ -33,6 +31,9 @@ Weights = Iterable[tuple[str, Tensor]]
 
 Entries = list[tuple[TensorRecord, Any]]
 """Tensors in the order of writing, each with anything that gives its bytes."""
+
+Shards = list[tuple[str, Entries]]
+"""The files of a model: name and tensors."""
 
 
 def adapter_name(name: str) -> str:
@@ -52,18 +53,6 @@ def saved_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-@dataclass(frozen=True)
-class WeightShard:
-    """One file of weights.
-
-    Args:
-        entries: Its tensors, each with the name in memory of the weight that it is made of.
-    """
-
-    name: str
-    entries: list[tuple[TensorRecord, str]]
-
-
 class ModelWeights:
     """The files of weights of a model, planned without its weights.
 
@@ -72,6 +61,9 @@ class ModelWeights:
         vector: The parameters, in the order in which they are gathered; of an adapter the trained ones.
         adapted: Whether an adapter is saved.
         max_shard_bytes: See `MAX_SHARD_BYTES`.
+
+    Attributes:
+        shards: Each tensor with its name in its file, and that in memory of the weight that it is made of.
     """
 
     def __init__(
@@ -90,11 +82,11 @@ class ModelWeights:
         self._dtypes = {name: tensor.dtype for name, tensor in empty.items()}
         self._converts = not adapted and self._is_convertible(empty)
         entries = [
-            (TensorRecord(saved, dtype_name(tensor.dtype), tuple(tensor.shape)), name)
+            (record, (record.name, name))
             for name in names
-            for saved, tensor in self._saved(name, empty[name]).items()
+            for record, _ in named_tensors(self._saved(name, empty[name]))
         ]
-        self.shards = [WeightShard(name, shard) for name, shard in named_shards(entries, max_shard_bytes, adapted)]
+        self.shards = named_shards(entries, max_shard_bytes, adapted)
 
     def write(
         self, disk: Disk, folder: Path, weights: Weights | dict[str, Tensor], part: int = 0, parts: int = 1
@@ -106,31 +98,22 @@ class ModelWeights:
             part: Which part of the files: the ranks share the work.
             parts: In how many.
         """
-        shards = self.shards[part::parts]
-        ready = weights.items() if isinstance(weights, dict) else self._made(weights, shards)
-        stream = iter(ready)
+        stream = iter(weights.items() if isinstance(weights, dict) else self._made(weights, self.shards[part::parts]))
 
-        def data(record: TensorRecord) -> Buffer:
-            return tensor_bytes(next(tensor for name, tensor in stream if name == record.name))
+        def data(names: tuple[str, str]) -> Buffer:
+            return tensor_bytes(next(tensor for name, tensor in stream if name == names[0]))
 
-        records = []
-        for shard in shards:
-            chunks = tensor_file([(record, record) for record, _ in shard.entries], data)
-            records.append(disk.write(folder, shard.name, chunks))
-        if part == 0 and len(self.shards) > 1:
-            named = [(shard.name, [record for record, _ in shard.entries]) for shard in self.shards]
-            records.append(disk.write(folder, *index_file(named)))
-        return records
+        return write_shards(disk, folder, self.shards, data, part, parts)
 
     def hold(self, weights: Weights, part: int = 0, parts: int = 1) -> dict[str, Tensor]:
         """What `write` needs for its files, copied to host memory: later steps do not change it."""
         made = self._made(weights, self.shards[part::parts])
         return {name: tensor.detach().to("cpu", copy=True) for name, tensor in made}
 
-    def _made(self, weights: Weights, shards: list[WeightShard]) -> Iterator[tuple[str, Tensor]]:
+    def _made(self, weights: Weights, shards: Shards) -> Iterator[tuple[str, Tensor]]:
         """The tensors of the files in order, as the weights come along, under their saved names."""
-        wanted = {record.name for shard in shards for record, _ in shard.entries}
-        sources = {source for shard in shards for _, source in shard.entries}
+        names = [names for _, entries in shards for _, names in entries]
+        wanted, sources = {saved for saved, _ in names}, {source for _, source in names}
         for name, tensor in itertools.chain(weights, self._buffers.items()):
             if name in sources:
                 made = self._saved(name, tensor.to(self._dtypes[name]))
@@ -156,7 +139,7 @@ class ModelWeights:
         return sorted(converted) == sorted((name, tensor.shape) for name, tensor in whole.items())
 
 
-def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> list[tuple[str, Entries]]:
+def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool = False) -> Shards:
     """Name and tensors of each file of a model, in the order of the tensors; limit: see `MAX_SHARD_BYTES`."""
     if adapted:  # PEFT reads one file
         return [(ADAPTER_WEIGHTS, entries)]
@@ -174,40 +157,24 @@ def named_shards(entries: Entries, limit: int = MAX_SHARD_BYTES, adapted: bool =
     return [(f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors", shard) for i, shard in enumerate(shards)]
 
 
-def index_file(shards: list[tuple[str, list[TensorRecord]]]) -> tuple[str, list[Buffer]]:
-    """Name and contents of the index of several files, each given by its name and tensors."""
-    index = {
-        "metadata": {"total_size": sum(_num_bytes(record) for _, records in shards for record in records)},
-        "weight_map": {record.name: name for name, records in shards for record in records},
-    }
-    return "model.safetensors.index.json", [(json.dumps(index, indent=2, sort_keys=True) + "\n").encode()]
-
-
 def write_shards(
-    disk: Disk,
-    folder: Path,
-    entries: Entries,
-    data: Callable[[Any], Buffer],
-    max_shard_bytes: int = MAX_SHARD_BYTES,
-    adapted: bool = False,
-) -> list[str]:
-    """Writes tensors as Hugging Face's safetensors files, with an index where there are several.
+    disk: Disk, folder: Path, shards: Shards, data: Callable[[Any], Buffer], part: int = 0, parts: int = 1
+) -> list[FileRecord]:
+    """Writes the files of a model, or every `parts`-th of them; the first part writes the index, too, where there are several.
 
     Args:
-        entries: The tensors in the order of writing, each with anything that `data` understands.
         data: As of `tensor_file`; called once for each tensor, in order.
-        max_shard_bytes: See `MAX_SHARD_BYTES`.
-        adapted: Whether an adapter is written.
-
-    Returns:
-        The names of the files of tensors.
     """
-    shards = named_shards(entries, max_shard_bytes, adapted)
-    for name, shard in shards:
-        disk.write(folder, name, tensor_file(shard, data))
-    if len(shards) > 1:
-        disk.write(folder, *index_file([(name, [record for record, _ in shard]) for name, shard in shards]))
-    return [name for name, _ in shards]
+    records = [disk.write(folder, name, tensor_file(entries, data)) for name, entries in shards[part::parts]]
+    if part == 0 and len(shards) > 1:
+        tensors = [(record, name) for name, entries in shards for record, _ in entries]
+        index = {
+            "metadata": {"total_size": sum(_num_bytes(record) for record, _ in tensors)},
+            "weight_map": {record.name: name for record, name in tensors},
+        }
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        records.append(disk.write(folder, "model.safetensors.index.json", [text.encode()]))
+    return records
 
 
 def _num_bytes(record: TensorRecord) -> int:

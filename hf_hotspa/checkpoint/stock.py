@@ -2,6 +2,9 @@
 
 Promises that nothing of it is left out in silence: weights, optimizer states by parameter, the state of the scheduler,
 step and epoch, random states. What cannot be mapped is refused by name; there is never a fresh optimizer instead.
+
+It is the one place that reads pickles. Only tensors and plain values are built (`weights_only=True`): a file that asks for
+anything else is refused. Nothing of our own is a pickle, and `training_args.bin` is never read.
 """
 
 import itertools
@@ -13,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from transformers.trainer_pt_utils import safe_globals
 
 from hf_hotspa.checkpoint.format.disk import read_object
 from hf_hotspa.checkpoint.format.manifest import ADAPTER_CONFIG, ADAPTER_WEIGHTS, MANIFEST, STATE_FOLDER, TRAINER_STATE
 from hf_hotspa.checkpoint.model_files import adapter_name
-from hf_hotspa.checkpoint.pickles import read_pickle
 from hf_hotspa.checkpoint.rng import set_generators
-from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, bare_optimizer, load_optimizer
+from hf_hotspa.checkpoint.tensors import HERE_AND_NOW, bare_optimizer, load_optimizer, names_in_groups
 from hf_hotspa.engine.cpu_adam import CPU_ADAM
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError
@@ -42,6 +45,22 @@ def is_stock(path: Path) -> bool:
     return (path / TRAINER_STATE).is_file() and not ours
 
 
+def _read_pickle(folder: Path, name: str) -> Any:
+    """The tensors and plain values of a file that `torch.save` wrote; tensors stay on the disk until they are used.
+
+    Raises:
+        DamagedCheckpointError: it cannot be read, or holds something else.
+    """
+    try:
+        with safe_globals():  # what the saved state of numpy's generator is made of
+            return torch.load(folder / name, map_location="cpu", mmap=True, weights_only=True)
+    except Exception as error:  # whatever a file of unknown contents raises
+        text = str(error).partition("\n")[0]
+        raise DamagedCheckpointError(
+            f"{name!r} cannot be read as tensors and plain values: {type(error).__name__}: {text}", where=str(folder)
+        ) from error
+
+
 @dataclass(frozen=True)
 class StockCheckpoint:
     """An opened checkpoint of the stock Trainer.
@@ -49,8 +68,6 @@ class StockCheckpoint:
     Args:
         trainer_state: The Trainer's own state.
         optimizer: The optimizer's `state_dict`; its tensors lie in the file.
-        weights: The files of the model, or of the adapter.
-        adapted: Whether they are those of an adapter.
         state: What only our checkpoints hold: nothing.
     """
 
@@ -58,8 +75,6 @@ class StockCheckpoint:
     trainer_state: dict[str, Any]
     optimizer: dict[str, Any]
     scheduler: dict[str, Any]
-    weights: WeightFiles
-    adapted: bool
     state: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -87,19 +102,18 @@ class StockCheckpoint:
                 why="it holds the model only (save_only_model), or its save was cut short; the optimizer would start anew",
                 fix=_NEW_RUN,
             )
-        adapted = (path / ADAPTER_CONFIG).is_file()
         trainer_state = read_object(path, TRAINER_STATE)
         if not isinstance(trainer_state.get("global_step"), int):
             raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
-        optimizer, scheduler = read_pickle(path, OPTIMIZER), read_pickle(path, SCHEDULER)
+        optimizer, scheduler = _read_pickle(path, OPTIMIZER), _read_pickle(path, SCHEDULER)
         if (
             not isinstance(optimizer, dict)
             or not isinstance(scheduler, dict)
             or not {"state", "param_groups"} <= set(optimizer)
         ):
             raise DamagedCheckpointError(f"{OPTIMIZER!r} or {SCHEDULER!r} holds no state", where=str(path))
-        weights = WeightFiles(path, ADAPTER_WEIGHTS if adapted else None)
-        return cls(path, trainer_state, optimizer, scheduler, weights, adapted)
+        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # refuses what cannot be read
+        return cls(path, trainer_state, optimizer, scheduler)
 
     def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:
         """Gives this rank's optimizer its share of the saved states.
@@ -110,9 +124,8 @@ class StockCheckpoint:
         Raises:
             ResumeError: it is another optimizer, or one of other parameters.
         """
-        bare, named = bare_optimizer(optimizer), {id(p): name for name, p in master.parameters.items()}
-        groups = [[named[id(parameter)] for parameter in group["params"]] for group in bare.param_groups]
-        saved_groups = self.optimizer["param_groups"]
+        bare, saved_groups = bare_optimizer(optimizer), self.optimizer["param_groups"]
+        groups = names_in_groups(bare, master)
         kind = self._kind(bare, saved_groups[0] if saved_groups else {})
         counts = [[len(group) for group in side] for side in (groups, [g["params"] for g in saved_groups])]
         if counts[0] != counts[1]:
@@ -169,16 +182,6 @@ class StockCheckpoint:
             )
         return to_storage(value, shard_dim)[start:stop].clone()
 
-    @torch.no_grad()
-    def restore_adapter(self, master: MasterStore) -> None:
-        """Fills this rank's share of the trained weights from an adapter.
-
-        Raises:
-            ResumeError: the adapter is another one.
-            DamagedCheckpointError: the file cannot be read.
-        """
-        restore_adapter(self.weights, master)
-
     def check_scheduler(self, scheduler: Any) -> None:
         """Raises `ResumeError` when the saved state is one of another kind of scheduler."""
         own = scheduler.state_dict()
@@ -199,7 +202,7 @@ class StockCheckpoint:
         name = f"rng_state_{rank % several}.pth" if several else "rng_state.pth"
         if not (self.path / name).is_file():
             return False
-        saved = read_pickle(self.path, name)
+        saved = _read_pickle(self.path, name)
         try:
             cuda = saved.get("cuda")
             set_generators(

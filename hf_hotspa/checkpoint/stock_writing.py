@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from hf_hotspa.checkpoint.tensors import bare_optimizer
+from hf_hotspa.checkpoint.tensors import bare_optimizer, names_in_groups
 from hf_hotspa.engine.master import MasterStore
 
 PICKLED_ARGUMENTS = "training_args.bin"
@@ -77,15 +77,13 @@ def optimizer_state(optimizer: Optimizer, master: MasterStore, states: Mapping[s
         optimizer: On the master store; its groups are made as with the stock Trainer.
         states: State -> parameter -> the whole of it.
     """
-    bare = bare_optimizer(optimizer)
-    described, names = bare.state_dict(), {id(p): name for name, p in master.parameters.items()}
-    state: dict[int, dict[str, Any]] = {}
-    for group, numbered in zip(bare.param_groups, described["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], numbered["params"], strict=True):
-            name, own = names[id(parameter)], described["state"].get(index, {})
-            if own:
+    bare, state = bare_optimizer(optimizer), dict[int, dict[str, Any]]()
+    described = bare.state_dict()
+    for names, group in zip(names_in_groups(bare, master), described["param_groups"], strict=True):
+        for name, index in zip(names, group["params"], strict=True):
+            if own := described["state"].get(index):
                 state[index] = {
-                    key: states[key][name] if _is_elementwise(value, parameter) else _kept(value)
+                    key: states[key][name] if _is_elementwise(value, master.parameters[name]) else _kept(value)
                     for key, value in own.items()
                 }
     return {"state": state, "param_groups": described["param_groups"]}

@@ -5,6 +5,7 @@ optimizer keeps once for a parameter (`step`) goes into `state.json`. Of a model
 weights only: the base model is not copied into every checkpoint.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.format.disk import Buffer, TensorRecord, check_name, tensor_file
-from hf_hotspa.checkpoint.format.manifest import BUFFERS, WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
-from hf_hotspa.checkpoint.format.reading import Expected, check_structure, pieces
+from hf_hotspa.checkpoint.format.manifest import WEIGHT, Manifest, SavedParameter, SavedSegment, rank_tensors
 from hf_hotspa.engine.cpu_adam import CPU_ADAM
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError, UnsupportedError
 from hf_hotspa.layout.placement import master_layout
-from hf_hotspa.layout.vector import ParameterVector, trained_part
+from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, trained_part
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.versions import version_of
@@ -37,6 +37,12 @@ def bare_optimizer(optimizer: Optimizer) -> Optimizer:
     """The torch optimizer inside accelerate's wrapper."""
     bare: Optimizer = getattr(optimizer, "optimizer", optimizer)
     return bare
+
+
+def names_in_groups(optimizer: Optimizer, master: MasterStore) -> list[list[str]]:
+    """The names of the parameters of each group of a torch optimizer on the master store, in its order."""
+    names = {id(parameter): name for name, parameter in master.parameters.items()}
+    return [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
 
 
 def tensor_bytes(tensor: Tensor) -> Buffer:
@@ -145,12 +151,9 @@ def optimizer_to_json(optimizer: Optimizer, share: Share) -> dict[str, Any]:
 
 def saved_segments(vector: ParameterVector, master: MasterStore) -> tuple[SavedSegment, ...]:
     """How the ranks divide the vector, for the manifest: as the master store divides each of its segments."""
-    world_size = master.world_size
-    segments, layout = [], master_layout(vector, world_size, master.by_stage)
+    segments, sizes = [], master_layout(vector, master.world_size, master.by_stage).sizes
     for segment in vector.segments:
-        cuts = [0]
-        for rank in range(world_size):
-            cuts.append(cuts[-1] + layout.sizes[rank][segment.index])
+        cuts = itertools.accumulate((of_rank[segment.index] for of_rank in sizes), initial=0)
         segments.append(SavedSegment(segment.start, segment.stop, tuple(cuts)))
     return tuple(segments)
 
@@ -206,18 +209,18 @@ class ShareReader:
             DamagedCheckpointError: a file does not hold what the manifest says.
         """
         tensor = torch.empty(stop - start, dtype=getattr(torch, parameter.states[state]))
-        for piece in pieces(self.manifest, parameter, start, stop):
-            name = f"{state}/{parameter.name}"
-            low, high = self.manifest.share(parameter, piece.rank)
+        name = f"{state}/{parameter.name}"
+        for rank, first, last in self.manifest.holders(parameter, start, stop):
+            low, high = self.manifest.share(parameter, rank)
             try:
-                saved = self._file(piece.rank).get_slice(name)
+                saved = self._file(rank).get_slice(name)
                 good = saved.get_shape() == [high - low]
-                values = saved[piece.low : piece.high] if good else None
+                values = saved[first - low : last - low] if good else None
             except (SafetensorError, OSError) as error:
-                raise self._damaged(piece.rank, f"{name!r} cannot be read: {error}") from error
+                raise self._damaged(rank, f"{name!r} cannot be read: {error}") from error
             if values is None or values.dtype != tensor.dtype:
-                raise self._damaged(piece.rank, f"{name!r} is not what the manifest says")
-            tensor[piece.target : piece.target + piece.high - piece.low] = values
+                raise self._damaged(rank, f"{name!r} is not what the manifest says")
+            tensor[first - start : last - start] = values
         return tensor
 
     def read_as(self, parameter: SavedParameter, state: str, shard_dim: int | None, start: int, stop: int) -> Tensor:
@@ -245,11 +248,23 @@ class ShareReader:
 
 def check_model(manifest: Manifest, vector: ParameterVector, where: str) -> None:
     """Raises `ResumeError`, naming the first difference, when the model is not the one that was saved."""
-    expected = {
-        spec.name: Expected(spec.shape, vector.segment_of(spec).master_dtype, spec.trainable, spec.tied_names)
-        for spec in vector.specs
-    }
-    check_structure(manifest, expected, where)
+    saved = {p.name: _described(p, p.states[WEIGHT]) for p in manifest.parameters}
+    own = {spec.name: _described(spec, spec.master_dtype) for spec in vector.specs}
+    for name in [*own, *saved]:
+        present, wanted = (side.get(name, "missing") for side in (saved, own))
+        if present != wanted:
+            raise ResumeError(
+                f"parameter {name!r} is {present} in the checkpoint and {wanted} in the model",
+                where=where,
+                why="a run goes on only with the model that it was saved with",
+                fix="build the model from the config.json of the checkpoint, with the same dtype and frozen parts",
+            )
+
+
+def _described(parameter: SavedParameter | ParameterSpec, dtype: str) -> str:
+    """All that must be equal in a checkpoint and the model that goes on from it; the dtype is that of the master store."""
+    tied = f", tied to {', '.join(sorted(parameter.tied_names))}" if parameter.tied_names else ""
+    return f"{dtype} {list(parameter.shape)}{'' if parameter.trainable else ', frozen'}{tied}"
 
 
 @torch.no_grad()
@@ -288,16 +303,6 @@ def restore(
         load_optimizer(bare_optimizer(optimizer), master, states, saved, str(folder))
 
 
-@torch.no_grad()
-def restore_buffers(folder: Path, manifest: Manifest, models: Iterable[nn.Module]) -> None:
-    """Copies the buffers of a checkpoint (router biases and the like) into models, or into parts of them.
-
-    Raises:
-        DamagedCheckpointError: the file cannot be read.
-    """
-    copy_buffers(saved_tensors(folder, manifest, BUFFERS), models)
-
-
 def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tensor]:
     """All tensors of a file of a checkpoint; none where it has no such file.
 
@@ -316,7 +321,7 @@ def saved_tensors(folder: Path, manifest: Manifest, name: str) -> dict[str, Tens
 
 @torch.no_grad()
 def copy_buffers(saved: Mapping[str, Tensor], models: Iterable[nn.Module]) -> None:
-    """Copies buffers by name into models, or into parts of them."""
+    """Copies buffers (router biases and the like) by name into models, or into parts of them."""
     for model in models:
         for name, buffer in model.named_buffers():
             if name in saved:
@@ -360,11 +365,9 @@ def load_optimizer(
             if isinstance(group.get(key), tuple):
                 restored[key] = tuple(value)
         groups.append({**group, **restored})
-    names = {id(parameter): name for name, parameter in master.parameters.items()}
     by_index = {}
-    for group, described in zip(optimizer.param_groups, current["param_groups"], strict=True):
-        for parameter, index in zip(group["params"], described["params"], strict=True):
-            name = names[id(parameter)]
+    for names, described in zip(names_in_groups(optimizer, master), current["param_groups"], strict=True):
+        for name, index in zip(names, described["params"], strict=True):
             scalars = saved["scalars"].get(name, {})
             entry = {**states.get(name, {}), **{key: _scalar_from_json(value) for key, value in scalars.items()}}
             if entry:

@@ -22,8 +22,9 @@ from hf_hotspa.checkpoint.format.disk import (
     tensor_file,
 )
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, Manifest, read_manifest, verify
-from hf_hotspa.checkpoint.format.reading import Expected, check_structure, pieces
+from hf_hotspa.checkpoint.tensors import check_model
 from hf_hotspa.errors import DamagedCheckpointError, ResumeError
+from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from tests.checkpoints import tiny_manifest
 from tests.contract.layers import PACKAGE_FOLDERS, ROOT, source_files
 
@@ -177,25 +178,30 @@ def test_a_header_that_no_reader_takes_is_not_written(monkeypatch):
 
 
 @given(st.data())
-def test_pieces_cover_a_range_once(data):
+def test_what_ranks_hold_covers_a_range_once(data):
     manifest = GOOD
     parameter = data.draw(st.sampled_from(manifest.parameters))
     start = data.draw(st.integers(0, parameter.numel))
     stop = data.draw(st.integers(start, parameter.numel))
     covered = []
-    for piece in pieces(manifest, parameter, start, stop):
-        low, high = manifest.share(parameter, piece.rank)
-        assert 0 <= piece.low < piece.high <= high - low
-        assert low + piece.low == start + piece.target
-        covered += range(low + piece.low, low + piece.high)
+    for rank, first, last in manifest.holders(parameter, start, stop):
+        low, high = manifest.share(parameter, rank)
+        assert low <= first < last <= high
+        covered += range(first, last)
     assert covered == list(range(start, stop))
 
 
 EXPECTED = {
-    "a.weight": Expected((2, 3), "float32", True, ("b.weight",)),
-    "a.bias": Expected((2,), "float32", True, ()),
-    "norm": Expected((2,), "bfloat16", False, ()),
+    "a.weight": ParameterSpec("a.weight", (2, 3), "float32", 0, tied_names=("b.weight",)),
+    "a.bias": ParameterSpec("a.bias", (2,), "float32", 0),
+    "norm": ParameterSpec("norm", (2,), "bfloat16", 0, trainable=False),
 }
+
+
+def compared(**changed):
+    """Checks the manifest against a model in which some parameters are others, or None."""
+    specs = {**EXPECTED, **changed}
+    check_model(GOOD, build_vector([spec for spec in specs.values() if spec], (1,), 1), "here")
 
 
 @pytest.mark.parametrize(
@@ -208,21 +214,21 @@ EXPECTED = {
     ],
 )
 def test_a_changed_model_is_named(name, change, fragments):
-    check_structure(GOOD, EXPECTED, "here")
+    compared()
     with pytest.raises(ResumeError) as caught:
-        check_structure(GOOD, {**EXPECTED, name: replace(EXPECTED[name], **change)}, "here")
+        compared(**{name: replace(EXPECTED[name], **change)})
     for fragment in fragments:
         assert fragment in str(caught.value)
 
 
 def test_missing_and_added_parameters_are_named():
     with pytest.raises(ResumeError, match="'norm' is bfloat16 .* in the checkpoint and missing in the model"):
-        check_structure(GOOD, {k: v for k, v in EXPECTED.items() if k != "norm"}, "here")
+        compared(norm=None)
     with pytest.raises(ResumeError, match="'new' is missing in the checkpoint"):
-        check_structure(GOOD, {**EXPECTED, "new": EXPECTED["norm"]}, "here")
+        compared(new=replace(EXPECTED["norm"], name="new"))
 
 
-STOCK_PICKLES = "hf_hotspa/checkpoint/pickles.py"
+STOCK_PICKLES = "hf_hotspa/checkpoint/stock.py"
 STOCK_WRITER = "hf_hotspa/checkpoint/stock_writing.py"  # what the stock Trainer goes on from is pickled by it, too
 
 

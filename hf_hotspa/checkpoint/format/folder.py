@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from pathlib import Path
 
 from hf_hotspa.checkpoint.format.disk import Disk, directory_mode
@@ -98,7 +98,7 @@ class RunFolder:
             self.disk.before("lock", self._lock.path)
             taken = self._lock.take(_LOCK_PATIENCE_S, json.dumps(owner))
         except OSError as error:
-            raise self._failed("no checkpoint can be written here", error) from error
+            raise write_error("no checkpoint can be written here", self.path, error) from error
         if not taken:
             raise CheckpointLockError(
                 f"another run writes its checkpoints into {str(self.path)!r}",
@@ -146,7 +146,7 @@ class RunFolder:
             self.disk.make_directory(path / STATE_FOLDER)
         except OSError as error:
             self.abandon(path)
-            raise self._failed(f"{checkpoint_name(step)} was not written", error) from error
+            raise write_error(f"{checkpoint_name(step)} was not written", self.path, error) from error
         return path
 
     def commit(self, temporary: Path, manifest: Manifest) -> Path:
@@ -185,16 +185,20 @@ class RunFolder:
                 raise
             self.disk.sync_directory(self.path)
         except OSError as error:
-            raise self._failed(f"{target.name} was not written", error) from error
+            raise write_error(f"{target.name} was not written", self.path, error) from error
         self._verified[target] = _signature(target, manifest)
         if replaced is not None:
-            self._try(self.disk.remove, replaced)
+            self.abandon(replaced)
         return target
 
-    def abandon(self, temporary: Path) -> None:
-        """Removes what a failed save has left. Never raises for what the disk refuses."""
-        if temporary.exists():
-            self._try(self.disk.remove, temporary)
+    def abandon(self, path: Path) -> None:
+        """Removes a directory of ours that is no checkpoint, such as what a failed save has left. Never raises for what the
+        disk refuses."""
+        try:
+            if path.exists():
+                self.disk.remove(path)
+        except OSError as error:
+            logger.warning("%s could not be removed: %s", path, error)
 
     # -- which ones are good ------------------------------------------------------------------------------------------
 
@@ -248,15 +252,6 @@ class RunFolder:
                 self.disk.remove(grave)
         except OSError as error:
             logger.warning("older checkpoints in %s could not be removed: %s", self.path, error)
-
-    def _try(self, action: Callable[[Path], None], path: Path) -> None:
-        try:
-            action(path)
-        except OSError as error:
-            logger.warning("%s could not be removed: %s", path, error)
-
-    def _failed(self, what: str, error: OSError) -> CheckpointError:
-        return write_error(what, self.path, error)
 
 
 def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
