@@ -10,7 +10,7 @@ Shapes: T tokens of the pack, t of this rank's row, P ranks, H query heads, K ke
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,8 +23,8 @@ from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
+from hf_hotspa.parallel.collectives import gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
-from hf_hotspa.parallel.sequence_parallel import all_gather
 from hf_hotspa.parallel.waiting import CLOCK
 from hf_hotspa.strategy import Strategy
 
@@ -206,7 +206,7 @@ def _start(out: Tensor, own: Tensor, received: list[int], sent: list[int], conte
     return dist.all_to_all_single(out, own, received, sent, group=context.group, async_op=True)
 
 
-def _to_heads(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
+def _to_heads(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
     """[1, h, t, D] of this rank's tokens to [1, h / P, T, D] of its heads, several at once; h may differ."""
     context, rows = division.context, division.shares.rows
     started = []
@@ -227,10 +227,10 @@ def _to_heads(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
         whole = torch.cat([part.view(heads, row, width) for part, row in zip(parts, rows, strict=True)], 1)
         order = division.to_pack
         by_heads.append((whole if order is None else whole.index_select(1, order))[None])
-    return by_heads
+    return tuple(by_heads)
 
 
-def _to_tokens(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
+def _to_tokens(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
     """The inverse of `_to_heads`."""
     context, rows = division.context, division.shares.rows
     started = []
@@ -247,29 +247,7 @@ def _to_tokens(tensors: Sequence[Tensor], division: Division) -> list[Tensor]:
         with CLOCK.waiting:
             work.wait()
         by_tokens.append(out.view(1, -1, rows[context.index], x.shape[3]))
-    return by_tokens
-
-
-class _ToHeads(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.division = division
-        return tuple(_to_heads(tensors, division))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *_to_tokens(gradients, ctx.division)
-
-
-class _ToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.division = division
-        return tuple(_to_tokens(tensors, division))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *_to_heads(gradients, ctx.division)
+    return tuple(by_tokens)
 
 
 def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -281,23 +259,18 @@ def tokens_to_heads(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     Returns:
         [1, h / P, T + padding, D] each, in the order of the pack, padding at the end: the heads of the rank's place.
     """
-    by_heads: tuple[Tensor, ...] = _ToHeads.apply(division, *tensors)
-    return by_heads
+    return with_gradient(partial(_to_heads, division=division), partial(_to_tokens, division=division), *tensors)
 
 
 def heads_to_tokens(division: Division, *tensors: Tensor) -> tuple[Tensor, ...]:
     """The inverse of `tokens_to_heads`, with gradients."""
-    by_tokens: tuple[Tensor, ...] = _ToTokens.apply(division, *tensors)
-    return by_tokens
+    return with_gradient(partial(_to_tokens, division=division), partial(_to_heads, division=division), *tensors)
 
 
 def gathered(x: Tensor, most: int, context: ContextGroup) -> tuple[Any, Tensor]:
     """Starts to gather [m, ...] of every rank, m at most `most`: what to wait for, and [P, most, ...] of all then."""
-    own = x if x.shape[0] == most else torch.cat([x, x.new_zeros(most - x.shape[0], *x.shape[1:])])
-    whole = x.new_empty(context.size * most, *x.shape[1:])
-    context.count(own, own.numel() * (context.size - 1))
-    work = all_gather(whole, own.contiguous(), group=context.group, async_op=True)
-    return work, whole.view(context.size, most, *x.shape[1:])
+    context.count(x, most * x.shape[1:].numel() * (context.size - 1))
+    return start_gather(x, most, context.group)
 
 
 def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
@@ -311,28 +284,21 @@ def scattered_sum(x: Tensor, context: ContextGroup) -> tuple[Any, Tensor]:
     return dist.all_to_all_single(out, x.contiguous(), group=context.group, async_op=True), out
 
 
-class _AllTokens(torch.autograd.Function):
-    """Every rank computes the same of what it is given, so the gradient of its own tokens is whole already."""
+def all_tokens(x: Tensor, division: Division) -> Tensor:
+    """[t, ...] of this rank's row as [T, ...] of the pack, for something that every rank computes alike. Collective in cp.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, division: Division) -> Tensor:
-        ctx.division = division
-        rows = division.shares.rows
-        work, whole = gathered(x, max(rows), division.context)
-        with CLOCK.waiting:
-            work.wait()
-        joined = torch.cat([part[:row] for part, row in zip(whole, rows, strict=True)])
+    So the gradient of this rank's own tokens is whole already.
+    """
+    rows, context = division.shares.rows, division.context
+    begin = sum(rows[: context.index])
+
+    def in_order_of_pack(x: Tensor) -> Tensor:
+        context.count(x, max(rows) * x.shape[1:].numel() * (context.size - 1))
+        joined = gather_rows(x, rows, context.group)
         return joined if division.to_pack is None else joined.index_select(0, division.to_pack)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        division: Division = ctx.division
-        grad = gradients[0] if division.to_rows is None else gradients[0].index_select(0, division.to_rows)
-        begin = sum(division.shares.rows[: division.context.index])
-        return grad[begin : begin + division.shares.rows[division.context.index]], None
+    def own(grad: Tensor) -> Tensor:
+        in_rows = grad if division.to_rows is None else grad.index_select(0, division.to_rows)
+        return in_rows[begin : begin + rows[context.index]]
 
-
-def all_tokens(x: Tensor, division: Division) -> Tensor:
-    """[t, ...] of this rank's row as [T, ...] of the pack, for something that every rank computes alike. Collective in cp."""
-    gathered: Tensor = _AllTokens.apply(x, division)
-    return gathered[: sum(division.shares.lengths)]
+    return with_gradient(in_order_of_pack, own, x)[: sum(division.shares.lengths)]

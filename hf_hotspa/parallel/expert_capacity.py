@@ -11,12 +11,20 @@ rank, or on the ranks of tp and ep.
 
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+_signature = cache(inspect.signature)
+
+
+def arguments_of(experts: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, their experts and routing weights, of a call of fused experts."""
+    _, hidden, index, weights = _signature(type(experts).forward).bind(experts, *args, **kwargs).args
+    return hidden, index, weights
 
 
 class ExpertCapacity:
@@ -58,12 +66,8 @@ class ExpertCapacity:
         """Makes some modules of experts, all of whose experts are here, keep to it; a name without a module is passed over."""
         modules = dict(model.named_modules())
         for module in (modules[name] for name in names if name in modules):
-            arguments = list(inspect.signature(type(module).forward).parameters)[1:]
-            count: Any = module.num_experts
-            module.forward = partial(self._run, forward=module.forward, names=arguments, num_experts=int(count))
+            module.forward = partial(self._run, module, module.forward)
 
-    def _run(
-        self, *args: Any, forward: Callable[..., Tensor], names: Sequence[str], num_experts: int, **kwargs: Any
-    ) -> Tensor:
-        hidden, index, weights = ((dict(zip(names, args, strict=False)) | kwargs)[name] for name in names)
-        return forward(hidden, index, weights * self.kept(index, num_experts))
+    def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        hidden, index, weights = arguments_of(module, *args, **kwargs)
+        return forward(hidden, index, weights * self.kept(index, int(module.num_experts)))

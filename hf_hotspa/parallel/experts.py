@@ -26,13 +26,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_hotspa.errors import ModelError
-from hf_hotspa.parallel.expert_capacity import ExpertCapacity
+from hf_hotspa.parallel.collectives import gather_rows, with_gradient
+from hf_hotspa.parallel.expert_capacity import ExpertCapacity, arguments_of
 from hf_hotspa.parallel.isolation import LayerKind
 from hf_hotspa.parallel.mesh import ExpertGroup, StrategyMesh, TensorGroup
-from hf_hotspa.parallel.sequence_parallel import all_gather
 from hf_hotspa.parallel.waiting import CLOCK
-
-_HIDDEN, _INDEX, _WEIGHTS = range(3)
 
 
 def is_fused(module: nn.Module) -> bool:
@@ -94,19 +92,6 @@ def unsupported_reason(
     return f"the layers of {family} run in cycles, so ep must be 1" if len(layers) > 1 else None
 
 
-class _Exchange(torch.autograd.Function):
-    """Rows [n, ...] to the ranks of a group, `sent[i]` of them to rank i; the gradients go the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return _exchanged(gradients[0], ctx.received, ctx.sent, ctx.group), None, None, None
-
-
 def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     with CLOCK.waiting:
@@ -114,18 +99,11 @@ def _exchanged(x: Tensor, sent: list[int], received: list[int], group: dist.Proc
     return out
 
 
-class _NoRows(torch.autograd.Function):
-    """What experts make of no rows, with all that they would have had a gradient for: so the graph goes on through it."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, *parameters: Tensor) -> Tensor:
-        ctx.of_rows = rows.requires_grad
-        ctx.num_parameters = len(parameters)
-        return rows.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return gradients[0] if ctx.of_rows else None, *(None,) * ctx.num_parameters
+def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> Tensor:
+    """Rows [n, ...] to the ranks of a group, `sent[i]` of them to rank i; the gradients go the way back."""
+    there = partial(_exchanged, sent=sent, received=received, group=group)
+    back = partial(_exchanged, sent=received, received=sent, group=group)
+    return with_gradient(there, back, x)
 
 
 class _Shares:
@@ -133,52 +111,30 @@ class _Shares:
 
     Args:
         num_rows: Rows that all hold.
-        tensor: The group.
+        group: The group.
     """
 
-    def __init__(self, num_rows: int, tensor: TensorGroup) -> None:
-        self.group, self.size = tensor.group, tensor.size
-        cuts = [num_rows * i // self.size for i in range(self.size + 1)]
-        self.rows = [b - a for a, b in pairwise(cuts)]
-        position = dist.get_rank(self.group)
+    def __init__(self, num_rows: int, group: dist.ProcessGroup) -> None:
+        size, position = dist.get_world_size(group), dist.get_rank(group)
+        cuts = [num_rows * i // size for i in range(size + 1)]
         self.own = slice(cuts[position], cuts[position + 1])
+        self._gather = partial(gather_rows, rows=[b - a for a, b in pairwise(cuts)], group=group)
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """The rows of all ranks."""
-        most = max(self.rows)
-        own = x if len(x) == most else torch.cat([x, x.new_zeros(most - len(x), *x.shape[1:])])
-        whole = x.new_empty(self.size * most, *x.shape[1:])
-        with CLOCK.waiting:
-            all_gather(whole, own.contiguous(), group=self.group)
-        parts = whole.view(self.size, most, *x.shape[1:])
-        return torch.cat([part[:rows] for part, rows in zip(parts, self.rows, strict=True)])
+    def own_rows(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """This rank's share of tensors; their whole gradients, gathered. One node: so ranks gather in one order."""
+        needs = [tensor.requires_grad for tensor in tensors]
 
+        def share(*tensors: Tensor) -> tuple[Tensor, ...]:
+            return tuple(tensor[self.own].clone() for tensor in tensors)
 
-class _OwnRows(torch.autograd.Function):
-    """This rank's share of several tensors; their whole gradients, gathered. One node: so ranks gather in one order."""
+        def whole(*gradients: Tensor) -> tuple[Tensor | None, ...]:
+            return tuple(self._gather(g) if n else None for g, n in zip(gradients, needs, strict=True))
 
-    @staticmethod
-    def forward(ctx: Any, shares: _Shares, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.shares = shares
-        ctx.needs = tuple(tensor.requires_grad for tensor in tensors)
-        return tuple(tensor[shares.own].clone() for tensor in tensors)
+        return with_gradient(share, whole, *tensors)
 
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return None, *(ctx.shares.gathered(g) if n else None for g, n in zip(gradients, ctx.needs, strict=True))
-
-
-class _AllRows(torch.autograd.Function):
-    """The rows of all ranks, which go on alike with them; backward this rank's own."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shares: _Shares) -> Tensor:
-        ctx.shares = shares
-        return shares.gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
-        return gradients[0][ctx.shares.own].contiguous(), None
+    def all_rows(self, x: Tensor) -> Tensor:
+        """The rows of all ranks, which go on alike with them; the gradient is this rank's own."""
+        return with_gradient(self._gather, lambda grad: grad[self.own].contiguous(), x)
 
 
 class ExpertParallel:
@@ -216,43 +172,27 @@ class ExpertParallel:
 
     def _wrap(self, module: Any) -> None:
         """Makes a module of experts, whose parameters are (or become) those of this rank's shard, compute those of all."""
-        names = list(inspect.signature(type(module).forward).parameters)[1:]
-        count = int(module.num_experts)
-        module.num_experts = count // self._group.size
-        module.forward = partial(
-            self._run, forward=module.forward, names=names, num_experts=count, module=module, name=type(module).__name__
-        )
+        module.num_experts = int(module.num_experts) // self._group.size
+        module.forward = partial(self._run, module, module.forward)
 
-    def _run(
-        self,
-        *args: Any,
-        forward: Callable[..., Tensor],
-        names: Sequence[str],
-        num_experts: int,
-        module: nn.Module,
-        name: str,
-        **kwargs: Any,
-    ) -> Tensor:
+    def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What the module makes of all tokens here: see its forward."""
-        given = dict(zip(names, args, strict=False)) | kwargs
-        hidden, index, weights = (given[each] for each in names)
+        hidden, index, weights = arguments_of(module, *args, **kwargs)
         if index.shape != weights.shape or index.dim() != 2 or index.is_floating_point():
             raise ModelError(
-                f"{name} is given experts {tuple(index.shape)} and routing weights {tuple(weights.shape)}",
+                f"{type(module).__name__} is given experts {tuple(index.shape)} and routing weights {tuple(weights.shape)}",
                 why="ep needs the experts of each token, and a weight for each of them",
                 fix="leave ep out of this model's strategies, and report the model_type",
             )
-        x = hidden.reshape(-1, hidden.shape[-1])
+        x, num_experts = hidden.reshape(-1, hidden.shape[-1]), module.num_experts * self._group.size
         kept = None if self._capacity is None else self._capacity.kept(index, num_experts)
         shares = None
         if self._shared is not None:
-            shares = _Shares(len(x), self._shared)
-            x, weights = _OwnRows.apply(shares, x, weights)
+            shares = _Shares(len(x), self._shared.group)
+            x, weights = shares.own_rows(x, weights)
             index, kept = index[shares.own], None if kept is None else kept[shares.own]
-        y = self._of_tokens(x, index, weights, kept, partial(self._local, forward, names, module), num_experts)
-        if shares is not None:
-            y = _AllRows.apply(y, shares)
-        return y.view_as(hidden)
+        y = self._of_tokens(x, index, weights, kept, partial(_compute, module, forward), num_experts)
+        return (y if shares is None else shares.all_rows(y)).view_as(hidden)
 
     def _of_tokens(
         self,
@@ -283,25 +223,22 @@ class ExpertParallel:
         sent, received, counted = torch.stack([counts.sum(1), others.sum(1), of_packs]).tolist()
         if self.is_counting:
             self.num_rows += sum(counted)
-        rows = _Exchange.apply(x[order // top_k], sent, received, group)
+        rows = _exchange(x[order // top_k], sent, received, group)
         experts = torch.arange(others.shape[1], device=x.device).repeat(size)
         out = local(rows, experts.repeat_interleave(others.reshape(-1), output_size=sum(received)))
-        back = _Exchange.apply(out, received, sent, group)
+        back = _exchange(out, received, sent, group)
         weighted = back * weights.reshape(-1)[order][:, None]
         # to the order of tokens, and summed as the family's own grouped products sum
         whole = weighted.new_zeros(len(pairs), x.shape[1]).index_copy(0, order, weighted)
         return whole.view(len(x), top_k, x.shape[1]).sum(1).to(x.dtype)
 
-    @staticmethod
-    def _local(
-        forward: Callable[..., Tensor], names: Sequence[str], module: nn.Module, rows: Tensor, experts: Tensor
-    ) -> Tensor:
-        """[n, h] of rows [n, h], each by one expert of this rank."""
-        if not len(rows):
-            out: Tensor = _NoRows.apply(rows, *module.parameters())
-            return out
-        given = {names[_HIDDEN]: rows, names[_INDEX]: experts[:, None], names[_WEIGHTS]: rows.new_ones(len(rows), 1)}
-        return forward(**given)
+
+def _compute(module: nn.Module, forward: Callable[..., Tensor], rows: Tensor, experts: Tensor) -> Tensor:
+    """[n, h] of rows [n, h], each by one expert of this rank."""
+    if len(rows):
+        return forward(rows, experts[:, None], rows.new_ones(len(rows), 1))
+    parameters = list(module.parameters())  # all that would have a gradient, so that the graph goes on through them
+    return with_gradient(lambda x, *_: x.clone(), lambda grad: (grad, *(None for _ in parameters)), rows, *parameters)
 
 
 def fits_grouped_kernels(dtype: torch.dtype, shapes: Iterable[Sequence[int]]) -> bool:

@@ -15,10 +15,10 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_hotspa.parallel.collectives import gather, scatter_sum, with_gradient
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.tensor_parallel import (
     COLWISE,
@@ -26,68 +26,20 @@ from hf_hotspa.parallel.tensor_parallel import (
     LATENT,
     ROWWISE,
     VOCABULARY_EMBEDDING,
-    product_without_bias,
+    wrap,
     wrap_embedding,
+    wrap_rowwise,
 )
-from hf_hotspa.parallel.waiting import CLOCK
 
 SHARDED = frozenset({COLWISE, ROWWISE})
 """The styles of projections that a block may have."""
 _LOCAL = frozenset({EXPERTS, LATENT})
 """Styles whose parameters have a gradient that is a part of the sum on each rank, whatever gathers its input."""
 
-# torch before 2.13 has these collectives under their older names only
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-
-def _gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T/t, ...] or [T/t, ...] on every rank to those of T tokens, in the order of the group's ranks."""
-    rows = _rows(x)
-    whole = x.new_empty(rows.shape[0] * dist.get_world_size(group), *rows.shape[1:])
-    with CLOCK.waiting:
-        all_gather(whole, rows, group=group)
-    return whole[None] if x.dim() == 3 else whole
-
-
-def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """[1, T, ...] or [T, ...] on every rank to this rank's T/t tokens of their sum."""
-    rows = _rows(x)
-    mine = x.new_empty(rows.shape[0] // dist.get_world_size(group), *rows.shape[1:])
-    with CLOCK.waiting:
-        _reduce_scatter(mine, rows, group=group)
-    return mine[None] if x.dim() == 3 else mine
-
-
-def _rows(x: Tensor) -> Tensor:
-    """The tokens of a row, or of what a mixture of experts has made of it, along the first dim."""
-    return (x[0] if x.dim() == 3 else x).contiguous()
-
-
-class _GatherTokens(torch.autograd.Function):
-    """All tokens forward; backward the sum of all ranks' gradients, of this rank's tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _gather(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _scatter_sum(grad, ctx.group), None
-
-
-class _ScatterSum(torch.autograd.Function):
-    """This rank's tokens of the sum forward; backward the gradients of all tokens."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _scatter_sum(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _gather(grad, ctx.group), None
+def _on_rows(x: Tensor, of_rows: Callable[[Tensor], Tensor]) -> Tensor:
+    """Of the tokens of a row [1, T, ...], or of what a mixture of experts has made of it [T, ...]."""
+    return of_rows(x[0])[None] if x.dim() == 3 else of_rows(x)
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -100,15 +52,14 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group.
     """
-    return _GatherTokens.apply(x, group)
+    forward, backward = (partial(_on_rows, of_rows=partial(f, group=group)) for f in (gather, scatter_sum))
+    return with_gradient(forward, backward, x)
 
 
-class _SameTokens(_GatherTokens):
-    """All tokens forward; backward this rank's of a gradient that every rank has alike."""
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """This rank's tokens of the sum; the inverse of `gather_tokens`."""
+    forward, backward = (partial(_on_rows, of_rows=partial(f, group=group)) for f in (scatter_sum, gather))
+    return with_gradient(forward, backward, x)
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
@@ -118,32 +69,18 @@ def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> 
         group: The tensor-parallel group, of t ranks; None where this rank has all tokens.
         num_tokens: T but for the padding.
     """
-    same: Tensor = x if group is None else _SameTokens.apply(x, group)
-    return same[:num_tokens]
+    if group is not None:
+        size, index = dist.get_world_size(group), dist.get_rank(group)
+        x = with_gradient(partial(gather, group=group), lambda grad: grad.chunk(size)[index], x)
+    return x[:num_tokens]
 
 
-def _block(*args: Any, forward: Callable[..., Any], group: dist.ProcessGroup, **kwargs: Any) -> Any:
+def _block(*args: Any, forward: Callable[..., Any], enter: Callable[[Tensor], Tensor], **kwargs: Any) -> Any:
     if "hidden_states" in kwargs:
-        kwargs["hidden_states"] = gather_tokens(kwargs["hidden_states"], group)
+        kwargs["hidden_states"] = enter(kwargs["hidden_states"])
     else:
-        args = (gather_tokens(args[0], group), *args[1:])
+        args = (enter(args[0]), *args[1:])
     return forward(*args, **kwargs)
-
-
-def _experts(*args: Any, forward: Callable[..., Tensor], group: dist.ProcessGroup, **kwargs: Any) -> Tensor:
-    """Each rank runs its columns of every expert on the tokens of all: what goes in (tokens, experts, routing weights)."""
-
-    def gathered(value: Any) -> Any:
-        return gather_tokens(value, group) if isinstance(value, Tensor) else value
-
-    out = forward(*map(gathered, args), **{name: gathered(value) for name, value in kwargs.items()})
-    mine: Tensor = _ScatterSum.apply(out, group)
-    return mine
-
-
-def _rowwise(x: Tensor, *, product: Callable[[Tensor], Tensor], linear: nn.Linear, group: dist.ProcessGroup) -> Tensor:
-    y = _ScatterSum.apply(product(x), group)
-    return y if linear.bias is None else y + linear.bias
 
 
 def blocks_of(styles: Mapping[str, str]) -> frozenset[str]:
@@ -202,18 +139,18 @@ def apply_sequence_parallel(
         widths: By module name, the size of every shard along the dim that is cut.
         tensor_group: The group and this rank's shard.
     """
-    group = tensor_group.group
+    enter = partial(gather_tokens, group=tensor_group.group)
+    leave = partial(_scatter_sum, group=tensor_group.group)
     for name in sorted(blocks_of(styles)):
         if name in modules:
-            modules[name].forward = partial(_block, forward=modules[name].forward, group=group)
+            modules[name].forward = partial(_block, forward=modules[name].forward, enter=enter)
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
             continue
         if style == ROWWISE:
-            product, linear = product_without_bias(module)
-            module.forward = partial(_rowwise, product=product, linear=linear, group=group)
-        elif style == EXPERTS:
-            module.forward = partial(_experts, forward=module.forward, group=group)
+            wrap_rowwise(module, leave)
+        elif style == EXPERTS:  # each rank runs its columns of every expert on the tokens of all
+            wrap(module, enter, leave)
         elif style == VOCABULARY_EMBEDDING:
-            wrap_embedding(module, widths[name], tensor_group, _ScatterSum.apply)
+            wrap_embedding(module, widths[name], tensor_group.shard, leave)

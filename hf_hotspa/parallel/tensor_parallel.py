@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from hf_hotspa.parallel.adapters import base_layer
+from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.mesh import TensorGroup
 from hf_hotspa.parallel.waiting import CLOCK
 
@@ -27,21 +28,17 @@ VOCABULARY_EMBEDDING, VOCABULARY_HEAD = "vocabulary_embedding", "vocabulary_head
 EXPERTS, IDENTITY_EXPERT, LATENT = "experts", "identity_expert", "latent"
 
 
-class _CopyToShards(torch.autograd.Function):
-    """Identity forward; the gradient is the sum of what the shards send back."""
+def _copy_to_shards(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensor itself; its gradient is the sum of what the shards send back."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+    def summed(grad: Tensor) -> Tensor:
         # a clone: autograd may share this tensor with another branch, and reducing in place would corrupt that one
         grad = grad.clone(memory_format=torch.contiguous_format)
         with CLOCK.waiting:
-            dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+            dist.all_reduce(grad, group=group)
+        return grad
+
+    return with_gradient(lambda x: x.view_as(x), summed, x)
 
 
 class _SumOfShards(torch.autograd.Function):
@@ -71,17 +68,9 @@ def _all_gather_last(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGro
     )
 
 
-class _GatherShards(torch.autograd.Function):
-    """The whole last dim forward; this shard's slice of the gradient backward (its consumers are replicated)."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-        ctx.start, ctx.width = sum(widths[: tensor_group.shard]), x.shape[-1]
-        return _all_gather_last(x, widths, tensor_group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return grad.narrow(-1, ctx.start, ctx.width).contiguous(), None, None
+def _slice_of_shard(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
+    shard = tensor_group.shard
+    return x.narrow(-1, sum(widths[:shard]), widths[shard]).contiguous()
 
 
 def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
@@ -91,21 +80,18 @@ def gather_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup)
         x: [..., own width].
         widths: Of the last dim on each shard, in the order of shards.
     """
-    whole: Tensor = _GatherShards.apply(x, widths, tensor_group)
-    return whole
+    place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
+    return with_gradient(partial(_all_gather_last, **place), partial(_slice_of_shard, **place), x)
 
 
-class _SplitToShards(torch.autograd.Function):
-    """This shard's slice of a replicated last dim forward; the gathered gradient backward."""
+def _split_to_shards(x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
+    """This shard's slice of a last dim that is whole on every rank; the inverse of `gather_shards`."""
+    place: dict[str, Any] = {"widths": widths, "tensor_group": tensor_group}
+    return with_gradient(partial(_slice_of_shard, **place), partial(_all_gather_last, **place), x)
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, widths: tuple[int, ...], tensor_group: TensorGroup) -> Tensor:
-        ctx.widths, ctx.tensor_group = widths, tensor_group
-        return x.narrow(-1, sum(widths[: tensor_group.shard]), widths[tensor_group.shard]).contiguous()
 
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        return _all_gather_last(grad, ctx.widths, ctx.tensor_group), None, None
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()
 
 
 class _SharedInput:
@@ -121,10 +107,10 @@ class _SharedInput:
         self._copied: Tensor | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
-        if not (x.requires_grad and torch.is_grad_enabled()):
+        if not _has_gradient(x):
             return x
         if self._input is not x:
-            self._input, self._copied = x, _CopyToShards.apply(x, self._group)
+            self._input, self._copied = x, _copy_to_shards(x, self._group)
         return cast(Tensor, self._copied)
 
     def clear(self) -> None:
@@ -132,120 +118,89 @@ class _SharedInput:
         self._input = self._copied = None
 
 
-def _colwise(x: Tensor, *, forward: Callable[[Tensor], Tensor], shared: _SharedInput) -> Tensor:
-    return forward(shared(x))
+OnTensor = Callable[[Tensor], Tensor]
 
 
-def _colwise_gather(
-    x: Tensor,
-    *,
-    forward: Callable[[Tensor], Tensor],
-    shared: _SharedInput,
-    widths: tuple[int, ...],
-    tensor_group: TensorGroup,
-) -> Tensor:
-    return _GatherShards.apply(forward(shared(x)), widths, tensor_group)
+def _wrapped(
+    *args: Any, forward: Callable[..., Any], enter: OnTensor | None, leave: OnTensor | None, **kwargs: Any
+) -> Any:
+    def entered(value: Any) -> Any:
+        return enter(value) if enter is not None and isinstance(value, Tensor) else value
+
+    out = forward(*map(entered, args), **{name: entered(value) for name, value in kwargs.items()})
+    return out if leave is None else leave(out)
+
+
+def wrap(
+    module: nn.Module,
+    enter: OnTensor | None = None,
+    leave: OnTensor | None = None,
+    forward: Callable[..., Any] | None = None,
+) -> None:
+    """Makes a module do something with every tensor that goes in, and with what comes out of its forward or of another."""
+    module.forward = partial(_wrapped, forward=forward or module.forward, enter=enter, leave=leave)
 
 
 def _product(x: Tensor, *, linear: nn.Linear) -> Tensor:
-    flexible: Callable[[Tensor], Tensor] | None = getattr(linear, "hotspa_product", None)  # of flexible_linear
+    flexible: OnTensor | None = getattr(linear, "hotspa_product", None)  # of flexible_linear
     return functional.linear(x, linear.weight) if flexible is None else flexible(x)
 
 
-def product_without_bias(module: nn.Module) -> tuple[Callable[[Tensor], Tensor], nn.Linear]:
-    """What a row-parallel projection sums over the shards, and the layer whose bias is added after it.
+def _whole_product(y: Tensor, *, linear: nn.Linear, sum_of: OnTensor) -> Tensor:
+    y = sum_of(y)
+    return y if linear.bias is None else y + linear.bias  # added once, after the sum
+
+
+def wrap_rowwise(module: nn.Module, sum_of: OnTensor, enter: OnTensor | None = None) -> None:
+    """Makes a row-parallel projection add up its products over the shards.
 
     The adapter of a LoRA layer joins the sum of its base, whose forward loses its bias for that.
+
+    Args:
+        sum_of: The sum over the group, for autograd.
+        enter: What becomes of its input.
     """
     linear = cast(nn.Linear, base_layer(module))
-    product = partial(_product, linear=linear)
-    if linear is module:
-        return product, linear
-    linear.forward = product
-    return module.forward, linear
+    product: Callable[..., Any] = partial(_product, linear=linear)
+    if linear is not module:
+        linear.forward = product
+        product = module.forward
+    wrap(module, enter, partial(_whole_product, linear=linear, sum_of=sum_of), product)
 
 
-def _rowwise(
-    x: Tensor,
-    *,
-    product: Callable[[Tensor], Tensor],
-    linear: nn.Linear,
-    tensor_group: TensorGroup,
-    split_widths: tuple[int, ...] | None = None,
-) -> Tensor:
-    if split_widths is not None:
-        x = _SplitToShards.apply(x, split_widths, tensor_group)
-    # the bias is added once, after the sum
-    y = _SumOfShards.apply(product(x), tensor_group.group)
-    return y if linear.bias is None else y + linear.bias
-
-
-def _embedding(
-    ids: Tensor,
-    *,
-    forward: Callable[[Tensor], Tensor],
-    first_row: int,
-    num_rows: int,
-    sum_of: Callable[[Tensor, dist.ProcessGroup], Tensor],
-    group: dist.ProcessGroup,
-) -> Tensor:
+def _embedding(ids: Tensor, *, forward: OnTensor, first_row: int, num_rows: int, sum_of: OnTensor) -> Tensor:
     local = ids - first_row
     elsewhere = (local < 0) | (local >= num_rows)
-    rows = forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0)
-    return sum_of(rows, group)
+    return sum_of(forward(local.masked_fill(elsewhere, 0)).masked_fill(elsewhere[..., None], 0))
 
 
-def wrap_embedding(
-    module: Any,
-    widths: tuple[int, ...],
-    tensor_group: TensorGroup,
-    sum_of: Callable[[Tensor, dist.ProcessGroup], Tensor] = _SumOfShards.apply,
-) -> None:
+def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnTensor) -> None:
     """Makes an embedding look up the rows of its shard of the vocabulary, and add up what the shards find.
 
     Args:
         widths: Rows of each shard.
-        tensor_group: The group and this rank's shard.
+        shard: This rank's.
         sum_of: The sum over the group, for autograd.
     """
-    first_row, num_rows = sum(widths[: tensor_group.shard]), widths[tensor_group.shard]
+    first_row, num_rows = sum(widths[:shard]), widths[shard]
     padding = module.padding_idx
     # the padding row's gradient is zero; its local index exists on one shard only
     inside = padding is not None and first_row <= padding < first_row + num_rows
     module.padding_idx = padding - first_row if inside else None
-    place: dict[str, Any] = {"first_row": first_row, "num_rows": num_rows, "group": tensor_group.group}
+    place = {"first_row": first_row, "num_rows": num_rows}
     module.forward = partial(_embedding, forward=module.forward, sum_of=sum_of, **place)
 
 
-def _experts(*args: Any, forward: Callable[..., Tensor], group: dist.ProcessGroup, **kwargs: Any) -> Tensor:
-    """Each rank runs its columns of every expert; what goes in (tokens, routing weights) is copied, the output summed."""
-
-    def copied(value: Any) -> Any:
-        if isinstance(value, Tensor) and value.requires_grad and torch.is_grad_enabled():
-            return _CopyToShards.apply(value, group)
-        return value
-
-    out = forward(*map(copied, args), **{name: copied(value) for name, value in kwargs.items()})
-    # a copy is summed: the family's own operations may have saved their output for the backward
-    return _SumOfShards.apply(out.clone(memory_format=torch.contiguous_format), group)
-
-
-def _identity_expert(x: Tensor, *, forward: Callable[[Tensor], Tensor], num_shards: int) -> Tensor:
-    """An expert without weights gives the same on every rank; the sum over the ranks has to be its output once."""
-    return forward(x) / num_shards
-
-
-def _latent(x: Tensor, *, forward: Callable[[Tensor], Tensor], rotary_size: int, group: dist.ProcessGroup) -> Tensor:
-    """The projection to the latent of keys and values and, in its last columns, to the rotary key of all heads.
+def _latent(out: Tensor, *, rotary_size: int, group: dist.ProcessGroup) -> Tensor:
+    """The latent of keys and values and, in the last columns, the rotary key of all heads.
 
     The latent goes through a column-parallel projection, which reduces its gradient; the rotary key is read by the heads
     of every rank directly, so its gradient is reduced here.
     """
-    out = forward(x)
-    if not (out.requires_grad and torch.is_grad_enabled()):
+    if not _has_gradient(out):
         return out
     latent, rotary = out.split([out.shape[-1] - rotary_size, rotary_size], dim=-1)
-    return torch.cat([latent, _CopyToShards.apply(rotary, group)], dim=-1)
+    return torch.cat([latent, _copy_to_shards(rotary, group)], dim=-1)
 
 
 def apply_tensor_parallel(
@@ -265,35 +220,45 @@ def apply_tensor_parallel(
     Returns:
         A function to call after every forward, which drops cached inputs.
     """
-    shared = _SharedInput(tensor_group.group)
+    group = tensor_group.group
+    shared = _SharedInput(group)
+
+    def sum_of(x: Tensor) -> Tensor:
+        return _SumOfShards.apply(x, group)
+
+    def copied(x: Tensor) -> Tensor:
+        return _copy_to_shards(x, group) if _has_gradient(x) else x
+
+    def sum_of_experts(x: Tensor) -> Tensor:
+        # a copy is summed: the family's own operations may have saved their output for the backward
+        return sum_of(x.clone(memory_format=torch.contiguous_format))
+
+    def once(x: Tensor) -> Tensor:
+        """Of an expert without weights, which gives the same on every rank; the sum over them has to be its output once."""
+        return x / tensor_group.size
+
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
             continue
+        place: dict[str, Any] = {"widths": widths.get(name), "tensor_group": tensor_group}
         if style == EXPERTS:
-            module.forward = partial(_experts, forward=module.forward, group=tensor_group.group)
-            continue
-        if style == IDENTITY_EXPERT:
-            num_shards = tensor_group.size
-            module.forward = partial(_identity_expert, forward=module.forward, num_shards=num_shards)
-            continue
-        if style == LATENT:
+            wrap(module, copied, sum_of_experts)
+        elif style == IDENTITY_EXPERT:
+            wrap(module, leave=once)
+        elif style == LATENT:
             rotary_size = modules[name.rpartition(".")[0]].qk_rope_head_dim
-            module.forward = partial(_latent, forward=module.forward, rotary_size=rotary_size, group=tensor_group.group)
-            continue
-        wrap: dict[str, Any] = {"forward": module.forward, "shared": shared}
-        if style in (COLWISE, VOCABULARY_HEAD):
-            module.forward = partial(_colwise, **wrap)
+            wrap(module, leave=partial(_latent, rotary_size=rotary_size, group=group))
+        elif style in (COLWISE, VOCABULARY_HEAD):
+            wrap(module, shared)
         elif style == COLWISE_GATHER:
-            module.forward = partial(_colwise_gather, **wrap, widths=widths[name], tensor_group=tensor_group)
-        elif style in (ROWWISE, ROWWISE_SPLIT):
-            split = widths[name] if style == ROWWISE_SPLIT else None
-            product, linear = product_without_bias(module)
-            module.forward = partial(
-                _rowwise, product=product, linear=linear, tensor_group=tensor_group, split_widths=split
-            )
+            wrap(module, shared, partial(gather_shards, **place))
+        elif style == ROWWISE:
+            wrap_rowwise(module, sum_of)
+        elif style == ROWWISE_SPLIT:
+            wrap_rowwise(module, sum_of, partial(_split_to_shards, **place))
         elif style == VOCABULARY_EMBEDDING:
-            wrap_embedding(module, widths[name], tensor_group)
+            wrap_embedding(module, widths[name], tensor_group.shard, sum_of)
         else:
             raise AssertionError(f"no wrapper for style {style!r} of {name}")
     return shared.clear
