@@ -18,11 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.calibrate.exchanges import context_layouts, measure_exchanges
 from hf_hotspa.calibrate.layers import time_layers
 from hf_hotspa.calibrate.links import measure_hop, measure_link
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.phases import time_phases
 from hf_hotspa.calibrate.probe import PeakMemory, Probe, freeing_at_once, layer_counts, pack_lengths, small_copy
 from hf_hotspa.calibrate.timing import time_packs
@@ -187,7 +188,7 @@ class _Session:
         self.rank, self.world_size, self.devices_per_node = groups.rank, groups.world_size, devices_per_node
         self.agreement = Agreement(groups.agreement, groups.rank)
         self.say: Progress = progress or logger.debug
-        self.compute_dtype, self.rounds, self.pack_tokens = compute_dtype, rounds, pack_tokens
+        self.dtype, self.rounds, self.pack_tokens = compute_dtype or config_dtype(config), rounds, pack_tokens
         self.notes: list[str] = []
 
     def run(self, strategies: Iterable[Strategy] | None, folder: Path, force: bool) -> Calibration:
@@ -200,7 +201,7 @@ class _Session:
                 self.say(f"read {path}")
                 return calibration
             degrees, whole = sorted({*degrees, *calibration.degrees}), sorted({*whole, *had})
-        measured = self._same_everywhere(self._measure(key, shape, degrees, whole))
+        measured = Calibration.from_dict(self._from_first(self._measure(key, shape, degrees, whole).to_dict()))
         if self.rank == 0:
             try:
                 measured.save(path)
@@ -229,11 +230,8 @@ class _Session:
                 f"calibrate needs a transformers config, and was given a {type(self.config).__name__}",
                 fix="pass model.config, or AutoConfig.from_pretrained(...)",
             )
-        dtype = self.compute_dtype or config_dtype(self.config)
-        self.compute_dtype = dtype
-        nowhere = torch.device("meta")
-        few, more = (small_copy(self.config, count, dtype, nowhere) for count in layer_counts(self.config))
-        shape, copied = describe_model(few, dtype).shape, describe_model(more, dtype).shape
+        copies = (self._copy(count, torch.device("meta")) for count in layer_counts(self.config))
+        shape, copied = (describe_model(model, self.dtype).shape for model in copies)
         strategies = legal_strategies(self.world_size, copied) if strategies is None else list(strategies)
         plain = {Strategy(s.dp * s.cp, s.tp, s.pp) for s in strategies}
         # the whole model may have more stages than a copy has layers
@@ -246,16 +244,15 @@ class _Session:
             )
             if why:
                 raise HotspaConfigError(f"tp{tp} cannot be measured", why=why, fix="leave its strategies out")
-        key = calibration_key(self.config, dtype, self.device, self.world_size, self.devices_per_node)
+        key = calibration_key(self.config, self.dtype, self.device, self.world_size, self.devices_per_node)
         return key, shape, degrees, whole
+
+    def _copy(self, num_layers: int, device: torch.device) -> PreTrainedModel:
+        return small_copy(self.config, num_layers, self.dtype, device)
 
     def _from_first(self, data: Any) -> Any:
         """Rank 0's JSON-ready data on every rank."""
         return json.loads(self.agreement.texts(json.dumps(data) if self.rank == 0 else "")[0])
-
-    def _same_everywhere(self, calibration: Calibration | None) -> Calibration:
-        """Rank 0's calibration on every rank."""
-        return Calibration.from_dict(self._from_first(calibration.to_dict() if calibration is not None else None))
 
     def _cached(self, folder: Path, key: CalibrationKey) -> Calibration | None:
         """What the cache of rank 0 holds; a broken file is an error of all ranks."""
@@ -271,28 +268,26 @@ class _Session:
         self, key: CalibrationKey, shape: ModelShape, degrees: list[int], whole: list[Strategy]
     ) -> Calibration:
         begin = time.perf_counter()
-        assert self.compute_dtype is not None
+        measuring = Measuring(self.agreement, self.device, key.slots / self.world_size, self.rounds, self.say)
         self.say(f"measuring tp {', '.join(map(str, degrees))} on {self.world_size} x {key.device}, {key.dtype}")
         with freeing_at_once():
-            probes = self._probes(degrees, whole)
+            probes = self._probes(degrees, whole, measuring)
             most = self._most_tokens(probes[-1], shape)
             longest = self.pack_tokens or self._longest(probes[-1], most)
             memory = self._memory(probes, degrees, longest, most)
-        links = self._links(probes[0], shape)
-        share = key.slots / self.world_size
+        links = self._links(shape, measuring)
         layouts = [s for s in context_layouts(self.world_size, degrees) if s.unsupported_reason(shape) is None]
         if layouts:
             self.say("exchanges of context parallelism")
-        exchanges = measure_exchanges(self.groups, layouts, share, self.agreement)
+        exchanges = measure_exchanges(self.groups, layouts, measuring)
         last = min(4 * longest, most) if self.pack_tokens else self._longest(probes[0], most, 2 * longest)
         packs = [pack_lengths(longest, last), pack_lengths(longest)]
-        timing = time_packs(probes, degrees, packs, share, self.rounds, self.agreement, self.say)
-        phases = time_phases(probes[-1], whole, longest, self.rounds, self.agreement, self.say)
+        timing = time_packs(probes, degrees, packs, measuring)
+        phases = time_phases(probes[-1], whole, longest, measuring)
         for probe in probes:
             probe.close()
-        count = self.config.get_text_config().num_hidden_layers
-        model = describe_model(small_copy(self.config, count, self.compute_dtype, torch.device("meta")))
-        layers = time_layers(model, longest, self.rounds, share, self.device, self.agreement, self.say)
+        whole_model = self._copy(self.config.get_text_config().num_hidden_layers, torch.device("meta"))
+        layers = time_layers(whole_model, longest, measuring)
         return Calibration(
             key=key,
             model=ModelFacts(
@@ -312,70 +307,62 @@ class _Session:
             notes=tuple(self.notes),
         )
 
-    def _probes(self, degrees: list[int], whole: list[Strategy]) -> list[Probe]:
+    def _probes(self, degrees: list[int], whole: list[Strategy], measuring: Measuring) -> list[Probe]:
         """An engine on each copy; that with more layers knows the whole strategies."""
-        assert self.compute_dtype is not None
-        dtype = self.compute_dtype
-        models = self.agreement.run(
+        few, more = self.agreement.run(
             "calibration",
-            lambda: [small_copy(self.config, count, dtype, self.device) for count in layer_counts(self.config)],
+            lambda: [self._copy(count, self.device) for count in layer_counts(self.config)],
             otherwise=_of_any_kind,
         )
-        others = [()] * (len(models) - 1) + [tuple(whole)]
-        return [Probe(model, degrees, dtype, self.device, each) for model, each in zip(models, others, strict=True)]
+        return [
+            Probe(few, degrees, self.dtype, measuring),
+            Probe(more, degrees, self.dtype, measuring, whole),
+        ]
 
-    def _links(self, probe: Probe, shape: ModelShape) -> dict[str, Any]:
+    def _links(self, shape: ModelShape, measuring: Measuring) -> dict[str, Any]:
         """The fields of a calibration that say how fast links are."""
         if self.world_size == 1:
             return {"intra": Link(0.0, 1e12), "hop_intra": Hop()}
         self.say("links")
-        transport = ProcessGroupTransport(self.groups.switch)
-        assert self.compute_dtype is not None
-        token_bytes = shape.hidden_size * self.compute_dtype.itemsize
-        links: dict[str, Any] = {}
-        many = self.world_size > self.devices_per_node
-        for name, apart in (("intra", 1), ("inter", self.devices_per_node)):
-            if name == "inter" and not many:
-                continue
-            links[name] = measure_link(transport, self.agreement, self.world_size, apart, self.device)
-            links[f"hop_{name}"] = measure_hop(
-                transport, self.agreement, self.world_size, apart, self.device, token_bytes
-            )
+        transport, links = ProcessGroupTransport(self.groups.switch), dict[str, Any]()
+        between_nodes = {"inter": self.devices_per_node} if self.world_size > self.devices_per_node else {}
+        for name, apart in {"intra": 1, **between_nodes}.items():
+            links[name] = measure_link(transport, self.world_size, apart, measuring)
+            links[f"hop_{name}"] = measure_hop(transport, apart, shape.hidden_size * self.dtype.itemsize, measuring)
         return links
 
     def _most_tokens(self, probe: Probe, shape: ModelShape) -> int:
         """The longest pack that model and memory allow."""
         most = min(shape.max_position_embeddings or _LARGEST_PACK, _LARGEST_PACK)
         if (free := device_limit(self.device)) is not None:
-            assert self.compute_dtype is not None
-            layer = activation_bytes(shape, 1, element_bytes=self.compute_dtype.itemsize)
+            layer = activation_bytes(shape, 1, element_bytes=self.dtype.itemsize)
             each = layer * probe.num_layers + 12 * shape.vocab_size
             most = min(most, int(self.agreement.gather([free]).min()) // 2 // int(each))
         return max(1, most)
 
     def _longest(self, probe: Probe, most: int, first: int = _FIRST_PACK) -> int:
         """Tokens of the longest pack: doubled until it takes long enough, or there is no room for more."""
-        longest = min(first, most)
-        probe.load(Strategy(self.world_size), self.agreement)
+        longest, strategy = min(first, most), Strategy(self.world_size)
+        probe.load(strategy)
         while True:
-            probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
+            probe.run(strategy, (longest,), 1)
             # on CPU not the clock: other programs would make the packs of a busy machine short
-            both = probe.run(Strategy(self.world_size), (longest,), 1, self.agreement)
+            both = probe.run(strategy, (longest,), 1)
             seconds = both[self.device.type == "cpu"]
-            if longest * 2 > most or self._most([seconds])[0] >= LONGEST_PACK_S / 2:
+            if longest * 2 > most or self._most(seconds) >= LONGEST_PACK_S / 2:
                 break
             longest *= 2
-        probe.return_gradients(Strategy(self.world_size), self.agreement)
+        probe.return_gradients(strategy)
         return longest
 
-    def _most(self, values: list[float]) -> list[float]:
-        """The largest of every value over ranks."""
-        return [float(value) for value in self.agreement.gather(values).amax(0)]
+    def _most(self, value: float) -> float:
+        """The largest over ranks."""
+        return float(self.agreement.gather([value]).max())
 
     def _memory(self, probes: list[Probe], degrees: list[int], longest: int, most: int) -> list[MemorySample]:
         """Peaks of packs of half, once and twice the longest that both copies are timed with, as far as there is room."""
         works = PeakMemory(self.device).works
-        if not all(self.agreement.gather([float(works)])[:, 0].tolist()):
+        if not bool(self.agreement.gather([float(works)]).all()):
             self.notes.append("memory was not measured: this system does not reset a process's peak")
             return []
         self.say("memory")
@@ -383,11 +370,11 @@ class _Session:
         for probe in probes:
             for tp in degrees:
                 strategy = probe.strategies[tp]
-                probe.load(strategy, self.agreement)
+                probe.load(strategy)
                 for tokens in sorted({max(1, longest // 2), longest, min(2 * longest, most)}):
-                    (peak,) = self._most([float(probe.peak(strategy, (tokens,), self.agreement))])
-                    samples.append(probe.memory_sample(tp, tokens, peak))
-                probe.return_gradients(strategy, self.agreement)
+                    peak = self._most(probe.peak(strategy, (tokens,)))
+                    samples.append(MemorySample(tp, probe.num_layers, tokens, max(1.0, peak)))
+                probe.return_gradients(strategy)
         return samples
 
 

@@ -6,21 +6,21 @@ no other layer, all ranks at the same time. A model whose layers are all alike i
 say what its layers take.
 """
 
-from collections.abc import Callable, Hashable
-from time import perf_counter, process_time
+from collections.abc import Hashable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.probe import micro_batch, probe_weights, random_block
 from hf_hotspa.costs.measurements import LayerSample
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.replica import Replica
-from hf_hotspa.model.skeleton import build_skeleton
-from hf_hotspa.model.specs import ModelDescription
-from hf_hotspa.parallel.agreement import Agreement, as_hotspa_error
+from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.parallel.agreement import as_hotspa_error
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.strategy import Strategy
 
@@ -29,16 +29,20 @@ _PLACE = ("layer", "idx", "index", "number")
 _WEIGHT = 0.02
 
 
-def kinds_of_layers(description: ModelDescription) -> tuple[tuple[int, ...], ...]:
+def kinds_of_layers(model: nn.Module, description: ModelDescription) -> tuple[tuple[int, ...], ...]:
     """The indices of decoder layers, those of equal kind together, in the order in which kinds first appear.
 
     Layers are of one kind where their modules, the settings of these (a window, a number of heads) and the shapes of
     all parameters are equal. Models that no pipeline can cut have no kinds: nothing asks for them.
+
+    Args:
+        model: The whole model; on the meta device, if it likes.
+        description: What was read from it.
     """
     shape = description.shape
     if shape.num_layers < 2 or Strategy(pp=shape.num_layers).unsupported_reason(shape) is not None:
         return ()
-    layers = getattr(build_skeleton(description), description.base).get_submodule(description.layers[0])
+    layers = getattr(model, description.base).get_submodule(description.layers[0])
     kinds: dict[Hashable, list[int]] = {}
     for index, layer in enumerate(layers):
         kinds.setdefault((description.layer_kinds[index], _signature(layer)), []).append(index)
@@ -116,12 +120,6 @@ class _Layer:
         out = out[0] if isinstance(out, tuple) else out
         out.backward(torch.ones_like(out))
 
-    def synchronize(self) -> None:
-        """Returns when it is computed."""
-        device = self._replica.device
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-
     def release(self) -> None:
         """Lets go of the weights."""
         self._call = ((), {})
@@ -135,32 +133,22 @@ def _leaf(value: Any) -> Any:
     return value
 
 
-def time_layers(
-    description: ModelDescription,
-    longest: int,
-    rounds: int,
-    share: float,
-    device: torch.device,
-    agreement: Agreement,
-    say: Callable[[str], object],
-) -> tuple[LayerSample, ...]:
-    """Seconds of a layer of each kind, in turn, round after round; the fastest counts. Collective.
+def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> tuple[LayerSample, ...]:
+    """Seconds of a layer of each kind; the fastest counts. Collective.
 
     Args:
-        description: The whole model, on the meta device.
+        model: The whole model, on the meta device.
         longest: Tokens of the pack.
-        rounds: How often, after one round that warms up.
-        share: Cores for each rank; below 1 seconds on a core are counted, see `timing.time_packs`.
-        device: Where this rank computes.
-        say: Told what is being done.
 
     Returns:
         A sample for each kind, the same on every rank; none where all layers are of one kind.
     """
-    kinds = kinds_of_layers(description)
+    description = describe_model(model)
+    kinds = kinds_of_layers(model, description)
     if len(kinds) < 2:
         return ()
-    say(f"layers of {len(kinds)} kinds, one by one")
+    measuring.say(f"layers of {len(kinds)} kinds, one by one")
+    device, agreement = measuring.device, measuring.agreement
     pack = micro_batch((longest,), description.shape.vocab_size, device)
     # a layer in the middle where there is one: embedding and head are not to be held for it
     chosen = [kind[len(kind) // 2] for kind in kinds]
@@ -169,22 +157,17 @@ def time_layers(
         lambda: [_Layer(description, index, pack, device) for index in chosen],
         otherwise=lambda failure: as_hotspa_error(failure, "calibration"),
     )
-    measured = [[_seconds(layer, share, agreement) for layer in layers] for _ in range(rounds + 1)]
+    measured = [[_seconds(layer, measuring) for layer in layers] for _ in range(measuring.rounds + 1)]
     gathered = torch.stack([agreement.gather(values) for values in measured[1:]])  # [round, rank, kind]
-    seconds = (gathered.mean(1) if share < 1 else gathered.amax(1)).amin(0).tolist()
+    seconds = (gathered.mean(1) if measuring.share < 1 else gathered.amax(1)).amin(0).tolist()
     return tuple(LayerSample(kind, (longest,), s) for kind, s in zip(kinds, seconds, strict=True))
 
 
-def _seconds(layer: _Layer, share: float, agreement: Agreement) -> float:
-    """Of one forward and backward on this rank, the second of two: the first finds its buffers."""
+def _seconds(layer: _Layer, measuring: Measuring) -> float:
+    """Of one forward and backward on this rank, the second of two: the first finds its buffers. On a core, where ranks share
+    cores (`timing.time_packs`)."""
     layer.prepare()
-    taken = 0.0
-    clock = process_time if share < 1 else perf_counter
-    for _ in range(2):
-        agreement.barrier()
-        begin = clock()
-        layer.run()
-        layer.synchronize()
-        taken = clock() - begin
+    measuring.timed(layer.run)
+    clock, on_core = measuring.timed(layer.run)
     layer.release()
-    return taken
+    return on_core if measuring.share < 1 else clock

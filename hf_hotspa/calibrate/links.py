@@ -5,25 +5,19 @@ rank sends to one neighbour and receives from the other at the same time, as in 
 message goes to the neighbour and back while nobody else talks, as in a pipeline.
 """
 
-import time
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.costs.coefficients import Hop
 from hf_hotspa.costs.measurements import Link
 from hf_hotspa.engine.transport import ProcessGroupTransport
-from hf_hotspa.parallel.agreement import Agreement
 
 _SIZES = (4 << 10, 256 << 10, 4 << 20, 16 << 20)
 _TOKENS = (16, 512, 4096)
-_ROUNDS = 5
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
 
 
 def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]:
@@ -40,77 +34,45 @@ def line(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float
     return latency, max(each, 1e-15)
 
 
-def measure_link(
-    transport: ProcessGroupTransport,
-    agreement: Agreement,
-    world_size: int,
-    apart: int,
-    device: torch.device,
-) -> Link:
+def measure_link(transport: ProcessGroupTransport, world_size: int, apart: int, measuring: Measuring) -> Link:
     """Latency and bandwidth while every rank sends to the rank `apart` after it. Collective.
 
     Args:
-        agreement: Host-side barrier and gathering.
         apart: 1 for the neighbour on the node, the devices of a node for a neighbour on the next one.
-        device: Where the tensors lie.
     """
     rank = transport.rank
     peer, source = (rank + apart) % world_size, (rank - apart) % world_size
-    out, into = (torch.zeros(max(_SIZES), dtype=torch.uint8, device=device) for _ in range(2))
-    taken = []
-    for size in _SIZES:
-        rows = []
-        for _ in range(_ROUNDS + 1):
-            agreement.barrier()
-            begin = time.perf_counter()
-            transport.send(out[:size], peer, 0)
-            transport.recv(into[:size], source, 0)
-            transport.start().wait()
-            _synchronize(device)
-            rows.append(time.perf_counter() - begin)
-        taken.append(float(agreement.gather(rows[1:]).amax(0).min()))
-    latency, each = line(_SIZES, taken)
+    out, into = (torch.zeros(max(_SIZES), dtype=torch.uint8, device=measuring.device) for _ in range(2))
+
+    def both(size: int) -> None:
+        transport.send(out[:size], peer, 0)
+        transport.recv(into[:size], source, 0)
+        transport.start().wait()
+
+    latency, each = line(_SIZES, [float(measuring.repeated(partial(both, n)).amax(0).min()) for n in _SIZES])
     return Link(latency, 1 / each)
 
 
-def measure_hop(
-    transport: ProcessGroupTransport,
-    agreement: Agreement,
-    world_size: int,
-    apart: int,
-    device: torch.device,
-    token_bytes: int,
-) -> Hop:
+def measure_hop(transport: ProcessGroupTransport, apart: int, token_bytes: int, measuring: Measuring) -> Hop:
     """Half of the time to the rank `apart` after rank 0 and back. Collective.
 
     Args:
-        transport: See `measure_link`.
-        agreement: See `measure_link`.
-        world_size: See `measure_link`.
-        apart: See `measure_link`.
-        device: Where the tensors lie.
         token_bytes: Bytes of the hidden state of one token.
     """
-    rank = transport.rank
-    buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=device)
-    taken = []
-    for count in _TOKENS:
-        message, rows = buffer[: count * token_bytes], []
-        for _ in range(_ROUNDS + 1):
-            agreement.barrier()
-            begin = time.perf_counter()
-            if rank == 0:
-                transport.send(message, apart, 0)
-                transport.start().wait()
-                transport.recv(message, apart, 1)
-                transport.start().wait()
-            elif rank == apart:
-                transport.recv(message, 0, 0)
-                transport.start().wait()
-                transport.send(message, 0, 1)
-                transport.start().wait()
-            _synchronize(device)
-            rows.append((time.perf_counter() - begin) / 2)
-        taken.append(float(agreement.gather(rows[1:])[0].min()))
-    latency, each = line(_TOKENS, taken)
-    return Hop(latency, each)
+    buffer = torch.zeros(max(_TOKENS) * token_bytes, dtype=torch.uint8, device=measuring.device)
+
+    def there_and_back(count: int) -> None:
+        message = buffer[: count * token_bytes]
+        if transport.rank == 0:
+            transport.send(message, apart, 0)
+            transport.start().wait()
+            transport.recv(message, apart, 1)
+            transport.start().wait()
+        elif transport.rank == apart:
+            transport.recv(message, 0, 0)
+            transport.start().wait()
+            transport.send(message, 0, 1)
+            transport.start().wait()
+
+    taken = [float(measuring.repeated(partial(there_and_back, n))[0].min()) / 2 for n in _TOKENS]
+    return Hop(*line(_TOKENS, taken))

@@ -4,14 +4,14 @@ Two mini-batches of as many tokens: one with a sequence as long as the longest p
 differ in most, and one of equal sequences. `costs.phase_factors` says what becomes of the seconds.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.probe import Probe
 from hf_hotspa.costs.measurements import PhaseSample
 from hf_hotspa.packing.packs import pack_sequences
-from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.strategy import Strategy
 
 
@@ -23,24 +23,17 @@ def mixed_lengths(longest: int, world_size: int) -> tuple[tuple[int, ...], ...]:
 
 
 def time_phases(
-    probe: Probe,
-    strategies: Sequence[Strategy],
-    longest: int,
-    rounds: int,
-    agreement: Agreement,
-    say: Callable[[str], object],
+    probe: Probe, strategies: Sequence[Strategy], longest: int, measuring: Measuring
 ) -> tuple[PhaseSample, ...]:
-    """Measures the phases, in turn, round after round; the fastest counts. Collective.
+    """Measures the phases; the fastest counts. Collective.
 
     Args:
         probe: Has all these strategies.
         longest: Tokens of the longest pack.
-        rounds: How often, after one round that warms up.
-        say: Told what is being done.
     """
     if len(strategies) < 2:  # nothing to choose between
         return ()
-    say(f"whole phases under {len(strategies)} strategies")
+    measuring.say(f"whole phases under {len(strategies)} strategies")
     world_size, quadratic = strategies[0].world_size, probe.engine.description.shape.quadratic_cost
     works: dict[Strategy, list[tuple[tuple[tuple[int, ...], ...], ...]]] = {s: [] for s in strategies}
     for lengths in mixed_lengths(longest, world_size):
@@ -49,14 +42,16 @@ def time_phases(
             if all(replicas):
                 mine.append(tuple(tuple(tuple(lengths[i] for i in pack) for pack in packs) for packs in replicas))
     measured = []
-    for _ in range(rounds + 1):
+    for _ in range(measuring.rounds + 1):
         values = []
         for strategy, mine in works.items():
-            probe.load(strategy, agreement)
-            values += [probe.run_phase(strategy, packs, agreement) for packs in mine]
-            probe.return_gradients(strategy, agreement)
+            probe.load(strategy)
+            values += [probe.run_phase(strategy, packs) for packs in mine]
+            probe.return_gradients(strategy)
         measured.append(values)
-    slowest = torch.stack([agreement.gather(values) for values in measured[1:]]).amax(1)  # [round, measurement]
+    slowest = torch.stack([measuring.agreement.gather(values) for values in measured[1:]]).amax(
+        1
+    )  # [round, measurement]
     seconds = iter(slowest.amin(0).tolist())
     return tuple(
         PhaseSample(str(s), probe.num_layers, packs, next(seconds)) for s, mine in works.items() for packs in mine

@@ -7,7 +7,6 @@ and the measurements that a calibration takes with it). Everything but `small_co
 import copy
 import ctypes
 import math
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,11 +16,10 @@ from accelerate import init_empty_weights
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from hf_hotspa.costs.measurements import MemorySample, SwitchSample
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.options import EngineOptions
-from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.strategy import Bucket, Strategy
 
 _BLOCK = 1 << 16
@@ -200,7 +198,6 @@ class Probe:
     Args:
         degrees: Tensor-parallel degrees; each runs on as many replicas as fit the world.
         compute_dtype: The dtype of computation.
-        device: Where this rank computes.
         others: Further strategies, for whole phases.
     """
 
@@ -209,7 +206,7 @@ class Probe:
         model: PreTrainedModel,
         degrees: Sequence[int],
         compute_dtype: torch.dtype,
-        device: torch.device,
+        measuring: Measuring,
         others: Sequence[Strategy] = (),
     ) -> None:
         world_size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
@@ -224,83 +221,54 @@ class Probe:
             model,
             buckets,
             EngineOptions(compute_dtype=compute_dtype, overlap_load=False, overlap_return=False),
-            device=device,
+            device=measuring.device,
         )
-        self.device = device
+        self._measuring = measuring
         self._packs: dict[tuple[int, ...], MicroBatch] = {}
 
     def _pack(self, lengths: tuple[int, ...]) -> MicroBatch:
         if lengths not in self._packs:
-            self._packs[lengths] = micro_batch(lengths, self.engine.description.shape.vocab_size, self.device)
+            vocab_size = self.engine.description.shape.vocab_size
+            self._packs[lengths] = micro_batch(lengths, vocab_size, self._measuring.device)
         return self._packs[lengths]
 
-    def _synchronize(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def load(self, strategy: Strategy, agreement: Agreement) -> float:
+    def load(self, strategy: Strategy) -> float:
         """Makes a strategy the active one; seconds on this rank."""
-        agreement.barrier()
-        begin = time.perf_counter()
-        self.engine.phases[strategy].load()
-        self._synchronize()
-        return time.perf_counter() - begin
+        return self._measuring.timed(self.engine.phases[strategy].load)[0]
 
-    def return_gradients(self, strategy: Strategy, agreement: Agreement) -> float:
+    def return_gradients(self, strategy: Strategy) -> float:
         """Returns its gradients and lets go of it; seconds on this rank."""
-        agreement.barrier()
-        begin = time.perf_counter()
-        self.engine.phases[strategy].return_gradients()
-        self._synchronize()
-        return time.perf_counter() - begin
+        return self._measuring.timed(self.engine.phases[strategy].return_gradients)[0]
 
-    def run(
-        self, strategy: Strategy, lengths: tuple[int, ...], times: int, agreement: Agreement
-    ) -> tuple[float, float]:
+    def run(self, strategy: Strategy, lengths: tuple[int, ...], times: int) -> tuple[float, float]:
         """Forward and backward of a pack on every replica, `times` in a row; the cost of one on this rank.
-
-        Args:
-            agreement: Starts all ranks together.
 
         Returns:
             Seconds by the clock, and those that this process's threads spent on a core.
         """
-        clock, on_core = self._timed(strategy, [lengths] * times, agreement)
+        clock, on_core = self._timed(strategy, [lengths] * times)
         return clock / times, on_core / times
 
-    def run_phase(self, strategy: Strategy, replicas: Sequence[Packs], agreement: Agreement) -> float:
+    def run_phase(self, strategy: Strategy, replicas: Sequence[Packs]) -> float:
         """Forward and backward of a whole phase; seconds on this rank.
 
         Args:
             replicas: The packs of each replica; each has some.
-            agreement: Starts all ranks together.
         """
-        return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp], agreement)[0]
+        return self._timed(strategy, replicas[strategy.coord(self.engine.rank).dp])[0]
 
-    def _timed(self, strategy: Strategy, packs: Packs, agreement: Agreement) -> tuple[float, float]:
+    def _timed(self, strategy: Strategy, packs: Packs) -> tuple[float, float]:
         """Seconds of these packs by the clock, and on a core."""
-        made = [self._pack(lengths) for lengths in packs]
-        agreement.barrier()
-        begin, on_core = time.perf_counter(), time.process_time()
-        self.engine.phases[strategy].compute(made, 1.0 / sum(map(sum, packs)))
-        self._synchronize()
-        return time.perf_counter() - begin, time.process_time() - on_core
+        made, scale = [self._pack(lengths) for lengths in packs], 1.0 / sum(map(sum, packs))
+        return self._measuring.timed(lambda: self.engine.phases[strategy].compute(made, scale))
 
-    def peak(self, strategy: Strategy, lengths: tuple[int, ...], agreement: Agreement) -> int:
+    def peak(self, strategy: Strategy, lengths: tuple[int, ...]) -> int:
         """Bytes that forward and backward of a pack take at most on this rank, beyond weights and gradients."""
-        memory, pack = PeakMemory(self.device), self._pack(lengths)
-        agreement.barrier()
+        memory, pack = PeakMemory(self._measuring.device), self._pack(lengths)
+        self._measuring.agreement.barrier()
         memory.start()
         self.engine.phases[strategy].compute([pack], 1.0 / sum(lengths))
         return memory.stop()
-
-    def switch_sample(self, tp: int, load_s: float, return_s: float) -> SwitchSample:
-        """A measured switch."""
-        return SwitchSample(str(self.strategies[tp]), self.engine.description.vector.numel, load_s, return_s)
-
-    def memory_sample(self, tp: int, tokens: int, num_bytes: float) -> MemorySample:
-        """A measured peak."""
-        return MemorySample(tp, self.num_layers, tokens, max(1.0, num_bytes))
 
     def close(self) -> None:
         """Frees the engine."""

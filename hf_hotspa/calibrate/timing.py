@@ -1,18 +1,15 @@
-"""The timing of a calibration: seconds of packs, of switches and of pipelines, in rounds, on all ranks together.
+"""The timing of a calibration: seconds of packs, of switches and of pipelines."""
 
-Everything is measured in turn, round after round, so that what disturbs the machine for a while disturbs all alike.
-"""
-
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.calibrate.probe import Probe, repetitions
 from hf_hotspa.costs.fitting import Sample
 from hf_hotspa.costs.measurements import SwitchSample
-from hf_hotspa.parallel.agreement import Agreement
 
 _PIPELINED = 2
 """Packs that a replica without stages runs to compare pipelines with, which run twice as many."""
@@ -38,42 +35,36 @@ class Timing:
 
 
 def time_packs(
-    probes: Sequence[Probe],
-    degrees: Sequence[int],
-    packs: Sequence[Sequence[tuple[int, ...]]],
-    share: float,
-    rounds: int,
-    agreement: Agreement,
-    say: Callable[[str], object],
+    probes: Sequence[Probe], degrees: Sequence[int], packs: Sequence[Sequence[tuple[int, ...]]], measuring: Measuring
 ) -> Timing:
     """Measures packs and switches. Collective.
+
+    The seconds of a pack are those of the slowest rank's clock; where ranks share cores what it costs on a core
+    (`_on_shared_cores`).
 
     Args:
         probes: One for each copy of the model; the last has most layers.
         degrees: Tensor-parallel degrees.
         packs: The packs of each copy.
-        share: Cores for each rank. From 1 on, waiting is part of the cost: the seconds of a pack are those of the
-            slowest rank's clock. Below, they are what a pack costs on a core (`_on_shared_cores`).
-        rounds: How often everything is measured.
-        say: Told what is being done.
     """
+    share, rounds = measuring.share, measuring.rounds
     longest = max(map(max, packs[-1]))
     pipeline = probes[-1].pipeline if share < 1 else None
     measured: list[list[tuple[float, float]]] = []
     for index in range(-1, rounds):
-        say(f"round {index + 1} of {rounds}, packs of up to {max(map(max, packs[0]))} tokens")
+        measuring.say(f"round {index + 1} of {rounds}, packs of up to {max(map(max, packs[0]))} tokens")
         values: list[tuple[float, float]] = []
         for probe, mine in zip(probes, packs, strict=True):
             for strategy in map(probe.strategies.__getitem__, degrees):
-                values.append((probe.load(strategy, agreement), 0.0))
+                values.append((probe.load(strategy), 0.0))
                 run = mine if index >= 0 else mine[:_WARM_UP_PACKS]
-                values += [probe.run(strategy, pack, repetitions(pack, longest), agreement) for pack in run]
-                values.append((probe.return_gradients(strategy, agreement), 0.0))
+                values += [probe.run(strategy, pack, repetitions(pack, longest)) for pack in run]
+                values.append((probe.return_gradients(strategy), 0.0))
         if pipeline:
-            values += _both_ways(probes[-1], (longest // 4,) * 4, agreement)
+            values += _both_ways(probes[-1], (longest // 4,) * 4)
         if index >= 0:  # the first round warms caches up
             measured.append(values)
-    gathered = torch.stack([agreement.gather([n for pair in values for n in pair]) for values in measured])
+    gathered = torch.stack([measuring.agreement.gather([n for pair in values for n in pair]) for values in measured])
     table = gathered.unflatten(2, (-1, 2))  # [round, rank, measurement, by the clock or on a core]
     clock, on_core = table[..., 0].amax(1), table[..., 1].mean(1)
     slowest = _lower_quartile(clock)
@@ -89,19 +80,20 @@ def time_packs(
             load_s, *_, return_s = [next(by_clock) for _ in range(len(mine) + 2)]
             _, *pack_s, _ = [next(costs) for _ in range(len(mine) + 2)]
             samples += [Sample(tp, probe.num_layers, p, s, with_ends=True) for p, s in zip(mine, pack_s, strict=True)]
-            switches.append(probe.switch_sample(tp, load_s, return_s))
+            numel = probe.engine.description.vector.numel
+            switches.append(SwitchSample(str(probe.strategies[tp]), numel, load_s, return_s))
     return Timing(tuple(samples), tuple(switches), factor)
 
 
-def _both_ways(probe: Probe, pack: tuple[int, ...], agreement: Agreement) -> list[tuple[float, float]]:
+def _both_ways(probe: Probe, pack: tuple[int, ...]) -> list[tuple[float, float]]:
     """The same packs without stages, and in two stages; the cost of all of them on this rank."""
     assert probe.pipeline is not None
     pairs = []
     for strategy in (probe.strategies[1], probe.pipeline):
         times = _PIPELINED * strategy.pp  # half the replicas, so each has twice the packs
-        probe.load(strategy, agreement)
-        clock, on_core = probe.run(strategy, pack, times, agreement)
-        probe.return_gradients(strategy, agreement)
+        probe.load(strategy)
+        clock, on_core = probe.run(strategy, pack, times)
+        probe.return_gradients(strategy)
         pairs.append((clock * times, on_core * times))
     return pairs
 

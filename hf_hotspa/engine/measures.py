@@ -115,6 +115,12 @@ def switch_events(step: int, strategy: str, measured: PhaseMeasure) -> list[Swit
     ]
 
 
+def synchronize(device: torch.device) -> None:
+    """Returns when the current stream has come so far: not the whole device, a switch may be under way in a stream of its own."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+
+
 def peak_memory(device: torch.device) -> int:
     """Bytes that this rank has held at most: allocated by torch on an accelerator, resident on CPU."""
     if device.type == "cuda":

@@ -21,7 +21,7 @@ from hf_hotspa.data.collator import MicroBatch, PhaseBatch
 from hf_hotspa.data.idle import idle_micro_batch
 from hf_hotspa.engine.executor import Buffers
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.engine.measures import PhaseMeasure
+from hf_hotspa.engine.measures import PhaseMeasure, synchronize
 from hf_hotspa.engine.memory import MemoryForecast
 from hf_hotspa.engine.overlap import GradientWatch, WeightGuard
 from hf_hotspa.engine.switching import Switching
@@ -138,7 +138,7 @@ class PhaseRunner:
         clock = [time.perf_counter()]
 
         def lap() -> float:
-            self._synchronize()
+            synchronize(self.replica.device)
             clock.append(time.perf_counter())
             return clock[-1] - clock[-2]
 
@@ -182,11 +182,6 @@ class PhaseRunner:
         experts = self.replica.experts
         dropped = self.parts.num_dropped if self.mesh.coord.tp == 0 else 0
         return float(experts.num_rows) if experts is not None else 0.0, float(dropped)
-
-    def _synchronize(self) -> None:
-        device = self.replica.device
-        if device.type == "cuda":  # not the whole device: a switch may be under way in a stream of its own
-            torch.cuda.current_stream(device).synchronize()
 
     def shares_with(self, other: "PhaseRunner | None") -> bool:
         """Whether another phase runs on the same buffers, filled in the same way."""

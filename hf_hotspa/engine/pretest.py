@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.measures import synchronize
 from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork, Part, Product
 from hf_hotspa.parallel.resized_linear import Resized
 from hf_hotspa.parallel.waiting import PRODUCTS
@@ -135,11 +136,9 @@ def _least(run: Callable[[], None], device: torch.device, group: dist.ProcessGro
     for _ in range(_TIMES):
         if group is not None:
             dist.barrier(group)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         begin = time.perf_counter()
         run()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         seconds.append(time.perf_counter() - begin)
     return min(seconds)

@@ -9,6 +9,7 @@ import torch
 
 from hf_hotspa.calibrate import layers as timed
 from hf_hotspa.calibrate.layers import kinds_of_layers, time_layers
+from hf_hotspa.calibrate.measuring import Measuring
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.fitting import Sample
@@ -26,6 +27,7 @@ from tests.unit.test_stages import cuts
 
 FAMILY = "llama_gqa_bias"
 LENGTHS = (512,)
+ALONE = Measuring(Agreement(None, 0), torch.device("cpu"), 1.0, 1, lambda _: None)
 
 
 def calibrated(seconds: dict[tuple[int, ...], float]) -> Calibration:
@@ -50,15 +52,15 @@ def calibrated(seconds: dict[tuple[int, ...], float]) -> Calibration:
     ],
 )
 def test_kinds_of_layers(family: str, kinds: tuple[tuple[int, ...], ...]) -> None:
-    assert kinds_of_layers(describe_model(tiny_model_of(family))) == kinds
+    model = tiny_model_of(family)
+    assert kinds_of_layers(model, describe_model(model)) == kinds
 
 
 def test_layers_of_other_widths_are_of_other_kinds() -> None:
     model = tiny_model("llama_gqa_bias")
     hidden = model.config.hidden_size
     model.config.mlp_bias = False
-    description = describe_model(model)
-    assert len(kinds_of_layers(description)) == 1
+    assert len(kinds_of_layers(model, describe_model(model))) == 1
     wide = timed._signature(torch.nn.Sequential(torch.nn.Linear(hidden, 8)))
     assert wide != timed._signature(torch.nn.Sequential(torch.nn.Linear(hidden, 9)))
     assert wide == timed._signature(torch.nn.Sequential(torch.nn.Linear(hidden, 8)))
@@ -66,12 +68,10 @@ def test_layers_of_other_widths_are_of_other_kinds() -> None:
 
 def test_layers_alike_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(timed, "_Layer", None)  # none is made
-    description = describe_model(tiny_model_of("llama"))
-    assert time_layers(description, 8, 1, 1.0, torch.device("cpu"), Agreement(None, 0), print) == ()
+    assert time_layers(tiny_model_of("llama"), 8, ALONE) == ()
 
 
 def test_a_layer_of_each_kind_runs_forward_and_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    description = describe_model(tiny_model_of("deepseek_v3").float())
     run, ran = timed._Layer.run, []
 
     def counted(layer: timed._Layer) -> None:
@@ -80,7 +80,7 @@ def test_a_layer_of_each_kind_runs_forward_and_backward(monkeypatch: pytest.Monk
         ran.append((layer._layer, all(p.grad is not None for p in trained), len(trained)))
 
     monkeypatch.setattr(timed._Layer, "run", counted)
-    samples = time_layers(description, 24, 1, 1.0, torch.device("cpu"), Agreement(None, 0), lambda _: None)
+    samples = time_layers(tiny_model_of("deepseek_v3").float(), 24, ALONE)
     assert [sample.layers for sample in samples] == [(0,), (1, 2, 3)]
     assert all(sample.lengths == (24,) and sample.seconds > 0 for sample in samples)
     assert len(ran) == 8  # two kinds, a round that warms up and one that counts, twice each
