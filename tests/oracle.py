@@ -11,25 +11,33 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+_WITH_DTYPE = (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.zeros_like)
+_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__)
+_BACKWARDS = (torch.Tensor.backward, torch.autograd.backward)
+_CASTS = (torch.Tensor.float, torch.Tensor.to, torch.Tensor.type)
+_LOOKED_AT = frozenset((*_CASTS, *_WITH_DTYPE, *_PRODUCTS, *_BACKWARDS))
+
 
 class _KeepDouble(TorchFunctionMode):
     """Turns the casts of fp64 tensors to fp32, which stock norms, softmax and loss make, into no-ops."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func not in _LOOKED_AT:  # nearly all: every operation and attribute of a tensor comes here
+            return func(*args, **kwargs)
         if args and isinstance(args[0], Tensor) and args[0].dtype == torch.float64:
             if func is torch.Tensor.float:
                 return args[0]
-            if func in (torch.Tensor.to, torch.Tensor.type) and args[1:] == (torch.float32,):
+            if func in _CASTS and args[1:] == (torch.float32,):
                 return args[0]
             if kwargs.get("dtype") is torch.float32:
                 if func is torch.Tensor.to:
                     return args[0]
-                if func in (functional.softmax, torch.softmax, torch.Tensor.softmax, torch.sum, torch.zeros_like):
+                if func in _WITH_DTYPE:
                     kwargs = {**kwargs, "dtype": torch.float64}
-        if func in (torch.Tensor.matmul, torch.Tensor.__matmul__) and len({t.dtype for t in args[:2]}) == 2:
+        if func in _PRODUCTS and len({t.dtype for t in args[:2]}) == 2:
             args = tuple(t.double() for t in args[:2])  # `a.float() @ b.float()` of which one is kept in fp64
-        if func in (torch.Tensor.backward, torch.autograd.backward):
+        if func in _BACKWARDS:
             return self._backward(*args, **kwargs)
         return func(*args, **kwargs)
 

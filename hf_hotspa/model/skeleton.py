@@ -4,6 +4,7 @@ import copy
 from typing import Any
 
 from accelerate import init_empty_weights
+from transformers.initialization import no_init_weights
 
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import inject
@@ -20,9 +21,11 @@ def build_skeleton(description: ModelDescription) -> Any:
         An instance of `description.model_class` that attends with the packed attention, without a PEFT wrapper.
     """
     with init_empty_weights(include_buffers=False):
-        model = description.model_class._from_config(
-            copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
-        )
+        with no_init_weights():  # drawing numbers for parameters without data takes most of the time
+            model = description.model_class._from_config(
+                copy.deepcopy(description.config), attn_implementation=ATTENTION, dtype=description.compute_dtype
+            )
+        model.tie_weights()
         if description.adapters is not None:
             inject(model, description.adapters)
     return model
