@@ -101,9 +101,9 @@ def data_order(args: HotSPaTrainingArguments, loader: Any, longest: int) -> dict
         "dataloader_drop_last": args.dataloader_drop_last,
         "hotspa_overlong": args.hotspa_overlong,
     }
-    planner = getattr(loader, "planner", None)
-    if planner is not None:
-        order |= table_facts(planner.table)
+    table = getattr(loader, "table", None)
+    if table is not None:
+        order |= table_facts(table)
     if args.hotspa_overlong != "error":
         order["longest sequence of the buckets"] = longest
     return order
@@ -123,9 +123,9 @@ def check_data_order(
         ResumeError: they are not.
     """
     if isinstance(resumption, StockCheckpoint):
-        planner, size = getattr(loader, "planner", None), args.hotspa_mini_batch_size
-        if planner is not None and size is not None:  # of a stream nobody knows the length
-            resumption.check_order(len(planner.table), len(loader), size, args.dataloader_drop_last)
+        table, size = getattr(loader, "table", None), args.hotspa_mini_batch_size
+        if table is not None and size is not None:  # of a stream nobody knows the length
+            resumption.check_order(len(table), len(loader), size, args.dataloader_drop_last)
         return
     saved = resumption.state.get("data", {}).get("order") or {}
     changed = [key for key in {**order, **saved} if order.get(key) != saved.get(key)]

@@ -7,6 +7,7 @@ one process of a machine scans, and the others read its cache.
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import RowRules
@@ -80,6 +81,21 @@ class DataSets:
         _, tokens, table = self._evaluated.get(id(dataset), (dataset, dataset, None))
         return data_facts(tokens, table, self.rules())
 
+    def collator(
+        self, engine: HotSPaEngine, buckets: tuple[Bucket, ...], table: SequenceTable | None = None
+    ) -> PackedBucketCollator:
+        """Makes this rank's mini-batches of rows; of a scanned data set given its scan."""
+        shape = engine.description.shape
+        return PackedBucketCollator(
+            buckets,
+            rank=self._args.process_index,
+            vocab_size=shape.vocab_size,
+            quadratic_cost=shape.quadratic_cost,
+            policy=self._args.hotspa_overlong,
+            rules=self.rules(),
+            table=table,
+        )
+
     def stream(
         self,
         engine: HotSPaEngine,
@@ -90,17 +106,11 @@ class DataSets:
         speeds: SpeedHistory | None = None,
     ) -> StreamRows:
         """The mini-batches of a stream."""
-        args, shape = self._args, engine.description.shape
         return StreamRows(
             dataset,
-            buckets,
+            self.collator(engine, buckets),
             mini_batch_size=mini_batch_size,
-            rank=args.process_index,
-            vocab_size=shape.vocab_size,
             any_rank=engine.any_rank,
-            quadratic_cost=shape.quadratic_cost,
-            policy=args.hotspa_overlong,
-            rules=self.rules(),
             collate=self._collate(),
             drop_last=drop_last,
             tokenizer=self._tokenizer(),

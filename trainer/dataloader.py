@@ -19,15 +19,15 @@ Owns the order of rows and what one item of the loader is. Promises:
 
 import traceback
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from accelerate.data_loader import SeedableRandomSampler
 from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
+from transformers import TrainingArguments
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.errors import DataError, HotspaConfigError
@@ -39,6 +39,7 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.rows import as_it_is
 from hf_hotspa.trainer.worker_processes import worker_context
 
@@ -55,27 +56,6 @@ class ChosenRows(list[int]):
 
     def __reduce__(self) -> tuple[Any, ...]:  # to workers
         return ChosenRows, (list(self), self.buckets, self.speeds)
-
-
-@dataclass(frozen=True)
-class Planner:
-    """Rows -> plan: the arguments of `plan_mini_batch` that stay the same for a whole run.
-
-    `buckets` are used where none were chosen for the rows.
-    """
-
-    table: SequenceTable
-    buckets: tuple[Bucket, ...]
-    quadratic_cost: float
-    policy: str
-
-    def __call__(self, rows: Sequence[int]) -> MiniBatchPlan:
-        buckets, speeds = self.buckets, None
-        if isinstance(rows, ChosenRows):
-            buckets, speeds = rows.buckets or buckets, rows.speeds
-        return plan_mini_batch(
-            rows, self.table, buckets, quadratic_cost=self.quadratic_cost, policy=self.policy, speeds=speeds
-        )
 
 
 class MiniBatchSampler(Sampler[list[int]]):
@@ -165,10 +145,13 @@ class RankRows(Dataset[Any]):
     """What one rank reads of a dataset: the rows of a mini-batch in, its `MiniBatch` out.
 
     Its length is that of the dataset, in rows; the Trainer reports it as the number of examples.
+
+    Args:
+        collator: Has the scan of the dataset, and the buckets for rows that none were chosen for.
     """
 
-    def __init__(self, dataset: Any, planner: Planner, collator: PackedBucketCollator) -> None:
-        self.dataset, self.planner, self.collator = dataset, planner, collator
+    def __init__(self, dataset: Any, collator: PackedBucketCollator) -> None:
+        self.dataset, self.collator = dataset, collator
         self._arrow: Any = arrow_view(dataset, collator.rules.columns) if is_plain_arrow(dataset) else None
 
     def __len__(self) -> int:
@@ -180,7 +163,7 @@ class RankRows(Dataset[Any]):
 
     def __getitems__(self, rows: list[int]) -> dict[str, MiniBatch]:
         """The mini-batch of some rows; torch's fetcher calls this with what the batch sampler yields."""
-        plan = self.planner(rows)
+        plan = self.plan(rows)
         wanted = self.collator.rows_of(plan)
         try:
             examples = self._arrow_rows(wanted) if self._arrow is not None else self._rows(wanted)
@@ -188,6 +171,17 @@ class RankRows(Dataset[Any]):
             # Whatever a dataset raises is carried to all ranks, as one of our own errors: it travels between them.
             return {"mini_batch": self.collator.failed(plan, self._unreadable(error, wanted))}
         return {"mini_batch": self.collator.of_plan(plan, examples)}
+
+    def plan(self, rows: Sequence[int]) -> MiniBatchPlan:
+        """The plan of a mini-batch, from the scan."""
+        collator, speeds = self.collator, None
+        buckets, table = collator.buckets, collator.table
+        assert table is not None
+        if isinstance(rows, ChosenRows):
+            buckets, speeds = rows.buckets or buckets, rows.speeds
+        return plan_mini_batch(
+            rows, table, buckets, quadratic_cost=collator.quadratic_cost, policy=collator.policy, speeds=speeds
+        )
 
     def _rows(self, rows: tuple[int, ...]) -> dict[int, Any]:
         return {row: self.dataset[row] for row in rows}
@@ -210,6 +204,35 @@ class RankRows(Dataset[Any]):
             where=f"dataset rows {shown}, rank {self.collator.rank}, at {last.filename}:{last.lineno}",
             fix="read these rows without the trainer to see the whole traceback",
         )
+
+
+def loader_options(
+    *,
+    num_workers: int = 0,
+    persistent_workers: bool = False,
+    pin_memory: bool = False,
+    multiprocessing_context: Any = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Options of a torch `DataLoader` for items that are mini-batches, as far as workers and machine allow them."""
+    return options | {
+        "collate_fn": as_it_is,
+        "num_workers": num_workers,
+        "persistent_workers": persistent_workers and num_workers > 0,
+        "pin_memory": pin_memory and torch.accelerator.is_available(),
+        "multiprocessing_context": worker_context(num_workers, multiprocessing_context),
+    }
+
+
+def loader_arguments(args: TrainingArguments) -> dict[str, Any]:
+    """What the training arguments say of data loaders, by the names of torch's."""
+    return {
+        "num_workers": args.dataloader_num_workers,
+        "prefetch_factor": args.dataloader_prefetch_factor,
+        "persistent_workers": args.dataloader_persistent_workers,
+        "pin_memory": args.dataloader_pin_memory,
+        "multiprocessing_context": workers_context(args),
+    }
 
 
 def planned_ahead(num_workers: int, prefetch_factor: int | None) -> int:
@@ -237,23 +260,20 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         shuffle: False keeps the rows in the order of the dataset.
         row_sampler: Gives the order, and perhaps other rows than each once, instead of seed and shuffle.
         drop_last: Leave out a last mini-batch that is not full.
-        num_workers: As for torch's DataLoader, like the rest up to `worker_init_fn`.
-        prefetch_factor: Mini-batches that a worker makes ahead.
-        persistent_workers: Keep the workers from epoch to epoch.
-        pin_memory: Copy into pinned memory, where there is an accelerator.
-        in_order: Mini-batches come in the order of the sampler.
-        multiprocessing_context: How workers are started.
-        worker_init_fn: Called in each worker with its number.
         chooser: Chooses the buckets of each mini-batch among those of its pool; `buckets` are then used for none but
             mini-batches that were trained before. Its `delay` must be `planned_ahead` of this loader, or more.
         speeds: By which the packs of each mini-batch are divided over replicas, with the same condition; None divides
             evenly.
+        options: As for torch's DataLoader: `num_workers` and all that goes with it. Memory is pinned, and workers are
+            kept, only where there are such.
 
     Raises:
         HotspaConfigError: the mini-batch size is not positive, or the policy is unknown.
         OverlongError: under the policy `error`, some row is longer than the longest bucket.
         DataError: the table is not of this dataset, or no mini-batch is left.
     """
+
+    dataset: RankRows
 
     def __init__(
         self,
@@ -271,15 +291,9 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
         shuffle: bool = True,
         row_sampler: Sampler[int] | None = None,
         drop_last: bool = False,
-        num_workers: int = 0,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory: bool = False,
-        in_order: bool = True,
-        multiprocessing_context: Any = None,
-        worker_init_fn: Callable[[int], None] | None = None,
         chooser: PhaseChooser | None = None,
         speeds: SpeedHistory | None = None,
+        **options: Any,
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
@@ -293,9 +307,16 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
                 fix="make the mini-batch smaller, or do not set dataloader_drop_last",
             )
         check_lengths(table, max(b.longest for b in buckets), policy)
-        self.planner = Planner(table, tuple(buckets), quadratic_cost, policy)
-        collator = PackedBucketCollator(buckets, rank=rank, vocab_size=vocab_size, rules=rules, table=table)
-        rows = RankRows(dataset, self.planner, collator)
+        self.table = table
+        collator = PackedBucketCollator(
+            buckets,
+            rank=rank,
+            vocab_size=vocab_size,
+            quadratic_cost=quadratic_cost,
+            policy=policy,
+            rules=rules,
+            table=table,
+        )
         num_rows = len(dataset) if row_sampler is None else len(row_sampler)  # type: ignore[arg-type]
         sampler = MiniBatchSampler(
             num_rows,
@@ -306,24 +327,13 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             row_sampler=row_sampler,
             speeds=speeds,
         )
-        needed = planned_ahead(num_workers, prefetch_factor)
+        needed = planned_ahead(options.get("num_workers", 0), options.get("prefetch_factor"))
         for name, source in (("chooser", chooser), ("speeds", speeds)):
             if source is not None and source.delay < needed:
                 raise HotspaConfigError(
                     f"the delay of the {name} is {source.delay} mini-batches", fix=f"use {needed} or more"
                 )
-        super().__init__(
-            rows,
-            batch_sampler=sampler,
-            collate_fn=as_it_is,
-            num_workers=num_workers,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers and num_workers > 0,
-            pin_memory=pin_memory and torch.accelerator.is_available(),
-            in_order=in_order,
-            multiprocessing_context=worker_context(num_workers, multiprocessing_context),
-            worker_init_fn=worker_init_fn,
-        )
+        super().__init__(RankRows(dataset, collator), batch_sampler=sampler, **loader_options(**options))
 
     @property
     def mini_batch_size(self) -> int:
@@ -338,7 +348,7 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
     @property
     def num_tokens(self) -> int:
         """Tokens of the whole dataset, as scanned."""
-        return self.planner.table.num_tokens
+        return self.table.num_tokens
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch, hence the order, of the next iteration (called by the Trainer)."""
@@ -357,4 +367,4 @@ class MiniBatchLoader(DataLoader[dict[str, MiniBatch]]):
             speeds=sampler.speeds,
         )
         fresh.set_epoch(epoch)
-        yield from map(self.planner, fresh)
+        yield from map(self.dataset.plan, fresh)

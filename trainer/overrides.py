@@ -18,7 +18,7 @@ from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
-from hf_hotspa.trainer.evaluation_loader import is_own_loader
+from hf_hotspa.trainer.evaluation_sets import is_own_loader
 from hf_hotspa.trainer.row_order import LengthGroupedRows, order_seed, rows_of
 from hf_hotspa.trainer.stale_weights import structure_only
 from hf_hotspa.trainer.streaming import StreamLoader

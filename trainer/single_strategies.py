@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
+from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, Planner, RankRows
+from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, RankRows
 from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream
@@ -153,10 +153,5 @@ def _reader(
     trainer: "HotSPaTrainer", engine: HotSPaEngine, side: Side, dataset: object, table: SequenceTable
 ) -> Callable[[Sequence[int]], MiniBatch]:
     """Rows in, this rank's part of the side's mini-batch out."""
-    args, shape, rules = trainer.args, engine.description.shape, trainer._row_rules()
-    planner = Planner(table, side.buckets, shape.quadratic_cost, args.hotspa_overlong)
-    collator = PackedBucketCollator(
-        side.buckets, rank=args.process_index, vocab_size=shape.vocab_size, rules=rules, table=table
-    )
-    source = RankRows(dataset, planner, collator)
+    source = RankRows(dataset, trainer._data.collator(engine, side.buckets, table))
     return lambda rows: source.__getitems__(side.rows(rows))["mini_batch"]

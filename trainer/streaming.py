@@ -29,9 +29,8 @@ from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator, content_dig
 from hf_hotspa.data.prepare import check_masks
 from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, PlanMismatchError, ResumeError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
-from hf_hotspa.rows.features import DEFAULT_RULES, Row, RowRules, read_row
+from hf_hotspa.rows.features import Row, read_row
 from hf_hotspa.stragglers.speeds import SpeedHistory
-from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.per_row import PerRow
 from hf_hotspa.trainer.rows import as_it_is, tokenized_rows
 from hf_hotspa.trainer.stream_place import StreamPlace
@@ -42,13 +41,8 @@ class StreamRows(Dataset[Any]):
 
     Args:
         dataset: The stream.
-        mini_batch_size: Rows of a mini-batch.
-        rank: Global rank.
-        vocab_size: Token ids must be below it.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-        policy: One of `OVERLONG_POLICIES`.
-        rules: What rows are read by.
-        collate: The collator that makes them; None where there is none to run.
+        collator: Makes mini-batches of rows.
+        collate: A collator of the user's own, which makes the rows; None where there is none to run.
         drop_last: Leave out a last mini-batch that is not full.
         tokenizer: Tokenises rows without `input_ids`.
         any_rank: Whether any rank says so; a collective call.
@@ -62,15 +56,10 @@ class StreamRows(Dataset[Any]):
     def __init__(
         self,
         dataset: Any,
-        buckets: tuple[Bucket, ...],
+        collator: PackedBucketCollator,
         *,
         mini_batch_size: int,
-        rank: int,
-        vocab_size: int,
         any_rank: Callable[[bool], bool],
-        quadratic_cost: float = 0.0,
-        policy: str = "error",
-        rules: RowRules = DEFAULT_RULES,
         collate: PerRow | None = None,
         drop_last: bool = False,
         tokenizer: Any = None,
@@ -78,12 +67,9 @@ class StreamRows(Dataset[Any]):
     ) -> None:
         if mini_batch_size < 1:
             raise HotspaConfigError(f"a mini-batch of {mini_batch_size} sequences", fix="use at least one")
-        self.dataset, self.buckets, self.mini_batch_size = dataset, buckets, mini_batch_size
-        self._collator = PackedBucketCollator(
-            buckets, rank=rank, vocab_size=vocab_size, quadratic_cost=quadratic_cost, policy=policy, rules=rules
-        )
-        self.whole = False
-        self._rank, self._any_rank, self._rules, self._drop_last = rank, any_rank, rules, drop_last
+        self.dataset, self.mini_batch_size, self.whole = dataset, mini_batch_size, False
+        self._collator, self._rank, self._rules = collator, collator.rank, collator.rules
+        self._any_rank, self._drop_last = any_rank, drop_last
         self._tokenizer, self._collate, self._speeds = tokenizer, collate, speeds
         self._made = 0  # mini-batches of the run, over all passes
         self._stream: Iterator[Any] | None = None

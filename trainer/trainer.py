@@ -37,7 +37,7 @@ from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.control_flags import ControlFlagsMixin
 from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.data_sets import DataSets
-from hf_hotspa.trainer.dataloader import MiniBatchLoader
+from hf_hotspa.trainer.dataloader import MiniBatchLoader, loader_arguments
 from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
@@ -46,7 +46,6 @@ from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.host_agreement import HostAgreement
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
-from hf_hotspa.trainer.older_transformers import workers_context
 from hf_hotspa.trainer.optimization import OptimizationMixin
 from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.out_of_memory import warn_of_known
@@ -259,13 +258,9 @@ class HotSPaTrainer(
             shuffle=args.train_sampling_strategy != "sequential",
             row_sampler=self._row_sampler(dataset, table),
             drop_last=args.dataloader_drop_last,
-            num_workers=args.dataloader_num_workers,
-            prefetch_factor=args.dataloader_prefetch_factor,
-            persistent_workers=args.dataloader_persistent_workers,
-            pin_memory=args.dataloader_pin_memory,
-            multiprocessing_context=workers_context(args),
             chooser=chooser,
             speeds=speeds,
+            **loader_arguments(args),
         )
 
     def _tables_for_auto(self) -> list[SequenceTable]:

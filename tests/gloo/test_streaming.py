@@ -253,14 +253,15 @@ def test_a_bad_stream_is_an_error_on_every_rank(tmp_path):
 def test_skipped_mini_batches_are_replayed():
     from accelerate.data_loader import skip_first_batches
 
+    from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.strategy import parse_buckets
     from hf_hotspa.trainer.streaming import StreamLoader, StreamRows
 
     def make():
         return StreamLoader(
             StreamRows(
-                make_stream("unsized"), parse_buckets("dp1:60@64"), mini_batch_size=MINI_BATCH, rank=0, vocab_size=163,
-                any_rank=lambda flag: flag,
+                make_stream("unsized"), PackedBucketCollator(parse_buckets("dp1:60@64"), rank=0, vocab_size=163),
+                mini_batch_size=MINI_BATCH, any_rank=lambda flag: flag,
             )
         )  # fmt: skip
 
