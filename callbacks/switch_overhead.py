@@ -7,13 +7,12 @@ from the load and the return that a run under one strategy has, too (`StepReport
 
 import logging
 from collections import defaultdict
-from dataclasses import dataclass, field
 from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from hf_hotspa.report import PhaseReport, RunFacts, StepReport
+from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.terminal import once, text_table
 from hf_hotspa.strategy import Strategy
 
@@ -39,108 +38,68 @@ SHORT_KEYS = tuple(
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class _PhaseSums:
-    """Sums over the phases of a strategy; the phases themselves are not kept, as a run has no bound."""
+_OF_STEP = (
+    "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes", "frozen_bytes",
+    "num_truncated", "num_split", "num_dropped",
+)  # fmt: skip
+_OF_PHASE = (
+    "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
+    "hidden_unit_s", "unit_bytes", "context_bytes", "busiest_expert_tokens", "dropped_expert_tokens",
+)  # fmt: skip
+"""What is summed, by its name in `StepReport` and `PhaseReport`."""
 
-    phases: int = 0
-    packs: int = 0
-    sequences: int = 0
-    tokens: int = 0
-    compute_s: float = 0.0
-    wait_s: float = 0.0
-    moved_s: float = 0.0
-    hidden_s: float = 0.0
-    moved_bytes: int = 0
-    unit_s: float = 0.0
-    unit_bytes: int = 0
-    predicted_s: float | None = None
-
-    def add(self, phase: PhaseReport) -> None:
-        self.phases += 1
-        self.packs += phase.num_packs
-        self.sequences += phase.num_sequences
-        self.tokens += phase.num_tokens
-        self.compute_s += phase.compute_s
-        self.wait_s += phase.wait_s
-        self.moved_s += phase.moved_s
-        self.hidden_s += phase.hidden_s
-        self.moved_bytes += phase.moved_bytes
-        self.unit_s += phase.unit_s
-        self.unit_bytes += phase.unit_bytes
-        if phase.predicted_s is not None:
-            self.predicted_s = (self.predicted_s or 0.0) + phase.predicted_s
+_Sums = defaultdict[str, Any]
 
 
-@dataclass
 class _Totals:
-    """Sums over steps."""
+    """Sums over steps; the reports are not kept, as a run has no bound.
 
-    steps: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    switch_s: float = 0.0
-    load_return_s: float = 0.0
-    hidden_s: float = 0.0
-    switch_bytes: int = 0
-    moved_bytes: int = 0
-    frozen_bytes: int = 0
-    unit_s: float = 0.0
-    hidden_unit_s: float = 0.0
-    unit_bytes: int = 0
-    context_bytes: int = 0
-    expert_mean: float = 0.0
-    expert_most: int = 0
-    expert_dropped: int = 0
-    wait_s: float = 0.0
-    predicted_s: float = 0.0
-    measured_s: float = 0.0
-    off_s: float = 0.0
-    single_s: float = 0.0
-    against_single_s: float = 0.0
-    paces: dict[int, tuple[float, int]] = field(default_factory=dict)
-    slow: frozenset[int] = frozenset()
-    by_strategy: dict[str, _PhaseSums] = field(default_factory=lambda: defaultdict(_PhaseSums))
+    Attributes:
+        of_steps: The sums of `_OF_STEP`, and of seconds that steps and the best single strategy were predicted to take.
+        by_strategy: Those of `_OF_PHASE` for each strategy, of predicted and measured seconds, and of experts' tokens.
+        slow: The ranks that were called slow last.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.of_steps = _Sums(int)
+        self.by_strategy: dict[str, _Sums] = defaultdict(lambda: _Sums(int))
+        self.slow: tuple[int, ...] = ()
+        self._paces: dict[int, tuple[float, int]] = {}
 
     @property
     def slowest(self) -> tuple[int, float] | None:
         """The rank that took longest for its work, and its mean pace; None where nobody watched."""
-        means = {rank: summed / count for rank, (summed, count) in self.paces.items()}
+        means = {rank: summed / count for rank, (summed, count) in self._paces.items()}
         return max(means.items(), key=lambda mean: mean[1], default=None)
+
+    def of_phases(self, name: str) -> Any:
+        """A sum over the phases of all strategies."""
+        return sum(sums[name] for sums in self.by_strategy.values())
 
     def add(self, report: StepReport) -> None:
         self.steps += 1
-        self.tokens += report.num_tokens
-        self.seconds += report.total_s
-        self.switch_s += report.switch_s
-        self.load_return_s += report.load_return_s
-        self.hidden_s += report.hidden_s
-        self.switch_bytes += report.switch_bytes
-        self.moved_bytes += report.moved_bytes
-        self.frozen_bytes += report.frozen_bytes
-        self.wait_s += sum(phase.wait_s for phase in report.phases)
+        for name in _OF_STEP:
+            self.of_steps[name] += getattr(report, name)
         if report.single_s is not None and report.predicted_s is not None:
-            self.single_s += report.single_s
-            self.against_single_s += report.predicted_s
-        self.slow = frozenset(report.slow)
+            self.of_steps["single_s"] += report.single_s
+            self.of_steps["against_single_s"] += report.predicted_s
+        self.slow = report.slow
         for rank, pace in enumerate(report.paces or ()):
             if pace is not None:
-                summed, count = self.paces.get(rank, (0.0, 0))
-                self.paces[rank] = summed + pace, count + 1
+                summed, count = self._paces.get(rank, (0.0, 0))
+                self._paces[rank] = summed + pace, count + 1
         for phase in report.phases:
-            self.unit_s += phase.unit_s
-            self.hidden_unit_s += phase.hidden_unit_s
-            self.unit_bytes += phase.unit_bytes
-            self.context_bytes += phase.context_bytes
+            sums = self.by_strategy[phase.strategy]
+            sums["phases"] += 1
+            for name in _OF_PHASE:
+                sums[name] += getattr(phase, name)
             if phase.expert_tokens:
-                self.expert_mean += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
-            self.expert_most += phase.busiest_expert_tokens
-            self.expert_dropped += phase.dropped_expert_tokens
-            self.by_strategy[phase.strategy].add(phase)
+                sums["mean_expert_tokens"] += phase.expert_tokens / Strategy.parse(phase.strategy).world_size
             if phase.predicted_s is not None:
-                self.predicted_s += phase.predicted_s
-                self.measured_s += phase.seconds
-                self.off_s += abs(phase.predicted_s - phase.seconds)
+                sums["predicted_s"] += phase.predicted_s
+                sums["measured_s"] += phase.seconds
+                sums["off_s"] += abs(phase.predicted_s - phase.seconds)
 
 
 class SwitchOverheadCallback(TrainerCallback):
@@ -167,7 +126,6 @@ class SwitchOverheadCallback(TrainerCallback):
     def __init__(self, print_table: bool = False) -> None:
         self.print_table = print_table
         self._since_log, self._whole_run = _Totals(), _Totals()
-        self._changed: dict[str, int] = defaultdict(int)
         self._last: StepReport | None = None
 
     def on_run_begin(
@@ -186,11 +144,9 @@ class SwitchOverheadCallback(TrainerCallback):
         self._since_log.add(report)
         self._whole_run.add(report)
         self._last = report
-        for name in ("truncated", "split", "dropped"):
-            self._changed[name] += getattr(report, f"num_{name}")
         whole = self._whole_run
         if whole.steps == _STEPS_TO_WARN and state is not None and state.is_world_process_zero:
-            share = whole.switch_s / whole.seconds
+            share = whole.of_steps["switch_s"] / whole.of_steps["total_s"]
             if len(whole.by_strategy) > 1 and share > _MUCH_SWITCHING and once("much switching"):
                 logger.warning(
                     "switching takes %.0f %% of the step: use a larger hotspa_mini_batch_size or fewer strategies "
@@ -200,45 +156,45 @@ class SwitchOverheadCallback(TrainerCallback):
 
     def pop_metrics(self) -> dict[str, float]:
         """The numbers since the last call, by the keys above; called by `HotSPaTrainer.log`."""
-        totals, changed = self._since_log, self._changed
-        self._since_log, self._changed = _Totals(), defaultdict(int)
+        totals, self._since_log = self._since_log, _Totals()
         if not totals.steps:
             return {}
-        metrics: dict[str, float] = {
-            "hotspa/switch_s": totals.switch_s / totals.steps,
-            "hotspa/load_return_s": totals.load_return_s / totals.steps,
-            "hotspa/hidden_s": totals.hidden_s / totals.steps,
-            "hotspa/switch_mb": totals.switch_bytes / totals.steps / 1e6,
-            "hotspa/load_return_mb": (totals.moved_bytes - totals.switch_bytes) / totals.steps / 1e6,
-            "hotspa/switch_share": totals.switch_s / totals.seconds,
-            "hotspa/wait_s": totals.wait_s / totals.steps,
-            "hotspa/tokens_per_s": totals.tokens / totals.seconds,
-            "hotspa/phases": sum(sums.phases for sums in totals.by_strategy.values()) / totals.steps,
+        sums, of_phases, whole_run = totals.of_steps, totals.of_phases, self._whole_run
+        means = {
+            "switch_s": sums["switch_s"],
+            "load_return_s": sums["load_return_s"],
+            "hidden_s": sums["hidden_s"],
+            "switch_mb": sums["switch_bytes"] / 1e6,
+            "load_return_mb": (sums["moved_bytes"] - sums["switch_bytes"]) / 1e6,
+            "wait_s": of_phases("wait_s"),
+            "phases": of_phases("phases"),
         }
-        if self._whole_run.frozen_bytes:
-            metrics["hotspa/frozen_mb"] = totals.frozen_bytes / totals.steps / 1e6
-        if self._whole_run.unit_bytes:
-            metrics["hotspa/unit_s"] = totals.unit_s / totals.steps
-            metrics["hotspa/hidden_unit_s"] = totals.hidden_unit_s / totals.steps
-            metrics["hotspa/unit_mb"] = totals.unit_bytes / totals.steps / 1e6
-        if self._whole_run.context_bytes:
-            metrics["hotspa/context_mb"] = totals.context_bytes / totals.steps / 1e6
-        if totals.expert_mean:
-            metrics["hotspa/expert_load"] = totals.expert_most / totals.expert_mean
-        if self._whole_run.expert_dropped:
-            metrics["hotspa/dropped_expert_tokens"] = totals.expert_dropped / totals.steps
-        if totals.measured_s > 0:
-            metrics["hotspa/predicted_s"] = totals.predicted_s / totals.steps
-            metrics["hotspa/prediction_error"] = totals.off_s / totals.measured_s
-        if totals.against_single_s > 0:
-            metrics["hotspa/predicted_gain"] = totals.single_s / totals.against_single_s
+        if whole_run.of_steps["frozen_bytes"]:
+            means["frozen_mb"] = sums["frozen_bytes"] / 1e6
+        if whole_run.of_phases("unit_bytes"):
+            means |= {name: of_phases(name) for name in ("unit_s", "hidden_unit_s")}
+            means["unit_mb"] = of_phases("unit_bytes") / 1e6
+        if whole_run.of_phases("context_bytes"):
+            means["context_mb"] = of_phases("context_bytes") / 1e6
+        if whole_run.of_phases("dropped_expert_tokens"):
+            means["dropped_expert_tokens"] = of_phases("dropped_expert_tokens")
+        if measured_s := of_phases("measured_s"):
+            means["predicted_s"] = of_phases("predicted_s")
+        means |= {f"{strategy}/compute_s": of_one["compute_s"] for strategy, of_one in totals.by_strategy.items()}
+        metrics = {name: summed / totals.steps for name, summed in means.items()}
+        metrics["switch_share"] = sums["switch_s"] / sums["total_s"]
+        metrics["tokens_per_s"] = sums["num_tokens"] / sums["total_s"]
+        if mean := of_phases("mean_expert_tokens"):
+            metrics["expert_load"] = of_phases("busiest_expert_tokens") / mean
+        if measured_s:
+            metrics["prediction_error"] = of_phases("off_s") / measured_s
+        if sums["against_single_s"]:
+            metrics["predicted_gain"] = sums["single_s"] / sums["against_single_s"]
         if totals.slowest is not None:
-            metrics["hotspa/slowest_pace"] = totals.slowest[1]
-            metrics["hotspa/slow_devices"] = float(len(totals.slow))
-        for strategy, sums in totals.by_strategy.items():
-            metrics[f"hotspa/{strategy}/compute_s"] = sums.compute_s / totals.steps
-        metrics |= {f"hotspa/{name}": float(count) for name, count in changed.items() if count}
-        return {key: round(value, 6) for key, value in metrics.items()}
+            metrics["slowest_pace"] = totals.slowest[1]
+            metrics["slow_devices"] = float(len(totals.slow))
+        metrics |= {name: float(count) for name in ("truncated", "split", "dropped") if (count := sums[f"num_{name}"])}
+        return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: Any = None, **kwargs: Any
@@ -257,36 +213,31 @@ class SwitchOverheadCallback(TrainerCallback):
         """Prints the sums of the run."""
         totals = self._whole_run
         if self.print_table and state.is_world_process_zero and totals.steps:
+            sums, tokens, seconds = totals.of_steps, totals.of_steps["num_tokens"], totals.of_steps["total_s"]
             title = (
-                f"whole run: {totals.steps} steps, {totals.tokens} tokens, {totals.tokens / totals.seconds:.0f} tokens/s, "
-                f"switching {totals.switch_s / totals.seconds:.1%} of {totals.seconds:.1f} s; loading and returning, which "
-                f"one strategy needs too, {totals.load_return_s / totals.seconds:.1%}; "
-                f"{totals.hidden_s:.1f} s more hidden behind computation"
+                f"whole run: {totals.steps} steps, {tokens} tokens, {tokens / seconds:.0f} tokens/s, switching "
+                f"{sums['switch_s'] / seconds:.1%} of {seconds:.1f} s; loading and returning, which one strategy needs "
+                f"too, {sums['load_return_s'] / seconds:.1%}; {sums['hidden_s']:.1f} s more hidden behind computation"
             )
             if totals.slow and totals.slowest is not None:
                 title += f"; rank {totals.slowest[0]} computed {totals.slowest[1]:.1f} times as long as the median"
-            tqdm.write(_table(title, totals.by_strategy, totals.seconds))
+            tqdm.write(_table(title, totals.by_strategy, seconds))
 
 
-def _table(title: str, by_strategy: dict[str, _PhaseSums], seconds: float) -> str:
-    predicted = any(sums.predicted_s is not None for sums in by_strategy.values())
-    units = any(sums.unit_bytes for sums in by_strategy.values())
+def _table(title: str, by_strategy: dict[str, _Sums], seconds: float) -> str:
+    predicted = any(sums["measured_s"] for sums in by_strategy.values())
+    units = any(sums["unit_bytes"] for sums in by_strategy.values())
     rows = [[*_HEADER, *(["predicted s"] if predicted else []), *(["units s", "MB of units"] if units else [])]]
     for strategy, sums in by_strategy.items():
         rows.append(
             [
                 strategy,
-                f"{sums.packs}",
-                f"{sums.sequences}",
-                f"{sums.tokens}",
-                f"{sums.compute_s:.3f}",
-                f"{sums.wait_s:.3f}",
-                f"{sums.moved_s:.3f}",
-                f"{sums.hidden_s:.3f}",
-                f"{sums.moved_bytes / 1e6:.1f}",
-                f"{sums.moved_s / seconds:.1%}",
-                *([f"{sums.predicted_s or 0.0:.3f}"] if predicted else []),
-                *([f"{sums.unit_s:.3f}", f"{sums.unit_bytes / 1e6:.1f}"] if units else []),
+                *(str(sums[name]) for name in ("num_packs", "num_sequences", "num_tokens")),
+                *(f"{sums[name]:.3f}" for name in ("compute_s", "wait_s", "moved_s", "hidden_s")),
+                f"{sums['moved_bytes'] / 1e6:.1f}",
+                f"{sums['moved_s'] / seconds:.1%}",
+                *([f"{sums['predicted_s']:.3f}"] if predicted else []),
+                *([f"{sums['unit_s']:.3f}", f"{sums['unit_bytes'] / 1e6:.1f}"] if units else []),
             ]
         )
     return text_table(title, rows)
