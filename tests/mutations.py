@@ -473,7 +473,7 @@ MUTATIONS = [
     ),
     Mutation(
         "arguments that differ between ranks are not compared",
-        "hf_hotspa/trainer/same_settings.py",
+        "hf_hotspa/trainer/agreed_facts.py",
         "if name not in OF_ONE_RANK}",
         "if name in OF_ONE_RANK}",
         "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",

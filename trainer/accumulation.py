@@ -1,41 +1,20 @@
-"""`gradient_accumulation_steps` of a trainer whose mini-batch is one piece.
+"""What the loop of transformers counts in a trainer whose mini-batch is one piece: accumulation, tokens, operations.
 
-Accumulation is a part of the mini-batch here (`hotspa_mini_batch_size`), so the loop of transformers must not accumulate a
+All ranks know the plan of a mini-batch, so nothing is gathered; pads, which the stock Trainer counts here and there, do not
+exist. Accumulation is a part of the mini-batch here (`hotspa_mini_batch_size`), so the loop of transformers must not accumulate a
 second time. Owns what the argument reads: 1 where that loop reads it, between the steps, and what the user gave for
 callbacks, logs, evaluations, checkpoints and everybody outside of training.
 """
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import TrainingArguments
 
-from hf_hotspa.errors import HotspaConfigError
-
-
-def read_accelerator_config(args: TrainingArguments) -> None:
-    """Accumulation is that of the arguments: accelerate has nothing to accumulate.
-
-    Raises:
-        HotspaConfigError: both give a number of steps.
-    """
-    values: dict[str, Any] = vars(args)
-    config = values["accelerator_config"]
-    given = config.gradient_accumulation_kwargs
-    if not given:
-        return
-    steps: int = values["gradient_accumulation_steps"]
-    if given.get("num_steps", 1) != 1 and steps != 1:
-        raise HotspaConfigError(
-            f"The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps={steps}, too",
-            fix="set one of them",
-        )
-    values["gradient_accumulation_steps"] = steps if steps != 1 else given.get("num_steps", 1)
-    values["accelerator_config"] = copy(config)  # not the user's object
-    values["accelerator_config"].gradient_accumulation_kwargs = None
+from hf_hotspa.trainer.base import TrainerBase
 
 
 @contextmanager
@@ -48,10 +27,12 @@ def _reading(args: TrainingArguments, steps: int) -> Iterator[None]:
         values["gradient_accumulation_steps"] = before
 
 
-class AccumulationMixin(Trainer):
+class AccumulationMixin(TrainerBase):
     """The loop of transformers, which takes one mini-batch a step."""
 
     _given_accumulation: int | None = None
+    _num_parameters: int | None = None
+    """Parameters that are no embeddings; of the model of the present engine."""
 
     @contextmanager
     def _in_the_loop(self) -> Iterator[None]:
@@ -89,3 +70,20 @@ class AccumulationMixin(Trainer):
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         with self._arguments_as_given():
             super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> int | None:
+        return sum(batch["mini_batch"].num_labels for batch in batch_samples) if batch_samples else None
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> float:
+        """6 FLOP per token of the whole mini-batch and parameter that is no embedding, as the stock Trainer counts; pads,
+        which it also counts, are not there. Counted by one rank (the Trainer sums over ranks)."""
+        if self.args.process_index != 0:
+            return 0
+        if self._num_parameters is None:
+            self._num_parameters = self.model.num_parameters(exclude_embeddings=True)
+        return 6 * inputs["mini_batch"].plan.num_tokens * self._num_parameters
+
+    def _track_num_input_tokens(self, inputs: dict[str, Any]) -> None:
+        self._check_trained()
+        if self.args.include_num_input_tokens_seen != "no":
+            self.state.num_input_tokens_seen += inputs["mini_batch"].plan.num_tokens

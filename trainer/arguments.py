@@ -18,7 +18,6 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, check_policy
 from hf_hotspa.packing.pipeline_order import SCHEDULES, check_schedule
 from hf_hotspa.plan.planner import PLANNERS, check_planner
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
-from hf_hotspa.trainer.accumulation import read_accelerator_config
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.fsdp_arguments import take_fsdp
 from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
@@ -26,7 +25,7 @@ from hf_hotspa.trainer.misspelt import warn_of_misspelt
 from hf_hotspa.trainer.older_transformers import recompute_argument
 from hf_hotspa.trainer.optimizers import check_optimizer_name
 from hf_hotspa.trainer.pipeline_mode import PipelineModeArguments
-from hf_hotspa.trainer.refused_arguments import explain_arguments, refuse_arguments
+from hf_hotspa.trainer.refused_arguments import explain_arguments, read_accelerator_config, refuse_arguments
 from hf_hotspa.trainer.straggler_arguments import StragglerArguments
 from hf_hotspa.uncaught import show_errors_once
 

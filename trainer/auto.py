@@ -10,16 +10,13 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]  # comes with accelerate
 import torch
-import torch.distributed as dist
 from tqdm import tqdm
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.training_args import OptimizerNames
@@ -37,7 +34,6 @@ from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
-from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout_settings import without_attention_dropout
 from hf_hotspa.report import StepReport
@@ -166,6 +162,7 @@ class AutoStrategies:
 def prepare_auto(
     model: PreTrainedModel,
     args: HotSPaTrainingArguments,
+    agreement: Agreement,
     read_tables: Callable[[], list[SequenceTable]],
     mini_batch_size: int,
     *,
@@ -191,56 +188,55 @@ def prepare_auto(
         longest_wanted(tables, description.shape, args.hotspa_longest, args.hotspa_overlong)
         return description, tables
 
-    with agreement_of(args) as agreement:
-        description, tables = agreement.run(
-            "auto strategies",
-            look,
-            lambda prepared: {"model": prepared[0].digest()},
-            facts=lambda prepared: (
-                model_facts(model)
-                | {
-                    "rows of the data set": str([len(table) for table in prepared[1]]),
-                    "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
-                }
-            ),
+    description, tables = agreement.run(
+        "auto strategies",
+        look,
+        lambda prepared: {"model": prepared[0].digest()},
+        facts=lambda prepared: (
+            model_facts(model)
+            | {
+                "rows of the data set": str([len(table) for table in prepared[1]]),
+                "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
+            }
+        ),
+    )
+    every = args.hotspa_recompute_every
+    strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
+    calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
+    vector = description.vector.with_measured(measured_costs(calibration, description, args))
+    description = replace(description, vector=vector)
+    limit, source = memory_limit(args, agreement)
+    avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
+    # nodes may have disks of their own
+    known = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
+    most = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
+    if most and args.process_index == 0:
+        logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
+
+    cost = cost_model(calibration, description, args)
+
+    def planned(among: list[Strategy]) -> Plan:
+        return make_auto_plan(
+            tables[0],
+            description.shape,
+            among,
+            cost,
+            mini_batch_size=mini_batch_size,
+            limit_bytes=limit,
+            limit_source=source,
+            longest=args.hotspa_longest,
+            policy=args.hotspa_overlong,
+            max_phases=args.hotspa_max_buckets,
+            most_tokens=most,
+            evaluated=tables[1:],
+            may_chunk=may_chunk,
+            has_host_memory=args.device.type != "cpu",
+            may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
         )
-        every = args.hotspa_recompute_every
-        strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
-        calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
-        vector = description.vector.with_measured(measured_costs(calibration, description, args))
-        description = replace(description, vector=vector)
-        limit, source = memory_limit(args, agreement)
-        avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
-        # nodes may have disks of their own
-        known = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
-        most = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
-        if most and args.process_index == 0:
-            logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
 
-        cost = cost_model(calibration, description, args)
-
-        def planned(among: list[Strategy]) -> Plan:
-            return make_auto_plan(
-                tables[0],
-                description.shape,
-                among,
-                cost,
-                mini_batch_size=mini_batch_size,
-                limit_bytes=limit,
-                limit_source=source,
-                longest=args.hotspa_longest,
-                policy=args.hotspa_overlong,
-                max_phases=args.hotspa_max_buckets,
-                most_tokens=most,
-                evaluated=tables[1:],
-                may_chunk=may_chunk,
-                has_host_memory=args.device.type != "cpu",
-                may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
-            )
-
-        plan = agreement.run(
-            "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
-        )
+    plan = agreement.run(
+        "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}
+    )
     if args.process_index == 0:
         chosen = f'hotspa_strategies=auto chose "{plan.choice}" for mini-batches of {mini_batch_size} rows'
         tqdm.write(f"{chosen}\n{limit_text(limit, source)}\n\n{plan}")
@@ -261,17 +257,6 @@ def measured_costs(
     if args.full_determinism and args.hotspa_calibration in (None, MEASURE):
         return None
     return calibration.stage_costs(description.vector.layer_costs)
-
-
-@contextmanager
-def agreement_of(args: HotSPaTrainingArguments) -> Iterator[Agreement]:
-    """Agreement before there is an engine."""
-    if args.world_size == 1:
-        yield Agreement(None, 0)
-        return
-    group = backends.host_group(timeout=timedelta(seconds=float(args.ddp_timeout)))
-    yield Agreement(group, args.process_index)
-    dist.destroy_process_group(group)  # not after a failure, when peers may be gone
 
 
 def agreed_calibration(

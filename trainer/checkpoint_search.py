@@ -12,9 +12,9 @@ from hf_hotspa.checkpoint.format.manifest import STATE, Manifest, read_manifest,
 from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock
 from hf_hotspa.errors import HotspaError, ResumeError
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.trainer.agreed_facts import table_facts
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.row_order import order_seed
-from hf_hotspa.trainer.same_data import table_facts
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,12 @@ from hf_hotspa.checkpoint.tensors import Share, optimizer_to_json
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.verdict import settled
+from hf_hotspa.trainer.agreed_facts import argument_facts, text_of
 from hf_hotspa.trainer.checkpoint_contents import CheckpointContents
 from hf_hotspa.trainer.checkpoint_search import find_checkpoint
 from hf_hotspa.trainer.checkpoints import Checkpoints
 from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.resuming import ResumeMixin
-from hf_hotspa.trainer.same_settings import argument_facts, text_of
 
 
 class CheckpointingMixin(ResumeMixin):

@@ -14,10 +14,10 @@ from hf_hotspa.rows.features import RowRules
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.trainer.agreed_facts import data_facts
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.per_row import PerRow
 from hf_hotspa.trainer.rows import is_stream, scanned
-from hf_hotspa.trainer.same_data import data_facts
 from hf_hotspa.trainer.streaming import StreamRows
 
 _EVALUATED_KEPT = 8

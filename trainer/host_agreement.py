@@ -1,5 +1,7 @@
 """Agreement of a trainer's ranks over the host, which is there before an engine is."""
 
+from datetime import timedelta
+
 import torch.distributed as dist
 
 from hf_hotspa.parallel import backends
@@ -20,6 +22,7 @@ class HostAgreement:
         if world_size == 1 or not dist.is_initialized():
             return Agreement(None, 0)
         if self._channel is None:
-            self._channel = backends.world_for_host_tensors(), Mailbox(rank, world_size)
+            timeout = timedelta(seconds=float(self._args.ddp_timeout))
+            self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
         group, mailbox = self._channel
         return Agreement(group, rank, mailbox)

@@ -14,9 +14,9 @@ from hf_hotspa.checkpoint.tensors import bare_optimizer
 from hf_hotspa.engine.cpu_adam import cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.trainer.agreed_facts import group_facts, optimizer_facts, text_of
 from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.deepspeed_schedule import DeepSpeedSchedule
-from hf_hotspa.trainer.same_settings import group_facts, optimizer_facts, text_of
 from hf_hotspa.trainer.user_optimizer import release, take_over
 
 logger = logging.getLogger(__name__)

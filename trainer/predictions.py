@@ -22,6 +22,7 @@ from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
@@ -32,7 +33,6 @@ from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.arguments import MEASURE, HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
     agreed_calibration,
-    agreement_of,
     cost_model,
     measured_costs,
     memory_limit,
@@ -125,7 +125,7 @@ class Predictions:
         return with_single(report, self.single, plan) if self.single is not None else report
 
 
-def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> Known | None:
+def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments, agreement: Agreement) -> Known | None:
     """What `hotspa_calibration` asks for, else what rank 0's cache holds for this run; None where there is nothing.
 
     Collective, and to be called before there is an engine, which would share the machine with a measurement.
@@ -134,20 +134,19 @@ def find_calibration(model: PreTrainedModel, args: HotSPaTrainingArguments) -> K
         HotspaError: on every rank: the file cannot be read or says nothing about this run, or measuring failed.
     """
     strategies = [bucket.strategy for bucket in args.hotspa_buckets]
-    with agreement_of(args) as agreement:
-        if args.hotspa_calibration is None:
-            mine = _cached(model, args, strategies) if args.process_index == 0 else None
-            text = agreement.texts(json.dumps(mine.to_dict()) if mine is not None else "")[0]
-            if not text:
-                return None
-            return Known(Calibration.from_dict(json.loads(text)), memory_limit(args, agreement)[0])
-        dtype = torch.bfloat16 if args.bf16 else None
-        description = agreement.run(
-            "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
-        )
-        calibration = agreed_calibration(model.config, description, args, strategies, agreement)
-        named = None if args.hotspa_calibration == MEASURE else measured_costs(calibration, description, args)
-        return Known(calibration, memory_limit(args, agreement)[0], named)
+    if args.hotspa_calibration is None:
+        mine = _cached(model, args, strategies) if args.process_index == 0 else None
+        text = agreement.texts(json.dumps(mine.to_dict()) if mine is not None else "")[0]
+        if not text:
+            return None
+        return Known(Calibration.from_dict(json.loads(text)), memory_limit(args, agreement)[0])
+    dtype = torch.bfloat16 if args.bf16 else None
+    description = agreement.run(
+        "predictions", lambda: describe_model(model, dtype, args.hotspa_attention_dropout is None)
+    )
+    calibration = agreed_calibration(model.config, description, args, strategies, agreement)
+    named = None if args.hotspa_calibration == MEASURE else measured_costs(calibration, description, args)
+    return Known(calibration, memory_limit(args, agreement)[0], named)
 
 
 def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: list[Strategy]) -> Calibration | None:

@@ -4,11 +4,12 @@ A setting that would be ignored silently, or that would make training inexact, i
 """
 
 import logging
+from copy import copy
 from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 logger = logging.getLogger(__name__)
@@ -84,3 +85,25 @@ def refuse_arguments(args: TrainingArguments) -> None:
                 why="mini-batches are not dealt out to ranks by accelerate",
                 fix=f"leave {name} out",
             )
+
+
+def read_accelerator_config(args: TrainingArguments) -> None:
+    """Accumulation is that of the arguments: accelerate has nothing to accumulate.
+
+    Raises:
+        HotspaConfigError: both give a number of steps.
+    """
+    values: dict[str, Any] = vars(args)
+    config = values["accelerator_config"]
+    given = config.gradient_accumulation_kwargs
+    if not given:
+        return
+    steps: int = values["gradient_accumulation_steps"]
+    if given.get("num_steps", 1) != 1 and steps != 1:
+        raise HotspaConfigError(
+            f"The `AcceleratorConfig`'s `num_steps` is set but gradient_accumulation_steps={steps}, too",
+            fix="set one of them",
+        )
+    values["gradient_accumulation_steps"] = steps if steps != 1 else given.get("num_steps", 1)
+    values["accelerator_config"] = copy(config)  # not the user's object
+    values["accelerator_config"].gradient_accumulation_kwargs = None

@@ -29,13 +29,13 @@ from hf_hotspa.parallel.own_loss import SequenceLoss, TokenSlice
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.accumulation import AccumulationMixin
+from hf_hotspa.trainer.agreed_facts import argument_facts, data_facts
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import AutoStrategies, check_given, prepare_auto
 from hf_hotspa.trainer.checkpointing import CheckpointingMixin
 from hf_hotspa.trainer.checkpoints import Checkpoints
 from hf_hotspa.trainer.collators import CollatorMixin, check_collator
 from hf_hotspa.trainer.control_flags import ControlFlagsMixin
-from hf_hotspa.trainer.counting import CountingMixin
 from hf_hotspa.trainer.data_sets import DataSets
 from hf_hotspa.trainer.dataloader import MiniBatchLoader, loader_arguments
 from hf_hotspa.trainer.engine_options import engine_options, given_buckets
@@ -58,8 +58,6 @@ from hf_hotspa.trainer.restoring import BaseDigest
 from hf_hotspa.trainer.row_order import order_seed
 from hf_hotspa.trainer.rows import is_stream
 from hf_hotspa.trainer.run_facts import run_facts
-from hf_hotspa.trainer.same_data import data_facts
-from hf_hotspa.trainer.same_settings import argument_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
 from hf_hotspa.trainer.stream_place import StreamProgress
@@ -81,7 +79,7 @@ class _MasterModule(nn.Module):
 
 
 class HotSPaTrainer(
-    OverridesMixin, AccumulationMixin, CountingMixin, ControlFlagsMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
+    OverridesMixin, AccumulationMixin, ControlFlagsMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
     EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
 ):  # fmt: skip
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
@@ -174,12 +172,14 @@ class HotSPaTrainer(
             self._source.is_current = True  # somebody gave the model other weights: they count
             self._close_engine(restarts=True)
         weights = self._source.weights_folder(self.model)
-        calibration = None if args.hotspa_auto else find_calibration(self.model, args)
+        calibration = None if args.hotspa_auto else find_calibration(self.model, args, self._agreement())
         loss = self._own_loss()
         in_parts = not isinstance(loss, SequenceLoss)
         if args.hotspa_auto:
             size = self.get_total_train_batch_size(args)
-            self._auto = prepare_auto(self.model, args, self._tables_for_auto, size, may_chunk=in_parts)
+            self._auto = prepare_auto(
+                self.model, args, self._agreement(), self._tables_for_auto, size, may_chunk=in_parts
+            )
         buckets = self._auto.buckets if self._auto is not None else given_buckets(args)
         known_costs = self._auto or calibration
         stage_costs = known_costs.stage_costs if known_costs is not None else None

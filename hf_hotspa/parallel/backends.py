@@ -82,12 +82,12 @@ def host_group(ranks: Iterable[int] | None = None, timeout: timedelta | None = N
     return made
 
 
-def world_for_host_tensors() -> dist.ProcessGroup:
+def world_for_host_tensors(timeout: timedelta | None = None) -> dist.ProcessGroup:
     """All ranks, for tensors in host memory: the default group where it takes them, else a new one. Collective."""
     world = dist.group.WORLD
     if world is not None and abilities(world).host_tensors:
         return world
-    return host_group()
+    return host_group(timeout=timeout)
 
 
 def abort(groups: Iterable[dist.ProcessGroup]) -> int:

@@ -13,6 +13,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import make_auto_plan
 from hf_hotspa.search.long_sequences import CHUNK_SIZES, with_chunks
@@ -118,9 +119,9 @@ def test_rows_are_looked_at_before_the_machine_is_measured(monkeypatch, tmp_path
     most = model.config.max_position_embeddings
     args = HotSPaTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(OverlongError, match=f"longest row has {most + 1} tokens"):
-        auto.prepare_auto(model, args, lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
+        auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most + 1])], 2)
     with pytest.raises(AssertionError, match="measured"):
-        auto.prepare_auto(model, args, lambda: [SequenceTable.from_lengths([10, most])], 2)
+        auto.prepare_auto(model, args, Agreement(None, 0), lambda: [SequenceTable.from_lengths([10, most])], 2)
 
 
 def test_lengths_that_cannot_be_trained_are_refused() -> None:
