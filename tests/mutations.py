@@ -452,7 +452,7 @@ MUTATIONS = [
     ),
     Mutation(
         "num_steps of accelerate counts twice",
-        "hf_hotspa/trainer/accumulation.py",
+        "hf_hotspa/trainer/refused_arguments.py",
         'values["gradient_accumulation_steps"] = steps if steps != 1 else given.get',
         'values["gradient_accumulation_steps"] = steps if steps != 1 else 2 * given.get',
         "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[arguments]",
