@@ -1,10 +1,11 @@
 """Pieces of the multi-process tests: an engine and its mini-batches from plain rows."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -18,6 +19,8 @@ from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket, parse_buckets
 from tests.oracle import exact_in_double, random_rows, reference_step, relative_error
+
+T = TypeVar("T")
 
 
 def make_engine(
@@ -63,6 +66,27 @@ def make_mini_batch(
     return collator.of_plan(plan, dict(enumerate(read)))
 
 
+def shared_reference(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
+    """`reference_step`, which rank 0 computes for all: the ranks of a test share few cores. Collective."""
+    return _from_rank_0(lambda: reference_step(model, rows))
+
+
+def shared_logits(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> list[Tensor]:
+    """The plain model's logits [S, V] of each row, likewise. Collective."""
+
+    def logits() -> list[Tensor]:
+        with torch.no_grad(), exact_in_double(model.dtype):
+            return [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
+
+    return _from_rank_0(logits)
+
+
+def _from_rank_0(compute: Callable[[], T]) -> T:
+    values = [compute() if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return cast(T, values[0])
+
+
 def worst_error(
     engine: HotSPaEngine, mini_batch: MiniBatch, loss: float, gradients: dict[str, Tensor]
 ) -> tuple[float, StepReport]:
@@ -85,7 +109,7 @@ def worst_error_with_logits(model: PreTrainedModel, buckets: str, num_rows: int,
     engine, errors, ran = make_engine(model, buckets, **options), list[float](), set[Bucket]()
     for seed in range(2):  # the second mini-batch reuses all buffers
         rows = random_rows(num_rows, model.config.vocab_size, longest=60, seed=seed)
-        loss, gradients = reference_step(model, rows)
+        loss, gradients = shared_reference(model, rows)
         mini_batch = make_mini_batch(engine, rows)
         ran |= {phase.bucket for phase in mini_batch.phases}
         errors.append(worst_error(engine, mini_batch, loss, gradients)[0])
@@ -93,10 +117,8 @@ def worst_error_with_logits(model: PreTrainedModel, buckets: str, num_rows: int,
             found = evaluation.run(mini_batch, with_logits=True)
         errors.append(abs(found.loss_sum / found.num_labels - loss) / loss)
         assert sorted(found.logits) == [(row, 0) for row in range(num_rows)]
-        with torch.no_grad(), exact_in_double(torch.float64):
-            for (row, _), logits in found.logits.items():
-                expected = model(input_ids=torch.tensor([rows[row]["input_ids"]]), use_cache=False).logits[0]
-                errors.append(relative_error(logits, expected))
+        expected = shared_logits(model, rows)
+        errors += [relative_error(logits, expected[row]) for (row, _), logits in found.logits.items()]
     engine.close()
     assert len(ran) == len(engine.buckets)
     return max(errors)

@@ -25,14 +25,15 @@ def data_of(world_size, vocab_size):
     return random_rows(90, vocab_size, longest=LONGEST[world_size], seed=3)
 
 
-def stock_run(rank, world_size, dtype, output_dir, of_world, rows=None, **changes):
+def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS):
     from transformers import TrainingArguments
 
-    model = tiny_model(FAMILY, dtype, **changes)
+    model = tiny_model(FAMILY, dtype)
     args = TrainingArguments(
-        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no", **COMMON
-    )
-    rows = data_of(of_world, model.config.vocab_size) if rows is None else rows
+        output_dir=output_dir, per_device_train_batch_size=MINI_BATCH, save_strategy="no",
+        **{**COMMON, "max_steps": steps},
+    )  # fmt: skip
+    rows = data_of(of_world, model.config.vocab_size)
     trainer = _LossRecorder(model=model, args=args, train_dataset=rows, data_collator=_pad)
     with exact_in_double(dtype):
         trainer.train()
@@ -104,20 +105,21 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
     return losses, phases, state, refits, logs
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
-def test_auto_trains_as_the_stock_trainer_does(world_size, tmp_path):
+@pytest.mark.parametrize(("world_size", "steps"), [pytest.param(2, STEPS, marks=pytest.mark.slow), (4, 9)])
+def test_auto_trains_as_the_stock_trainer_does(world_size, steps, tmp_path):
     dtype = torch.float64
-    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size)
+    [expected] = run_ranks(1, stock_run, dtype, str(tmp_path / "stock"), world_size, steps)
     limited = {**LIMITED, "hotspa_memory_limit_mb": LIMIT_OF_WORLD[world_size], "hotspa_max_buckets": 2}
+    limited["max_steps"] = steps
     per_rank = run_ranks(world_size, auto_run, dtype, str(tmp_path), limited, 1.1)
     losses, phases, state, refits, logs = per_rank[0]
-    assert len(losses) == len(expected) == STEPS
+    assert len(losses) == len(expected) == steps
     for step, (a, b) in enumerate(zip(losses, expected, strict=True), start=1):
         assert math.isclose(a, b, rel_tol=1e-11), f"step {step}: loss {a} instead of {b}"
     assert {len(p) for p in phases} == {1, 2}  # some mini-batches switch, some need not
     assert any("+sp" in strategy for p in phases for strategy in p)  # which nobody asked for
     assert not refits
-    assert state["auto"]["chooser"]["num_trained"] == STEPS
+    assert state["auto"]["chooser"]["num_trained"] == steps
     assert all("hotspa/prediction_error" in log for log in logs if "loss" in log)
     for other in per_rank[1:]:
         assert other[:4] == (losses, phases, state, refits)

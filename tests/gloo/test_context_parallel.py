@@ -45,18 +45,28 @@ def test_every_composition(way):
     check(run_ranks(4, rank_errors, "llama_gqa_bias", torch.float64, buckets_of(way), options), torch.float64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "way"),
     [
-        pytest.param(f, w, marks=() if (f, w) == ("gemma2_soft_caps", "allgather") else pytest.mark.slow)
+        (f, w)
         for f, w in product(("qwen3_qk_norm_tied", "gemma2_soft_caps", "phi3_fused", "olmo2"), WAYS)
         if w != "ring" or f in ("qwen3_qk_norm_tied", "olmo2")
     ],
-)  # fmt: skip
+)
 def test_other_families_in_every_composition(family, way):
     """Norms of queries and keys and tied embeddings; windows and soft caps; fused weights and a window; norms behind."""
     without = ("cp2tp2+sp", "cp2tp2+sp+ck13") if describe_model(tiny_model(family)).shape.sp_unsupported_reason else ()
-    results = run_ranks(4, rank_errors, family, torch.float64, buckets_of(way, without), [{"context_parallel": way}])
+    check(
+        run_ranks(4, rank_errors, family, torch.float64, buckets_of(way, without), [{"context_parallel": way}]),
+        torch.float64,
+    )
+
+
+def test_windows_and_soft_caps_in_some_compositions():
+    """Every composition of them is a slow test above."""
+    buckets = [f"{name}:40@64" for name in ("cp4+rc", "cp2tp2+sp", "cp2pp2", "dp2cp2+ck11", "cp2pp2+ck9")]
+    results = run_ranks(4, rank_errors, "gemma2_soft_caps", torch.float64, buckets, [{"context_parallel": "allgather"}])
     check(results, torch.float64)
 
 

@@ -10,9 +10,9 @@ from tests.families import FAMILIES, tiny_model
 from tests.gloo import test_lora as lora
 from tests.gloo.test_exact import check, rank_errors
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
+from tests.oracle import random_rows
 from tests.tiny_families import tiny_model_of
-from tests.worlds import make_engine, make_mini_batch, worst_error, worst_error_with_logits
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error, worst_error_with_logits
 
 pytestmark = pytest.mark.gloo
 
@@ -39,14 +39,20 @@ def one_mini_batch(rank, world_size, family, options):
     return worst_error_with_logits(tiny_model(family, torch.float64), HOT, 40, **options)
 
 
+BESIDE = {"overlap": {**OVERLAP, "second_source": True, "devices_per_node": 2}, "loss in chunks": LOSS}
+
+
 @pytest.mark.parametrize(
-    "options",
-    [pytest.param(LOSS, marks=pytest.mark.slow), {**OVERLAP, "second_source": True, "devices_per_node": 2}],
-    ids=str,
+    ("family", "options"),
+    [
+        pytest.param(f, name, marks=() if (f, name) == (QUICK[0], "overlap") else pytest.mark.slow)
+        for f in (*QUICK, "llama_gqa_bias")
+        for name in BESIDE
+    ],
 )
-def test_beside_other_strategies_in_one_mini_batch(options):
-    for family in ("llama_gqa_bias", "qwen3_qk_norm_tied"):
-        assert max(run_ranks(4, one_mini_batch, family, options)) <= 1e-11
+def test_beside_other_strategies_in_one_mini_batch(family, options):
+    """Trained, and evaluated with logits."""
+    assert max(run_ranks(4, one_mini_batch, family, BESIDE[options])) <= 1e-11
 
 
 def replicas_without_packs(rank, world_size):
@@ -66,7 +72,7 @@ def replicas_without_packs(rank, world_size):
         engine = make_engine(model, buckets)
         for lengths in ([33], [40, 39, 38, 37, 36], [11]):
             rows = [{"input_ids": ids, "labels": ids} for n in lengths for ids in [list(range(3, 3 + n))]]
-            reference = reference_step(model, rows)
+            reference = shared_reference(model, rows)
             found.append(worst_error(engine, make_mini_batch(engine, rows), *reference)[0])
         engine.close()
     return found
@@ -84,7 +90,7 @@ def other_models(rank, world_size):
         model = tiny_model_of(family)
         rows = random_rows(8, 163, longest=30, seed=2)
         engine = make_engine(model, "dp4+z3:8@16,dp2tp2+z2:16@24,dp2tp2+z3:30@40")
-        found[family] = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))[0]
+        found[family] = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))[0]
         engine.close()
     frozen = {
         "embedding": lambda n: "embed" in n,
@@ -99,7 +105,7 @@ def other_models(rank, world_size):
             parameter.requires_grad_(not is_frozen(n))
         rows = random_rows(12, 163, longest=40, seed=1)
         engine = make_engine(model, "dp4+z3:8@16,dp2pp2+z3:16@24,tp2pp2+z2:24@32,dp4+rc+z3:40@44")
-        loss, gradients = reference_step(model, rows)
+        loss, gradients = shared_reference(model, rows)
         gradients = {n: gradients[n] for n, p in model.named_parameters() if p.requires_grad}
         for _ in range(2):
             found[name] = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)[0]

@@ -8,7 +8,7 @@ from tests.gpu_parts import PARTS, Stage
 
 pytestmark = pytest.mark.gloo
 
-TWO = ("faults", "checkpoints", "auto")
+TWO = ("exact", "overlap", "faults", "checkpoints", "auto", "curve", "loop")
 """Parts for which two ranks show what four would."""
 
 

@@ -8,8 +8,8 @@ from hf_hotspa.plan.table import SECOND, SRC_STORE
 from hf_hotspa.strategy import Strategy
 from tests.families import tiny_model
 from tests.harness import run_ranks
-from tests.oracle import random_rows, reference_step
-from tests.worlds import make_engine, make_mini_batch, worst_error
+from tests.oracle import random_rows
+from tests.worlds import make_engine, make_mini_batch, shared_reference, worst_error
 
 pytestmark = pytest.mark.gloo
 
@@ -25,7 +25,7 @@ def steps(rank, world_size, family, dtype, buckets, options):
     worst, orders = 0.0, []
     for seed in range(2):
         rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
-        loss, gradients = reference_step(model, rows)
+        loss, gradients = shared_reference(model, rows)
         error, report = worst_error(engine, make_mini_batch(engine, rows), loss, gradients)
         worst = max(worst, error)
         orders.append([phase.strategy for phase in report.phases])
@@ -131,7 +131,7 @@ def moved(rank, world_size, buckets, options):
     engine, worst, phases = make_engine(model, buckets, **options), 0.0, []
     for seed in range(2):
         rows = random_rows(24, model.config.vocab_size, longest=60, seed=seed)
-        error, report = worst_error(engine, make_mini_batch(engine, rows), *reference_step(model, rows))
+        error, report = worst_error(engine, make_mini_batch(engine, rows), *shared_reference(model, rows))
         worst = max(worst, error)
         phases.append([(p.strategy, p.load_bytes, p.return_bytes) for p in report.phases])
     engine.close()

@@ -141,20 +141,34 @@ SHARDED = "dp4+z3:16@32,dp2tp2+z2:32,tp2pp2+rc+z3:60@64"
 """Strategies that hold gradients, or weights, of one layer at a time."""
 
 
-@pytest.mark.parametrize("steps", [STEPS, pytest.param(100, marks=pytest.mark.slow)])
+AN_EPOCH = 9
+"""Steps: those of an epoch, with the short last mini-batch, and the first of the next one."""
+RUNS = {
+    "llama_gqa_bias-fp64": ("llama_gqa_bias", torch.float64, THREE),
+    "qwen3_qk_norm_tied-fp32": ("qwen3_qk_norm_tied", torch.float32, THREE),
+    "llama_gqa_bias-fp32": ("llama_gqa_bias", torch.float32, THREE),
+    "qwen3_qk_norm_tied-fp64": ("qwen3_qk_norm_tied", torch.float64, THREE),
+    "saving-memory": ("qwen3_qk_norm_tied", torch.float64, SAVING),
+    "token-chunks": ("llama_gqa_bias", torch.float64, CHUNKS),
+    "fully-sharded": ("llama_gqa_bias", torch.float64, SHARDED),
+}
+QUICK = {
+    **dict.fromkeys(("llama_gqa_bias-fp64", "qwen3_qk_norm_tied-fp32"), STEPS),
+    **dict.fromkeys(("saving-memory", "token-chunks", "fully-sharded"), AN_EPOCH),
+}
+"""The runs that are not slow, and their steps."""
+
+
 @pytest.mark.parametrize(
-    ("family", "dtype", "strategies"),
+    ("run", "steps"),
     [
-        pytest.param("llama_gqa_bias", torch.float32, THREE, id="llama_gqa_bias-fp32", marks=pytest.mark.slow),
-        pytest.param("llama_gqa_bias", torch.float64, THREE, id="llama_gqa_bias-fp64"),
-        pytest.param("qwen3_qk_norm_tied", torch.float32, THREE, id="qwen3_qk_norm_tied-fp32"),
-        pytest.param("qwen3_qk_norm_tied", torch.float64, THREE, id="qwen3_qk_norm_tied-fp64", marks=pytest.mark.slow),
-        pytest.param("qwen3_qk_norm_tied", torch.float64, SAVING, id="saving-memory"),
-        pytest.param("llama_gqa_bias", torch.float64, CHUNKS, id="token-chunks"),
-        pytest.param("llama_gqa_bias", torch.float64, SHARDED, id="fully-sharded"),
+        *QUICK.items(),
+        *(pytest.param(run, steps, marks=pytest.mark.slow) for run in RUNS for steps in (STEPS, 100)
+          if QUICK.get(run) != steps),
     ],
-)
-def test_many_steps_equal_the_stock_trainer(family, dtype, strategies, steps, tmp_path):
+)  # fmt: skip
+def test_many_steps_equal_the_stock_trainer(run, steps, tmp_path):
+    family, dtype, strategies = RUNS[run]
     [(losses, logs, weights)] = run_ranks(1, stock_run, family, dtype, str(tmp_path / "stock"), steps, timeout=300)
     per_rank = run_ranks(4, hotspa_run, family, dtype, str(tmp_path / "hot"), strategies, steps, timeout=300)
     for found, found_logs, found_weights, phases in per_rank:
