@@ -20,7 +20,6 @@ of its own: in a bucket by its own length, cut and counted by its own length, ne
 
 from bisect import bisect_left
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from hf_hotspa.errors import HotspaConfigError, OverlongError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
@@ -30,23 +29,7 @@ from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.strategy import Bucket
 
 OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
-
-
-@dataclass(frozen=True)
-class CutRows:
-    """The rows of a mini-batch as sequences that fit, in row order, and what it took.
-
-    Args:
-        sequences: All sequences, none longer than the limit.
-        num_rows: Rows that came in; the other counters are as in `MiniBatchPlan`.
-    """
-
-    sequences: tuple[Sequence, ...]
-    num_rows: int
-    num_truncated: int
-    num_split: int
-    num_dropped: int
-    num_empty: int
+"""The `policy` of the functions here."""
 
 
 def check_policy(policy: str) -> None:
@@ -65,9 +48,7 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
     """Under the policy `error`, looks at the whole table before training starts; other policies accept any length.
 
     Args:
-        table: The scanned lengths.
-        longest: The limit, in tokens.
-        policy: One of `OVERLONG_POLICIES`.
+        longest: The longest bucket.
         chosen: Whether the buckets are those of `hotspa_strategies="auto"`: the message says what to change.
 
     Raises:
@@ -83,14 +64,17 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
         raise _overlong(row, int(lengths[row]), longest, f"{num_over} of {len(table)} rows are over the limit", remedy)
 
 
-def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error") -> CutRows:
+def cut_rows(
+    rows: Iterable[int], table: SequenceTable, longest: int, policy: str = "error"
+) -> tuple[list[Sequence], dict[str, int]]:
     """Turns rows into sequences of at most `longest` tokens.
 
     Args:
         rows: Dataset rows, in the order of the mini-batch.
-        table: The scanned lengths and labels.
-        longest: The limit, in tokens: the longest bucket.
-        policy: One of `OVERLONG_POLICIES`.
+        longest: The longest bucket.
+
+    Returns:
+        The sequences, in the order of the rows, and what it took: the counters of `MiniBatchPlan` by name.
 
     Raises:
         HotspaConfigError: unknown policy.
@@ -102,10 +86,10 @@ def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: st
     labels: list[int] = table.label_counts[rows].tolist()
     packed = len(table.cuts) > 0
     sequences: list[Sequence] = []
-    num_truncated = num_split = num_dropped = num_empty = 0
+    counts = dict.fromkeys(("num_truncated", "num_split", "num_dropped", "num_empty"), 0) | {"num_rows": len(rows)}
     for row, row_length, row_labels in zip(rows, lengths, labels, strict=True):
         if row_length == 0:
-            num_empty += 1
+            counts["num_empty"] += 1
             continue
         for first, end in table.documents(row) if packed else ((0, row_length),):
             length = end - first
@@ -116,17 +100,17 @@ def cut_rows(rows: Iterable[int], table: SequenceTable, longest: int, policy: st
             elif policy == "error":
                 raise _overlong(row, length, longest, "no bucket takes it", f"{_GIVEN} (under auto: {_AUTO})")
             elif policy == "drop":
-                num_dropped += 1
+                counts["num_dropped"] += 1
             elif policy == "truncate":
-                num_truncated += 1
+                counts["num_truncated"] += 1
                 stop = first + longest
                 sequences.append(Sequence(row, first, stop, table.num_labels(row, first, stop)))
             else:
-                num_split += 1
+                counts["num_split"] += 1
                 for start in range(first, end, longest):
                     stop = min(start + longest, end)
                     sequences.append(Sequence(row, start, stop, table.num_labels(row, start, stop)))
-    return CutRows(tuple(sequences), len(rows), num_truncated, num_split, num_dropped, num_empty)
+    return sequences, counts
 
 
 def assign_buckets(sequences: Iterable[Sequence], buckets: tuple[Bucket, ...]) -> tuple[tuple[Sequence, ...], ...]:
@@ -157,10 +141,8 @@ def plan_mini_batch(
 
     Args:
         rows: Dataset rows of the mini-batch, in order.
-        table: The scanned lengths and labels.
-        buckets: The buckets; phases come in their order.
+        buckets: Phases come in their order.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        policy: One of `OVERLONG_POLICIES`, for rows above the longest bucket.
         speeds: Where some ranks are slow, by what packs are divided over replicas.
 
     Raises:
@@ -169,13 +151,13 @@ def plan_mini_batch(
     """
     if not buckets:
         raise HotspaConfigError("there is no bucket", fix="name at least one, such as dp1:2048")
-    cut = cut_rows(rows, table, max(b.longest for b in buckets), policy)
+    sequences, counts = cut_rows(rows, table, max(b.longest for b in buckets), policy)
     phases = []
-    for bucket, members in zip(buckets, assign_buckets(cut.sequences, buckets), strict=True):
+    for bucket, members in zip(buckets, assign_buckets(sequences, buckets), strict=True):
         if not members:
             continue
         replicas = pack_sequences(
-            [s.stop - s.start for s in members],
+            [s.num_tokens for s in members],
             capacity=bucket.pack_tokens,
             dp=bucket.strategy.dp,
             pp=bucket.strategy.pp,
@@ -183,21 +165,9 @@ def plan_mini_batch(
             longest=bucket.longest,
             speeds=speeds.of_replicas(bucket.strategy) if speeds is not None else None,
         )
-        phases.append(
-            PhasePlan(
-                bucket,
-                tuple(tuple(Pack(tuple(members[i] for i in pack)) for pack in packs) for packs in replicas),
-            )
-        )
-    return MiniBatchPlan(
-        phases=tuple(phases),
-        num_labels=sum(s.num_labels for s in cut.sequences),
-        num_rows=cut.num_rows,
-        num_truncated=cut.num_truncated,
-        num_split=cut.num_split,
-        num_dropped=cut.num_dropped,
-        num_empty=cut.num_empty,
-    )
+        packed = tuple(tuple(Pack(tuple(members[i] for i in pack)) for pack in packs) for packs in replicas)
+        phases.append(PhasePlan(bucket, packed))
+    return MiniBatchPlan(tuple(phases), sum(s.num_labels for s in sequences), **counts)
 
 
 _GIVEN = "let the last bucket of hotspa_strategies take {} tokens"

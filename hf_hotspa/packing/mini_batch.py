@@ -5,7 +5,6 @@ know neither tensors nor processes. A plan is the same on every rank; `MiniBatch
 """
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -43,11 +42,11 @@ class Pack:
     @property
     def lengths(self) -> tuple[int, ...]:
         """Tokens of each sequence."""
-        return tuple(s.stop - s.start for s in self.sequences)
+        return tuple(s.num_tokens for s in self.sequences)
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.stop - s.start for s in self.sequences)
+        return sum(self.lengths)
 
     @property
     def num_labels(self) -> int:
@@ -87,7 +86,7 @@ class PhasePlan:
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.stop - s.start for s in self.sequences())
+        return sum(s.num_tokens for s in self.sequences())
 
     @property
     def num_labels(self) -> int:
@@ -136,26 +135,5 @@ class MiniBatchPlan:
         return sum(phase.num_tokens for phase in self.phases)
 
     def digest(self) -> str:
-        """Hex sha256 over rows, slices, label counts, placement, strategies and counters; equal plans, equal digests."""
-        phases = [
-            [
-                str(phase.bucket.strategy),
-                phase.bucket.low,
-                phase.bucket.longest,
-                phase.bucket.pack_tokens,
-                [
-                    [[(s.row, s.start, s.stop, s.num_labels) for s in pack.sequences] for pack in packs]
-                    for packs in phase.replicas
-                ],
-            ]
-            for phase in self.phases
-        ]
-        counters = [
-            self.num_labels,
-            self.num_rows,
-            self.num_truncated,
-            self.num_split,
-            self.num_dropped,
-            self.num_empty,
-        ]
-        return hashlib.sha256(json.dumps([phases, counters], separators=(",", ":")).encode()).hexdigest()
+        """Hex sha256 of all of it; equal plans, equal digests."""
+        return hashlib.sha256(repr(self).encode()).hexdigest()

@@ -206,7 +206,7 @@ def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | No
 def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:
     """Lengths of random rows as the policy cuts them, some mini-batches at least; and how many a mini-batch has."""
     rows = np.random.default_rng(0).permutation(len(table))[: max(_SEQUENCES, mini_batch_size)]
-    sequences = cut_rows(rows.tolist(), table, longest, policy).sequences
+    sequences, _ = cut_rows(rows.tolist(), table, longest, policy)
     if not sequences:
         raise DataError(
             f"none of {len(rows)} rows is left by the policy {policy!r} for rows of more than {longest} tokens",

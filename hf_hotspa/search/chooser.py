@@ -115,8 +115,8 @@ class PhaseChooser:
             OverlongError: under the policy `error`, a row is longer than the longest bucket.
         """
         selector = self._entry(number)[1]
-        cut = cut_rows(rows, self._table, selector.longest, self._policy)
-        return selector.select((s.num_tokens for s in cut.sequences), previous)
+        sequences, _ = cut_rows(rows, self._table, selector.longest, self._policy)
+        return selector.select((s.num_tokens for s in sequences), previous)
 
     def _entry(self, number: int) -> tuple[Factors, Selector]:
         known = self._in_force

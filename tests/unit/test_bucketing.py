@@ -18,16 +18,16 @@ def table_of(*lengths):
     return SequenceTable.from_lengths(lengths)
 
 
-def slices(cut):
-    return [(s.row, s.start, s.stop, s.num_labels) for s in cut.sequences]
+def slices(sequences):
+    return [(s.row, s.start, s.stop, s.num_labels) for s in sequences]
 
 
 def test_rows_that_fit_are_left_alone_under_every_policy():
     table = table_of(1, 5, 50)
     for policy in OVERLONG_POLICIES:
-        cut = cut_rows([2, 0, 1], table, 50, policy)
-        assert slices(cut) == [(2, 0, 50, 49), (0, 0, 1, 0), (1, 0, 5, 4)]
-        assert (cut.num_truncated, cut.num_split, cut.num_dropped, cut.num_empty) == (0, 0, 0, 0)
+        sequences, counts = cut_rows([2, 0, 1], table, 50, policy)
+        assert slices(sequences) == [(2, 0, 50, 49), (0, 0, 1, 0), (1, 0, 5, 4)]
+        assert counts == {"num_rows": 3, "num_truncated": 0, "num_split": 0, "num_dropped": 0, "num_empty": 0}
 
 
 def test_error_names_row_length_limit_and_fix():
@@ -42,10 +42,10 @@ def test_error_names_row_length_limit_and_fix():
 
 def test_truncate_split_and_drop():
     table = table_of(7, 121, 100, 101)
-    truncated = cut_rows([1, 0], table, 50, "truncate")
+    truncated, counts = cut_rows([1, 0], table, 50, "truncate")
     assert slices(truncated) == [(1, 0, 50, 49), (0, 0, 7, 6)]
-    assert truncated.num_truncated == 1
-    split = cut_rows([1, 2, 3], table, 50, "split")
+    assert counts["num_truncated"] == 1
+    split, counts = cut_rows([1, 2, 3], table, 50, "split")
     assert slices(split) == [
         (1, 0, 50, 49),
         (1, 50, 100, 49),
@@ -56,10 +56,10 @@ def test_truncate_split_and_drop():
         (3, 50, 100, 49),
         (3, 100, 101, 0),  # a last piece of one token: planned, and without a label
     ]
-    assert split.num_split == 3
-    dropped = cut_rows([1, 0], table, 50, "drop")
+    assert counts["num_split"] == 3
+    dropped, counts = cut_rows([1, 0], table, 50, "drop")
     assert slices(dropped) == [(0, 0, 7, 6)]
-    assert (dropped.num_dropped, dropped.num_rows) == (1, 2)
+    assert (counts["num_dropped"], counts["num_rows"]) == (1, 2)
 
 
 def test_empty_rows_are_left_out_and_counted():
