@@ -18,7 +18,7 @@ from scipy.sparse import coo_matrix  # type: ignore[import-untyped]
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.nesting import nested_orders
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.plan.ports import PortLoads, nic_bandwidth
 from hf_hotspa.plan.relay.routing import landing_shares, pulling_shares
 from hf_hotspa.strategy import Coord, Strategy, strategies_of
@@ -178,7 +178,7 @@ def _holders(strategy: Strategy, stage: int, shard: int) -> tuple[int, ...]:
 def _units(a: Strategy, b: Strategy) -> Iterator[tuple[int, int, int, int]]:
     """(sharded elements, replicated elements, stage in a, stage in b) of the embedding, each layer, and the head."""
     layer, vocabulary = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FFN, VOCABULARY * HIDDEN
-    cuts = [cut_stages([layer] * NUM_LAYERS, vocabulary, s.pp) for s in (a, b)]
+    cuts = [StageCosts((layer,) * NUM_LAYERS, vocabulary).stages(s.pp) for s in (a, b)]
     yield vocabulary, 0, 0, 0
     for index in range(NUM_LAYERS):
         at_a, at_b = (next(i for i, layers in enumerate(cut) if index in layers) for cut in cuts)

@@ -14,7 +14,7 @@ from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.strategy import Strategy, strategies_of
 
@@ -115,7 +115,7 @@ def sharded_gradients(model: str, strategy: Strategy, rows: int, columns: int) -
         columns: And this many columns, which dp cuts; a multiple of dp.
     """
     layers, head = stage_costs(model)
-    cut = cut_stages(layers, head, strategy.pp)
+    cut = StageCosts(tuple(layers), head).stages(strategy.pp)
     stage_of = [0, *(stage for stage, held in enumerate(cut) for _ in held), strategy.pp - 1]
     sizes = [head, *layers, head]
     known: dict[tuple[int, int], Placement] = {}

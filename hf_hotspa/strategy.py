@@ -229,40 +229,31 @@ class Strategy:
 
     def unsupported_reason(self, model: ModelShape) -> str | None:
         """Why this strategy cannot run the model, or None when it can."""
-        if self.tp > 1 and not model.has_tp_plan:
-            return f"the family {model.family!r} has no tensor-parallel plan in transformers, so tp must be 1"
-        if self.tp > 1 and model.tp_unsupported_reason:
-            return model.tp_unsupported_reason
-        if self.sp and model.sp_unsupported_reason:
-            return model.sp_unsupported_reason
-        if self.ck and model.ck_unsupported_reason:
-            return model.ck_unsupported_reason
-        if self.cp > 1 and model.cp_unsupported_reason:
-            return model.cp_unsupported_reason
-        if self.rc and model.rc_unsupported_reason:
-            return model.rc_unsupported_reason
-        if self.z and model.z_unsupported_reason:
-            return model.z_unsupported_reason
-        if self.ep > 1 and model.ep_unsupported_reason:
-            return model.ep_unsupported_reason
-        if self.ep > 1 and not model.num_experts:
-            return f"{model.family} has no experts, so ep must be 1"
-        if self.ep > 1 and model.num_experts % self.ep:
-            return f"ep{self.ep} does not divide the {model.num_experts} experts of a layer"
-        if self.tp > model.num_attention_heads:
-            return f"tp{self.tp} is more than the {model.num_attention_heads} attention heads"
-        kv_heads = model.num_key_value_heads
-        if self.tp > kv_heads and self.tp % kv_heads:
-            return f"tp{self.tp} is neither at most the {kv_heads} key/value heads nor a multiple of them"
-        if self.pp > 1 and not model.has_pp_plan:
-            return f"the family {model.family!r} has no pipeline plan in transformers, so pp must be 1"
-        if self.pp > 1 and model.pp_unsupported_reason:
-            return model.pp_unsupported_reason
-        if self.pp > model.num_layers:
-            return f"pp{self.pp} is more than the {model.num_layers} layers"
-        if self.num_stages > model.num_layers:
-            return f"pp{self.pp}+v{self.v} has {self.num_stages} stages, more than the {model.num_layers} layers"
-        return None
+        tp, pp, ep, layers = self.tp, self.pp, self.ep, model.num_layers
+        heads, kv_heads, experts = model.num_attention_heads, model.num_key_value_heads, model.num_experts
+        no_plan = f"the family {model.family!r} has no {{}} plan in transformers, so {{}} must be 1"
+        reasons = (
+            (tp > 1 and not model.has_tp_plan, no_plan.format("tensor-parallel", "tp")),
+            (tp > 1, model.tp_unsupported_reason),
+            (self.sp, model.sp_unsupported_reason),
+            (self.ck, model.ck_unsupported_reason),
+            (self.cp > 1, model.cp_unsupported_reason),
+            (self.rc, model.rc_unsupported_reason),
+            (self.z, model.z_unsupported_reason),
+            (ep > 1, model.ep_unsupported_reason),
+            (ep > 1 and not experts, f"{model.family} has no experts, so ep must be 1"),
+            (experts % ep, f"ep{ep} does not divide the {experts} experts of a layer"),
+            (tp > heads, f"tp{tp} is more than the {heads} attention heads"),
+            (
+                tp > kv_heads and tp % kv_heads,
+                f"tp{tp} is neither at most the {kv_heads} key/value heads nor a multiple of them",
+            ),
+            (pp > 1 and not model.has_pp_plan, no_plan.format("pipeline", "pp")),
+            (pp > 1, model.pp_unsupported_reason),
+            (pp > layers, f"pp{pp} is more than the {layers} layers"),
+            (self.num_stages > layers, f"pp{pp}+v{self.v} has {self.num_stages} stages, more than the {layers} layers"),
+        )
+        return next((reason for applies, reason in reasons if applies and reason), None)
 
 
 def strategies_of(world_size: int) -> Iterator[Strategy]:

@@ -147,8 +147,8 @@ MUTATIONS = [
     Mutation(
         "the head's cost counts on the first stage",
         "hf_hotspa/layout/stages.py",
-        "extra = (head_cost if stage == num_stages - 1 else 0)",
-        "extra = (head_cost if stage == 0 else 0)",
+        "extra = (costs.head if stage == num_stages - 1 else 0)",
+        "extra = (costs.head if stage == 0 else 0)",
         UNIT + "test_layout.py::test_a_costly_head_takes_layers_from_the_last_stage",
     ),
     Mutation(

@@ -9,6 +9,7 @@ stages, so nothing can run what it finds then: it says how much is lost by that.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 
@@ -44,14 +45,22 @@ class StageCosts:
             raise HotspaConfigError("a cost of a stage is negative", fix="measure again")
 
     def stages(self, num_stages: int) -> tuple[range, ...]:
-        """The layers of each stage, see `cut_stages`.
+        """Cuts the layers in consecutive stages so that the slowest stage is as fast as it can be.
+
+        The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) =
+        min over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what
+        passing on the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared
+        stage costs, then the earliest cut points. Each stage gets a layer. Its cost is multiplied by its pace.
 
         Raises:
             StrategyError: more stages than layers.
         """
-        return cut_stages(
-            self.layers, self.head, num_stages, self.embedding, self.sends, self.paces_of(num_stages) or ()
-        )
+        if not 1 <= num_stages <= len(self.layers):
+            raise StrategyError(
+                f"{num_stages} pipeline stages cannot share {len(self.layers)} layers",
+                fix=f"use pp between 1 and {len(self.layers)}",
+            )
+        return _cut(self, num_stages)
 
     def paces_of(self, num_stages: int) -> tuple[int, ...] | None:
         """The paces of the stages of a pipeline; None where none is slow."""
@@ -91,65 +100,18 @@ class StageCosts:
         return [2 * self.sends[stage.start - 1] for stage in stages[1:] if self.sends]
 
 
-def cut_stages(
-    layer_costs: Sequence[int],
-    head_cost: int,
-    num_stages: int,
-    embedding_cost: int = 0,
-    sends: Sequence[int] = (),
-    paces: Sequence[int] = (),
-) -> tuple[range, ...]:
-    """Cuts the layers in consecutive stages so that the slowest stage is as fast as it can be.
-
-    The dynamic programme of PipeDream (Narayanan et al., SOSP'19, section 3.1) for stages of one rank each: `A(j, m) = min
-    over i of max(A(i, m - 1), 2 C_i, cost of layers i..j)` over the first j layers and m stages, C_i being what passing on
-    the hidden state behind layer i costs; among equally fast cuts, the one with the smallest sum of squared stage costs,
-    then the earliest cut points. The last stage also pays the head, the first one the embedding. Each stage gets a layer.
-    The cost of a stage is multiplied by its pace.
-
-    Args:
-        layer_costs: Relative cost of each layer.
-        head_cost: Relative cost of the head.
-        embedding_cost: The same of the embedding.
-        sends: The same of one pass behind each layer but the last; none when empty.
-        paces: Of each stage, see `USUAL_PACE`; all alike when empty.
-
-    Returns:
-        The layer indices of each stage.
-
-    Raises:
-        StrategyError: more stages than layers.
-    """
-    if not 1 <= num_stages <= len(layer_costs):
-        raise StrategyError(
-            f"{num_stages} pipeline stages cannot share {len(layer_costs)} layers",
-            fix=f"use pp between 1 and {len(layer_costs)}",
-        )
-    times = tuple(paces) or (1,) * num_stages
-    passes = tuple(send * USUAL_PACE for send in sends) if paces else tuple(sends)
-    return _cut(tuple(layer_costs), head_cost, num_stages, embedding_cost, passes, times)
-
-
 @lru_cache(maxsize=64)
-def _cut(
-    layer_costs: tuple[int, ...],
-    head_cost: int,
-    num_stages: int,
-    embedding_cost: int,
-    sends: tuple[int, ...],
-    paces: tuple[int, ...],
-) -> tuple[range, ...]:
-    num_layers = len(layer_costs)
-    prefix = [0]
-    for cost in layer_costs:
-        prefix.append(prefix[-1] + cost)
+def _cut(costs: StageCosts, num_stages: int) -> tuple[range, ...]:
+    num_layers, prefix = len(costs.layers), [0, *accumulate(costs.layers)]
+    paces = costs.paces_of(num_stages) or (USUAL_PACE,) * num_stages
     # best[j]: (slowest stage or pass, sum of squares, cut points) of the first j layers in the stages placed so far
     best: dict[int, tuple[int, int, tuple[int, ...]]] = {0: (0, 0, ())}
     for stage in range(num_stages):
-        extra = (head_cost if stage == num_stages - 1 else 0) + (embedding_cost if stage == 0 else 0)
+        extra = (costs.head if stage == num_stages - 1 else 0) + (costs.embedding if stage == 0 else 0)
+        sends = [2 * send * USUAL_PACE for send in costs.sends] if stage else []
         best = {
             j: min(
-                (max(slowest, cost, 2 * sends[i - 1] if stage and sends else 0), squares + cost * cost, (*cuts, j))
+                (max(slowest, cost, sends[i - 1] if sends else 0), squares + cost * cost, (*cuts, j))
                 for i, (slowest, squares, cuts) in best.items()
                 if i < j
                 for cost in [(prefix[j] - prefix[i] + extra) * paces[stage]]
@@ -199,8 +161,8 @@ def partition(
     count = len(layers)
     if not count or machines < 1:
         raise HotspaConfigError(f"{count} layers on {machines} machines are no pipeline")
-    prefix = _prefix(layers)
-    synced = [_prefix([sync[m] for sync in syncs]) if syncs else [0.0] * (count + 1) for m in range(machines)]
+    prefix = [0.0, *accumulate(layers)]
+    synced = [[0.0, *accumulate(sync[m] for sync in syncs)] if syncs else [0.0] * (count + 1) for m in range(machines)]
 
     def stage(start: int, stop: int, m: int) -> float:
         return max(prefix[stop] - prefix[start], synced[m - 1][stop] - synced[m - 1][start]) / m
@@ -220,10 +182,3 @@ def partition(
     seconds, _, ends = best[count, machines]
     starts = [0, *(stop for stop, _ in ends[:-1])]
     return Partition(seconds, tuple((range(start, stop), m) for start, (stop, m) in zip(starts, ends, strict=True)))
-
-
-def _prefix(values: Sequence[float]) -> list[float]:
-    sums: list[float] = [0]
-    for value in values:
-        sums.append(sums[-1] + value)
-    return sums

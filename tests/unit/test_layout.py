@@ -20,7 +20,7 @@ from hf_hotspa.layout.placement import (
     stage_of_unit,
     strategy_layout,
 )
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVector, Part, build_vector
 from hf_hotspa.strategy import Coord, Strategy
 from tests.random_models import RandomModel, plain, random_model
@@ -113,7 +113,7 @@ def test_stages_are_as_balanced_as_the_best_of_all_cuts() -> None:
     for _ in range(300):
         costs, head = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))], rng.randint(0, 12)
         stages = rng.randint(1, len(costs))
-        cut = cut_stages(costs, head, stages)
+        cut = StageCosts(tuple(costs), head).stages(stages)
         assert [layer for stage in cut for layer in stage] == list(range(len(costs)))
         assert all(len(stage) > 0 for stage in cut)
         sums = [sum(costs[layer] for layer in stage) for stage in cut]
@@ -122,14 +122,14 @@ def test_stages_are_as_balanced_as_the_best_of_all_cuts() -> None:
 
 
 def test_a_costly_head_takes_layers_from_the_last_stage() -> None:
-    assert cut_stages([1] * 8, 0, 2) == (range(4), range(4, 8))
-    assert cut_stages([1] * 8, 4, 2) == (range(6), range(6, 8))
+    assert StageCosts((1,) * 8).stages(2) == (range(4), range(4, 8))
+    assert StageCosts((1,) * 8, head=4).stages(2) == (range(6), range(6, 8))
 
 
 @pytest.mark.parametrize("stages", [0, 4])
 def test_a_stage_without_a_layer_is_refused(stages: int) -> None:
     with pytest.raises(StrategyError, match="cannot share 3 layers"):
-        cut_stages([1, 1, 1], 0, stages)
+        StageCosts((1, 1, 1)).stages(stages)
 
 
 # ------------------------------------------------------------------------------------------------- parameter vector

@@ -7,7 +7,7 @@ import pytest
 
 from hf_hotspa.errors import StrategyError
 from hf_hotspa.layout.nesting import digit_reversal, nested_orders
-from hf_hotspa.layout.stages import cut_stages
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
 
 COSTS = [3] * 12
@@ -23,7 +23,7 @@ def kept(pool: list[Strategy]) -> Fraction:
     """What stays in place over all pairs, counted rank by rank and layer by layer."""
     total = Fraction(0)
     for a, b in combinations(pool, 2):
-        cuts = [cut_stages(COSTS, 2, s.pp) for s in (a, b)]
+        cuts = [StageCosts(tuple(COSTS), 2).stages(s.pp) for s in (a, b)]
         for rank in range(a.world_size):
             at = [s.coord(rank) for s in (a, b)]
             shards = [

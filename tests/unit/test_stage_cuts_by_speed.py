@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
-from hf_hotspa.layout.stages import USUAL_PACE, StageCosts, cut_stages
+from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.stragglers.speeds import Speeds
 from hf_hotspa.stragglers.stage_cuts import (
@@ -135,7 +135,8 @@ def test_time_model_cuts_alike_and_knows_the_pace_of_stages():
 def test_paces_that_are_none_are_refused_and_plain_cuts_are_those_before():
     with pytest.raises(HotspaConfigError, match="pace of a stage is not positive"):
         StageCosts((1, 1), paces=((0, 1),))
-    assert cut_stages((4, 1, 1, 1), 0, 2) == cut_stages((4, 1, 1, 1), 0, 2, paces=(7, 7))
+    uneven = StageCosts((4, 1, 1, 1), sends=(1, 1, 1))
+    assert uneven.stages(2) == uneven.with_paces([(USUAL_PACE,) * 2]).stages(2)
     assert json.loads(json.dumps(EIGHT.with_paces([(100, 300)]).paces)) == [[100, 300]]
 
 

@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError
-from hf_hotspa.layout.stages import Partition, StageCosts, cut_stages, partition
+from hf_hotspa.layout.stages import Partition, StageCosts, partition
 
 
 def cuts(num_layers: int, num_stages: int) -> Iterator[tuple[range, ...]]:
@@ -77,9 +77,10 @@ def test_worked_instances(layers: tuple[int, ...], machines: int, seconds: float
 
 
 def test_worked_instances_without_replication() -> None:
-    assert cut_stages((1, 1, 1, 1), 0, 2) == (range(2), range(2, 4))
-    assert cut_stages((4, 1, 1, 1, 1), 0, 2) == (range(1), range(1, 5))
-    assert StageCosts((4, 1, 1, 1, 1)).slowest(cut_stages((4, 1, 1, 1, 1), 0, 3)) == 4
+    assert StageCosts((1, 1, 1, 1)).stages(2) == (range(2), range(2, 4))
+    heavy = StageCosts((4, 1, 1, 1, 1))
+    assert heavy.stages(2) == (range(1), range(1, 5))
+    assert heavy.slowest(heavy.stages(3)) == 4
 
 
 @pytest.mark.parametrize("seed", range(500))
