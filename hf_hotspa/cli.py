@@ -13,16 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-from hf_hotspa.commands import reports as reporting
-from hf_hotspa.commands.checkpoints import COMMANDS as CHECKPOINT_COMMANDS
-from hf_hotspa.commands.checkpoints import add_parsers as add_checkpoint_parsers
-from hf_hotspa.commands.checkpoints import run as run_checkpoint_command
-from hf_hotspa.commands.formulas import add_parsers as add_formula_parsers
-from hf_hotspa.commands.formulas import run as run_formulas
-from hf_hotspa.commands.inputs import add_data_arguments, data_counts
-from hf_hotspa.commands.inputs import add_parsers as add_input_parsers
-from hf_hotspa.commands.inputs import run as run_input_command
-from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.commands import checkpoints, formulas, inputs, reports
 from hf_hotspa.costs.model_config import preset_names
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
@@ -32,7 +23,7 @@ from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRO
 from hf_hotspa.reporting.pictures import check_pictures
 from hf_hotspa.search.histogram import DISTRIBUTIONS
 from hf_hotspa.search.lengths import LONGEST
-from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup, make_estimate, make_plan
+from hf_hotspa.search.planning import Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import version_of
@@ -114,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
     machines = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
 
     plan = commands.add_parser("plan", parents=[common], help="choose strategies, buckets and packs")
+    plan.set_defaults(answer=_plan)
     source = plan.add_mutually_exclusive_group(required=True)
     source.add_argument("--hardware", help=machines)
     source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
@@ -121,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     rows.add_argument(
         "--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram, which `hf-hotspa lengths` makes"
     )
-    add_data_arguments(rows, plan)
+    inputs.add_data_arguments(rows, plan)
     plan.add_argument(
         "--longest",
         type=int,
@@ -142,6 +134,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--plot", metavar="FILE.png", help="the histogram with the edges of buckets; needs matplotlib")
 
     memory = commands.add_parser("estimate", parents=[common], help="memory of one strategy")
+    memory.set_defaults(answer=_estimate)
     memory.add_argument("--hardware", help=f"{machines}; gives the limit")
     memory.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
     memory.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
@@ -159,16 +152,15 @@ def _parser() -> argparse.ArgumentParser:
         description="Measures a model on the machine at hand, seconds long. Under torchrun or accelerate launch it runs "
         "on the processes that are there, and else starts its own.",
     )
+    measure.set_defaults(answer=_calibrate)
     measure.add_argument(
         "--processes", type=int, metavar="N", help="started where no launcher did (default: GPUs, else cores)"
     )
     measure.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
     measure.add_argument("--output", metavar="FILE", help="also write the calibration here")
     measure.add_argument("--force", action="store_true", help="measure although the cache holds it")
-    add_formula_parsers(commands)
-    add_input_parsers(commands)
-    reporting.add_parsers(commands)
-    add_checkpoint_parsers(commands)
+    for others in (formulas, inputs, reports, checkpoints):
+        others.add_parsers(commands)
     return parser
 
 
@@ -188,50 +180,39 @@ def _setup(args: argparse.Namespace) -> Setup:
     )
 
 
-def _plan(args: argparse.Namespace) -> tuple[PlannedSetup, str]:
+def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) -> None:
+    print(json.dumps(result.to_dict(), indent=1) if args.json else text(result), flush=True)
+
+
+def _plan(args: argparse.Namespace) -> None:
     if args.plot:
         check_pictures()
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read
-    lengths = args.lengths if args.dataset is None else data_counts(args, args.model)
+    lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
     plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)
     if args.plot:
         save_plot(plan, args.plot)
-    return plan, "" if args.json else plan_text(plan)
+    _print(plan, args, plan_text)
 
 
-def _estimate(args: argparse.Namespace) -> tuple[Estimate, str]:
+def _estimate(args: argparse.Namespace) -> None:
     mode = PipeDream() if args.pipeline_mode == PIPEDREAM else None
     estimate = make_estimate(replace(_setup(args), pipedream=mode), args.strategy, args.pack_tokens)
-    return estimate, "" if args.json else estimate_text(estimate)
+    _print(estimate, args, estimate_text)
+    if not estimate.fits:
+        bucket = Bucket(estimate.strategy, estimate.pack_tokens, estimate.pack_tokens)
+        estimate.setup.memory.check_pool((bucket,), estimate.setup.limit_bytes)
 
 
-def _calibrate(args: argparse.Namespace) -> tuple[Calibration | None, str]:
+def _calibrate(args: argparse.Namespace) -> None:
     from hf_hotspa.commands.calibrate import run  # imports torch
 
     calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
-    if calibration is not None and args.output:
+    if calibration is None:  # a rank that has nothing to say
+        return
+    if args.output:
         calibration.save(args.output)
-    return calibration, "" if args.json or calibration is None else calibration_text(calibration)
-
-
-def _inputs(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
-    return args, run_input_command(args)
-
-
-def _reporting(args: argparse.Namespace) -> tuple[argparse.Namespace, str]:
-    return args, reporting.run(args)
-
-
-_COMMANDS: dict[str, Callable[[argparse.Namespace], tuple[Any, str]]] = {
-    "plan": _plan,
-    "estimate": _estimate,
-    "calibrate": _calibrate,
-    "formulas": run_formulas,
-    "hardware": _inputs,
-    "lengths": _inputs,
-    "report": _reporting,
-    "compare": _reporting,
-}
+    _print(calibration, args, calibration_text)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,21 +231,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.main(words[1:])
     args = _parser().parse_args(words)
     try:
-        if args.command in CHECKPOINT_COMMANDS:
-            return run_checkpoint_command(args)
-        result, text = _COMMANDS[args.command](args)
-        if result is None:  # a rank that has nothing to say
-            return 0
-        print(json.dumps(result.to_dict(), indent=1) if args.json else text, flush=True)
-        if isinstance(result, Estimate) and not result.fits:
-            bucket = Bucket(result.strategy, result.pack_tokens, result.pack_tokens)
-            result.setup.memory.check_pool((bucket,), result.setup.limit_bytes)
+        code: int | None = args.answer(args)
+        sys.stdout.flush()
+        return code or 0
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (HotspaError, OSError) as error:
         print(f"hf-hotspa: {error}", file=sys.stderr)
         return USAGE_ERROR
-    return 0
 
 
 if __name__ == "__main__":

@@ -18,36 +18,25 @@ from hf_hotspa.reporting.terminal import text_table
 DAMAGED = 1
 """Exit code of `verify` when a checkpoint is not whole."""
 
-COMMANDS = ("inspect", "verify", "export")
-
 
 def add_parsers(commands: Any) -> None:
     """Adds the commands to the subparsers of `hf-hotspa`."""
     where = "a checkpoint-<step> directory, or the output_dir of a run for all of its checkpoints"
     inspect = commands.add_parser("inspect", help="what is in a checkpoint")
+    inspect.set_defaults(answer=_inspect)
     inspect.add_argument("path", help=where)
     inspect.add_argument("--json", action="store_true", help="print JSON instead of tables")
     check = commands.add_parser("verify", help="compare every file of a checkpoint with its manifest")
+    check.set_defaults(answer=_verify)
     check.add_argument("path", help=where)
     export = commands.add_parser("export", help="the model of a checkpoint, as from_pretrained loads it")
+    export.set_defaults(answer=_export)
     export.add_argument("checkpoint", help="a checkpoint-<step> directory")
     export.add_argument("output", help="a new directory")
     export.add_argument(
         "--max-shard-size", default="5GB", metavar="SIZE", help="of a file of weights (default: %(default)s)"
     )
     export.add_argument("--dtype", help="of the weights, such as bfloat16; that of the trained model by default")
-
-
-def run(args: argparse.Namespace) -> int:
-    """Runs one of the commands.
-
-    Returns:
-        The exit code: 0, or 1 when `verify` found a checkpoint that is not whole.
-
-    Raises:
-        HotspaError, OSError: what is wrong with the input.
-    """
-    return {"inspect": _inspect, "verify": _verify, "export": _export}[args.command](args)
 
 
 def _targets(path: Path) -> list[Path]:
@@ -58,25 +47,25 @@ def _targets(path: Path) -> list[Path]:
     return targets
 
 
-def _inspect(args: argparse.Namespace) -> int:
+def _inspect(args: argparse.Namespace) -> None:
     path = Path(args.path)
     manifests = [(target, read_manifest(target)) for target in _targets(path)]
     if args.json:
         print(json.dumps([{"path": str(target), **json.loads(m.text())} for target, m in manifests], indent=1))
-        return 0
+        return
     rows = [["checkpoint", "step", "ranks", "strategies", "resumable", "GB", "parameters"]]
     for target, manifest in manifests:
         numel = sum(parameter.numel for parameter in manifest.parameters)
-        cells = [str(manifest.step), str(manifest.world_size), manifest.strategies, _yes(manifest.resumable)]
+        cells = [
+            str(manifest.step),
+            str(manifest.world_size),
+            manifest.strategies,
+            "yes" if manifest.resumable else "no",
+        ]
         rows.append([target.name, *cells, f"{manifest.num_bytes / 1e9:.3f}", f"{numel:,}"])
     print(text_table("", rows))
     if len(manifests) == 1:
         print(f"\n{_contents(manifests[0][1])}")
-    return 0
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _contents(manifest: Manifest) -> str:
@@ -100,11 +89,10 @@ def _verify(args: argparse.Namespace) -> int:
     return code
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     from hf_hotspa.checkpoint.export import export  # imports torch
 
     limit = parse_bytes(args.max_shard_size, "--max-shard-size")
     files = export(Path(args.checkpoint), Path(args.output), max_shard_bytes=limit, dtype=args.dtype)
     size = sum(file.stat().st_size for file in files)
     print(f"{args.output}: {len(files)} files of weights, {size:,} bytes")
-    return 0

@@ -1,10 +1,11 @@
 """`hf-hotspa formulas`: the textbook's numbers of 3D parallelism for a model and a cluster. Imports no torch."""
 
 import argparse
+import json
 from dataclasses import replace
 from typing import Any
 
-from hf_hotspa.search.formula_table import FormulaTable, formulas_text, make_table, pipedream
+from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream
 from hf_hotspa.search.planning import DTYPE, Setup
 
 
@@ -17,6 +18,7 @@ def add_parsers(commands: Any) -> None:
         "of every division of the devices in stages p, tensor-parallel ranks t and replicas d, beside what our time and "
         "memory models say.",
     )
+    parser.set_defaults(answer=_formulas)
     parser.add_argument(
         "model", metavar="CONFIG", help="a config.json, its folder, a bundled model or a name on the hub"
     )
@@ -37,14 +39,9 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
-def run(args: argparse.Namespace) -> tuple[FormulaTable, str]:
-    """Runs the command; returns the table and its text (empty with `--json`).
-
-    Raises:
-        HotspaError: the model, the machines or a number cannot be.
-    """
+def _formulas(args: argparse.Namespace) -> None:
     setup = Setup.read(args.model, args.nodes, args.hardware, dtype=DTYPE)
     result = make_table(setup, args.batch, args.micro_batch, args.sequence)
     if args.partition:
         result = replace(result, pipedream=pipedream(setup, args.micro_batch, args.sequence))
-    return result, "" if args.json else formulas_text(result)
+    print(json.dumps(result.to_dict(), indent=1) if args.json else formulas_text(result))

@@ -32,7 +32,7 @@ def add_parsers(commands: Any) -> None:
     )
     add_data_arguments(lengths, lengths, required=True)
     lengths.add_argument("-o", "--output", metavar="FILE", help="save the counts by length here, for plan --lengths")
-    lengths.set_defaults(json=False)
+    lengths.set_defaults(answer=_lengths)
     machines = commands.add_parser(
         "hardware",
         help="machines that have names; of one, the fields as a file",
@@ -40,7 +40,7 @@ def add_parsers(commands: Any) -> None:
         "changed and given to --hardware: hf-hotspa hardware l40s > mine.yaml",
     )
     machines.add_argument("name", nargs="?", help="of a machine, such as l40s")
-    machines.set_defaults(json=False)
+    machines.set_defaults(answer=_hardware)
 
 
 def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None:
@@ -62,17 +62,6 @@ def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None
         "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed where rows have input_ids"
     )
     parser.add_argument("--rows", type=int, metavar="N", help="read so many rows only, drawn at random")
-
-
-def run(args: argparse.Namespace) -> str:
-    """Runs the command; returns what it says.
-
-    Raises:
-        HotspaError: there is no such machine, or the data set cannot be read.
-    """
-    if args.command == "hardware":
-        return template(load_hardware(args.name)).rstrip() if args.name else _machines()
-    return _lengths(args)
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
@@ -143,7 +132,7 @@ def _tokenizer(name: str) -> Any:
         ) from None
 
 
-def _lengths(args: argparse.Namespace) -> str:
+def _lengths(args: argparse.Namespace) -> None:
     counts = data_counts(args)
     if args.output:
         counts.save(args.output)
@@ -157,7 +146,11 @@ def _lengths(args: argparse.Namespace) -> str:
     ]
     if args.output:
         lines += ["", f"saved: {args.output}; next: hf-hotspa plan --lengths {args.output} ..."]
-    return "\n".join(lines)
+    print("\n".join(lines))
+
+
+def _hardware(args: argparse.Namespace) -> None:
+    print(template(load_hardware(args.name)).rstrip() if args.name else _machines())
 
 
 def _machines() -> str:

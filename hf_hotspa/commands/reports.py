@@ -18,28 +18,18 @@ _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 def add_parsers(commands: Any) -> None:
     """Adds both commands to the sub-parsers of `hf-hotspa`."""
     report = commands.add_parser("report", help="the page of a run, made anew from its record")
+    report.set_defaults(answer=_report)
     report.add_argument("run", metavar="RUN_DIR", help=_RUN)
     report.add_argument("-o", "--output", metavar="FILE", help=f"where to; default: {PAGE_NAME} beside the record")
     report.add_argument("--pictures", metavar="FOLDER", help="PNG files of the main charts, too; needs matplotlib")
     both = commands.add_parser("compare", help="two runs side by side: losses and speed")
+    both.set_defaults(answer=_compare)
     both.add_argument("a", metavar="A", help=_RUN)
     both.add_argument("b", metavar="B", help="the same for the other run")
     both.add_argument("-o", "--output", metavar="FILE", help="a page of it, too")
-    for parser in (report, both):
-        parser.set_defaults(json=False)
 
 
-def run(args: argparse.Namespace) -> str:
-    """Runs the command; returns what it says.
-
-    Raises:
-        HotspaError: a record is missing or damaged, or matplotlib is.
-        OSError: a page cannot be written.
-    """
-    return _report(args) if args.command == "report" else _compare(args)
-
-
-def _report(args: argparse.Namespace) -> str:
+def _report(args: argparse.Namespace) -> None:
     if args.pictures:
         check_pictures()
     record = read_run_log(args.run)
@@ -56,13 +46,13 @@ def _report(args: argparse.Namespace) -> str:
     said = [text_table(title, rows), *verdict(record), *advice(record), f"page: {target}"]
     if args.pictures:
         said += [f"picture: {path}" for path in save_pictures(record, args.pictures)]
-    return "\n".join(said)
+    print("\n".join(said))
 
 
-def _compare(args: argparse.Namespace) -> str:
+def _compare(args: argparse.Namespace) -> None:
     a, b = read_run_log(args.a), read_run_log(args.b)
     comparison = compare(a, b)
     said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
     if args.output:
         said.append(f"page: {save_page(args.output, compare_page(a, b, comparison))}")
-    return "\n".join(said)
+    print("\n".join(said))

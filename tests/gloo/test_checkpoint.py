@@ -22,7 +22,7 @@ from transformers.trainer_callback import ExportableState
 from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
-from hf_hotspa.commands.checkpoints import add_parsers, run
+from hf_hotspa.commands.checkpoints import add_parsers
 from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError
 from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model
@@ -349,7 +349,8 @@ def test_the_best_model_is_loaded_at_the_end(tmp_path):
 def command(*words):
     parser = argparse.ArgumentParser()
     add_parsers(parser.add_subparsers(dest="command", required=True))
-    return run(parser.parse_args([str(word) for word in words]))
+    args = parser.parse_args([str(word) for word in words])
+    return args.answer(args) or 0
 
 
 def tokenizer():

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hf_hotspa.checkpoint.format.folder import RunFolder
-from hf_hotspa.commands.checkpoints import DAMAGED, add_parsers, run
+from hf_hotspa.commands.checkpoints import DAMAGED, add_parsers
 from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
 from tests.checkpoints import write_checkpoint
 
@@ -16,7 +16,8 @@ from tests.checkpoints import write_checkpoint
 def command(*words):
     parser = argparse.ArgumentParser()
     add_parsers(parser.add_subparsers(dest="command", required=True))
-    return run(parser.parse_args([str(word) for word in words]))
+    args = parser.parse_args([str(word) for word in words])
+    return args.answer(args) or 0
 
 
 @pytest.fixture
