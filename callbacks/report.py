@@ -11,10 +11,11 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hf_hotspa.callbacks.trace import TraceCallback
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_page
-from hf_hotspa.reporting.pictures import check_pictures, save_pictures
+from hf_hotspa.reporting.page import PAGE_NAME, report_page
+from hf_hotspa.reporting.pictures import save_pictures
 from hf_hotspa.reporting.run_log import RunLog, read_run_log
 from hf_hotspa.reporting.summary import verdict
+from hf_hotspa.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -25,17 +26,12 @@ class ReportCallback(TraceCallback):
     Args:
         path: The folder; `hotspa_report` in the output directory when None.
         steps: See `TraceCallback`.
-        pictures: Also PNG files of the main charts.
-
-    Raises:
-        HotspaConfigError: pictures are asked for and matplotlib is not installed.
+        pictures: Also SVG files of the main charts.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None, steps: int = 3, pictures: bool = False) -> None:
         super().__init__(path, steps)
         self.pictures = pictures
-        if pictures:
-            check_pictures()
 
     @property
     def page(self) -> Path | None:
@@ -73,7 +69,7 @@ class ReportCallback(TraceCallback):
             return None
         try:
             run = read_run_log(self.folder)
-            save_page(self.folder / PAGE_NAME, report_page(run))
+            write_whole(self.folder / PAGE_NAME, report_page(run))
             if self.pictures:
                 save_pictures(run, self.folder)
         except (OSError, HotspaError) as error:

@@ -15,12 +15,12 @@ from typing import Any
 
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
 from hf_hotspa.costs.model_config import preset_names
-from hf_hotspa.errors import HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream
-from hf_hotspa.reporting.pictures import check_pictures
+from hf_hotspa.reporting.pictures import SUFFIX
 from hf_hotspa.search.histogram import DISTRIBUTIONS
 from hf_hotspa.search.lengths import LONGEST
 from hf_hotspa.search.planning import Setup, make_estimate, make_plan
@@ -131,7 +131,7 @@ def _parser() -> argparse.ArgumentParser:
         "--mini-batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
     )
     plan.add_argument("--max-buckets", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)")
-    plan.add_argument("--plot", metavar="FILE.png", help="the histogram with the edges of buckets; needs matplotlib")
+    plan.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
 
     memory = commands.add_parser("estimate", parents=[common], help="memory of one strategy")
     memory.set_defaults(answer=_estimate)
@@ -185,8 +185,8 @@ def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) ->
 
 
 def _plan(args: argparse.Namespace) -> None:
-    if args.plot:
-        check_pictures()
+    if args.plot and not args.plot.endswith(SUFFIX):
+        raise HotspaConfigError(f"--plot draws SVG, and the file is {args.plot!r}", fix=f"end its name in {SUFFIX}")
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read
     lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
     plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)

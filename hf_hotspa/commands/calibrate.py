@@ -22,6 +22,7 @@ from hf_hotspa.costs.model_config import read_config
 from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.errors import HotspaConfigError, HotspaError, PeerError
 from hf_hotspa.parallel import backends
+from hf_hotspa.whole_file import write_whole
 
 _TIMEOUT = timedelta(minutes=10)
 _RESULT, _ERROR = "calibration.json", "error.json"
@@ -139,9 +140,7 @@ def _rank_main(
         calibration = _measure(data, dtype, force, quiet)
     except HotspaError as error:
         # every rank raises the same; the first to write is right, and a reader never sees half a file
-        beside = Path(folder) / f"{_ERROR}.{rank}"
-        beside.write_text(json.dumps(error.to_dict()))
-        beside.replace(Path(folder) / _ERROR)
+        write_whole(Path(folder) / _ERROR, json.dumps(error.to_dict()))
         raise
     if rank == 0:
         calibration.save(Path(folder) / _RESULT)

@@ -5,12 +5,13 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
-from hf_hotspa.reporting.page import PAGE_NAME, report_page, save_page
-from hf_hotspa.reporting.pictures import check_pictures, save_pictures
+from hf_hotspa.reporting.page import PAGE_NAME, report_page
+from hf_hotspa.reporting.pictures import save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import short
 from hf_hotspa.reporting.terminal import text_table
+from hf_hotspa.whole_file import write_whole
 
 _RUN = f"an output directory, its hotspa_report folder, or a {FILE_NAME}"
 
@@ -21,7 +22,7 @@ def add_parsers(commands: Any) -> None:
     report.set_defaults(answer=_report)
     report.add_argument("run", metavar="RUN_DIR", help=_RUN)
     report.add_argument("-o", "--output", metavar="FILE", help=f"where to; default: {PAGE_NAME} beside the record")
-    report.add_argument("--pictures", metavar="FOLDER", help="PNG files of the main charts, too; needs matplotlib")
+    report.add_argument("--pictures", metavar="FOLDER", help="SVG files of the main charts, too")
     both = commands.add_parser("compare", help="two runs side by side: losses and speed")
     both.set_defaults(answer=_compare)
     both.add_argument("a", metavar="A", help=_RUN)
@@ -30,11 +31,9 @@ def add_parsers(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
-    if args.pictures:
-        check_pictures()
     record = read_run_log(args.run)
     target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
-    save_page(target, report_page(record))
+    write_whole(target, report_page(record))
     summary = summarize(record)
     rows = [["strategy", "packs", "tokens", "compute s", "tokens/s", "wait s", "load+return s", "hidden s"]]
     for s in summary.strategies:
@@ -54,5 +53,5 @@ def _compare(args: argparse.Namespace) -> None:
     comparison = compare(a, b)
     said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]
     if args.output:
-        said.append(f"page: {save_page(args.output, compare_page(a, b, comparison))}")
+        said.append(f"page: {write_whole(args.output, compare_page(a, b, comparison))}")
     print("\n".join(said))

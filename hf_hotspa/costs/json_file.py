@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.whole_file import write_whole
 
 
 def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapping[str, Any]) -> None:
-    """Writes a file beside its place and renames it, so that no reader ever sees half of it.
+    """Writes a file, whole or not at all.
 
     Args:
         path: Where to; folders are made.
@@ -18,11 +19,7 @@ def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapp
         version: Version of the schema.
         data: JSON-ready contents.
     """
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    beside = target.with_name(f"{target.name}.{os.getpid()}.tmp")
-    beside.write_text(json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
-    os.replace(beside, target)
+    write_whole(path, json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
 
 
 def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.report import MEASURES, StepReport
+from hf_hotspa.whole_file import write_whole
 
 _SPANS = ("load_s", "compute_s", "wait_s", "return_s")
 _TRACKS = ("mini-batch", "phases", "inside phases", "beside computation")
@@ -112,9 +113,4 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
 
 def save_trace(path: str | os.PathLike[str], steps: Sequence[TracedStep]) -> Path:
     """Writes the trace whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(json.dumps(trace_events(steps), separators=(",", ":")), encoding="utf-8")
-    os.replace(temporary, target)
-    return target
+    return write_whole(path, json.dumps(trace_events(steps), separators=(",", ":")))

@@ -1,11 +1,9 @@
 """One page of HTML for one run: self-contained, light and dark, no network. A pure function of a `RunLog`."""
 
-import os
 import time
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
-from pathlib import Path
 
 from hf_hotspa.reporting.panels import Panel, all_panels
 from hf_hotspa.reporting.run_log import RunLog
@@ -15,7 +13,8 @@ from hf_hotspa.reporting.svg import short
 PAGE_NAME = "report.html"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """A file of this folder."""
     return resources.files("hf_hotspa.reporting").joinpath(name).read_text(encoding="utf-8")
 
 
@@ -41,13 +40,13 @@ def document(
             '<meta name="viewport" content="width=device-width, initial-scale=1"/>',
             f"<title>{escape(title)}</title>",
             '<link rel="icon" href="data:,"/>',
-            f"<style>{_asset('page.css')}</style></head><body><main>",
+            f"<style>{asset('page.css')}{asset('chart.css')}</style></head><body><main>",
             f'<h1>{escape(title)}</h1><p class="soft">{escape(subtitle)}</p>',
             '<section class="verdict">' + "".join(f"<p>{escape(s)}</p>" for s in sentences) + "</section>",
             f'<section class="tiles">{tile_html}</section>',
             f'<section class="panels">{"".join(panel.html() for panel in panels)}</section>',
             f"<footer>{escape(footer)}</footer></main>",
-            f'<div id="tip" hidden="hidden"></div><script>{_asset("page.js")}</script></body></html>',
+            f'<div id="tip" hidden="hidden"></div><script>{asset("page.js")}</script></body></html>',
             "",
         ]
     )
@@ -87,13 +86,3 @@ def report_page(run: RunLog) -> str:
 
 def _first(loss: float | None) -> str:
     return f"{loss:.4f}" if loss is not None else "-"
-
-
-def save_page(path: str | os.PathLike[str], page: str) -> Path:
-    """Writes a page whole or not at all."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(page, encoding="utf-8")
-    os.replace(temporary, target)
-    return target

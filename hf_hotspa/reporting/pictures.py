@@ -1,108 +1,52 @@
-"""Charts as PNG files for papers and slides, where matplotlib is installed (the extra `report`).
-
-Owns everything that is asked of matplotlib, and the main charts of a run.
-"""
+"""Panels of the page as SVG files, for papers and slides: with title, legend and style of their own, on white."""
 
 import os
+import re
+from html import escape
 from pathlib import Path
-from typing import Any
 
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.reporting.page import asset
+from hf_hotspa.reporting.panels import Panel, loss_panel, rate_panel, share_panel, time_panel
 from hf_hotspa.reporting.run_log import RunLog
-from hf_hotspa.reporting.summary import strategy_order
+from hf_hotspa.reporting.svg import WIDTH, text_width
+from hf_hotspa.whole_file import write_whole
 
-_SIZE, _DPI = (5.0, 3.0), 200
-
-
-def check_pictures() -> None:
-    """Says early whether pictures can be made.
-
-    Raises:
-        HotspaConfigError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib  # noqa: F401  # optional
-    except ImportError as error:
-        raise HotspaConfigError(
-            f"pictures need matplotlib, and it cannot be imported: {error}",
-            fix="pip install matplotlib, or ask for no picture: the page and the text hold the same figures",
-        ) from error
+SUFFIX = ".svg"
+_MAIN = {
+    "loss": loss_panel,
+    "step_time": time_panel,
+    "switch_share": share_panel,
+    "tokens_per_second": rate_panel,
+}
+_MARGIN, _ROW, _KEY = 12, 16, 14
+"""Pixels: around text, from one row of it to the next, and what a key of the legend takes."""
 
 
 def save_pictures(run: RunLog, folder: str | os.PathLike[str]) -> list[Path]:
-    """Writes `loss.png`, `step_time.png`, `switch_share.png` and `tokens_per_second.png`; none for a run without steps.
-
-    Raises:
-        HotspaConfigError: matplotlib is not installed.
-    """
-    check_pictures()
+    """Writes `loss.svg`, `step_time.svg`, `switch_share.svg` and `tokens_per_second.svg`; none for a run without steps."""
     if not run.steps:
         return []
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    steps = [record.step for record in run.steps]
-    reports = [record.report for record in run.steps]
-    paths = []
-
-    axes = _axes("loss")
-    axes.plot(steps, [r.loss for r in reports], label="training")
-    evaluated = [(s, v) for s, m in run.evaluations for k, v in m.items() if k == "eval_loss" and v is not None]
-    if evaluated:
-        axes.plot(*zip(*evaluated, strict=True), "o-", label="evaluation")
-        axes.legend()
-    paths.append(_saved(axes, folder, "loss.png"))
-
-    axes = _axes("seconds of a step")
-    rows = {s: [sum(p.compute_s for p in r.phases if p.strategy == s) for r in reports] for s in strategy_order(run)}
-    rows = {name: row for name, row in rows.items() if any(row)}
-    rows["load and return"] = [r.load_return_s for r in reports]
-    rows["switching"] = [r.switch_s for r in reports]
-    known = [sum(column) for column in zip(*rows.values(), strict=True)]
-    rows["the rest"] = [max(0.0, r.total_s - k) for r, k in zip(reports, known, strict=True)]
-    base = [0.0] * len(steps)
-    for name, row in rows.items():
-        axes.bar(steps, row, width=0.85, bottom=base, label=name)
-        base = [b + v for b, v in zip(base, row, strict=True)]
-    axes.legend(fontsize=7, loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=3, frameon=False)
-    paths.append(_saved(axes, folder, "step_time.png"))
-
-    axes = _axes("switching, % of the step")
-    axes.plot(steps, [100 * r.switch_share for r in reports])
-    axes.set_ylim(bottom=0)
-    paths.append(_saved(axes, folder, "switch_share.png"))
-
-    axes = _axes("tokens per second")
-    axes.plot(steps, [r.report.num_tokens / r.wall_s if r.wall_s > 0 else 0.0 for r in run.steps])
-    axes.set_ylim(bottom=0)
-    paths.append(_saved(axes, folder, "tokens_per_second.png"))
-    return paths
+    return [write_whole(Path(folder) / f"{name}{SUFFIX}", picture(panel(run))) for name, panel in _MAIN.items()]
 
 
-def new_axes(x_label: str, y_label: str, size: tuple[float, float] = _SIZE) -> Any:
-    """The axes of a figure of its own, of `size` inches; `axes.figure.savefig` writes it.
-
-    Raises:
-        HotspaConfigError: matplotlib is not installed.
-    """
-    check_pictures()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg  # no display, and no state of pyplot
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=size, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.set_xlabel(x_label)
-    axes.set_ylabel(y_label)
-    axes.set_axisbelow(True)
-    return axes
-
-
-def _axes(label: str) -> Any:
-    axes = new_axes("step", label)
-    axes.grid(alpha=0.3)
-    return axes
-
-
-def _saved(axes: Any, folder: str | os.PathLike[str], name: str) -> Path:
-    path = Path(folder) / name
-    axes.figure.savefig(path, dpi=_DPI)
-    return path
+def picture(panel: Panel) -> str:
+    """A panel that holds a chart, as the text of an SVG file."""
+    colours = dict(re.findall(r"--(\w+): (#\w+);", asset("page.css").partition("@media")[0]))
+    style = re.sub(r"var\(--(\w+)\)", lambda name: colours[name[1]], asset("chart.css"))  # few programs know variables
+    x, y, legend = _MARGIN, 2 * _ROW + 4, []
+    for colour, text in panel.legend:
+        width = _KEY + round(text_width(text, "label"))
+        if x > _MARGIN and x + width > WIDTH:
+            x, y = _MARGIN, y + _ROW
+        legend.append(f'<rect class="{colour}" x="{x}" y="{y - 9}" width="10" height="10"/>')
+        legend.append(f'<text class="label" x="{x + _KEY}" y="{y}">{escape(text)}</text>')
+        x += width + _MARGIN
+    top = y + 4 if legend else _ROW + 8
+    height = top + int(re.findall(r'viewBox="0 0 \d+ (\d+)"', panel.body)[0])
+    chart = panel.body.partition(">")[2].removesuffix("</svg>")
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" width="{2 * WIDTH}" height="{2 * height}">'
+        f'<style>{style}</style><rect width="100%" height="100%" fill="#ffffff"/>'
+        f'<text x="{_MARGIN}" y="{_ROW}" font-family="sans-serif" font-size="13" font-weight="bold">'
+        f'{escape(panel.title)}</text>{"".join(legend)}<g transform="translate(0 {top})">{chart}</g></svg>\n'
+    )

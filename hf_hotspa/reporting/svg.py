@@ -13,7 +13,7 @@ from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 420, 230
 FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}
-"""Pixels, by class of text; as in `page.css`."""
+"""Pixels, by class of text; as in `chart.css`."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 12, 14, 34
 _ROW = 13
 """Pixels from one row of texts of marks to the next."""

@@ -1,17 +1,21 @@
-"""Plans and estimates as text for a terminal, and as a picture where matplotlib is installed."""
+"""Plans and estimates as text for a terminal, and a plan as a picture."""
 
 import math
 import os
 from bisect import bisect_right
 from collections.abc import Sequence
+from dataclasses import replace
 
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.reporting.pictures import new_axes
+from hf_hotspa.reporting.histogram import length_histogram
+from hf_hotspa.reporting.panels import lengths_figure
+from hf_hotspa.reporting.pictures import picture
 from hf_hotspa.reporting.terminal import text_table
 from hf_hotspa.search.plan import limit_text, memory_table
 from hf_hotspa.search.planning import Estimate, PlannedSetup, Setup
 from hf_hotspa.strategy import Bucket
+from hf_hotspa.whole_file import write_whole
 
 _BAR = 40
 
@@ -197,26 +201,16 @@ def estimate_text(estimate: Estimate) -> str:
 
 
 def save_plot(planned: PlannedSetup, path: str | os.PathLike[str]) -> None:
-    """Writes the histogram with the edges of buckets as a PNG.
+    """Writes the histogram with the edges of buckets as SVG.
 
     Raises:
-        HotspaConfigError: matplotlib is not installed, or the file cannot be written.
+        HotspaConfigError: the file cannot be written.
     """
-    axes = new_axes("tokens of a sequence", "sequences", size=(8, 4))
-    low, high = min(planned.lengths), planned.plan.longest + 1
-    steps = 60
-    bins = sorted({low * (high / low) ** (i / steps) for i in range(steps + 1)})
-    axes.hist(planned.lengths, bins=bins, color="0.6")
-    axes.set_xscale("log", base=2)
-    axes.set_title(f"{planned.setup.model.name}, {planned.setup.nodes} x {planned.setup.devices_per_node} devices")
-    for bucket in planned.plan.choice.buckets:
-        axes.axvline(bucket.longest, color="C3")
-        axes.text(
-            bucket.longest, 0.98, f"{bucket.strategy}", rotation=90, ha="right", va="top",
-            transform=axes.get_xaxis_transform(),
-        )  # fmt: skip
+    setup, buckets = planned.setup, planned.plan.choice.buckets
+    figure = lengths_figure(length_histogram(planned.lengths), [(str(b.strategy), b.longest) for b in buckets])
+    title = f"{setup.model.name}, {setup.nodes} x {setup.devices_per_node} devices: lengths in tokens"
     try:
-        axes.figure.savefig(os.fspath(path), format="png")
+        write_whole(path, picture(replace(figure, title=title)))
     except OSError as error:
         raise HotspaConfigError(
             f"the plot cannot be written: {error.strerror or error}", where=str(path), fix="give another path"

@@ -382,17 +382,17 @@ def test_an_empty_folder_is_no_model(tmp_path: Path) -> None:
 # ------------------------------------------------------------------------------------------------------------- a plot
 
 
-def test_a_plot_without_matplotlib(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert "pip install matplotlib" in refusal(capsys, replaced(plot=str(tmp_path / "plot.png")))
-
-
 def test_a_plot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert main(replaced(plot=str(tmp_path / "plot.png"))) == 0
-    assert (tmp_path / "plot.png").read_bytes().startswith(b"\x89PNG")
-    assert "cannot be written" in refusal(capsys, replaced(plot=str(tmp_path / "none" / "plot.png")))
+    path = tmp_path / "plot.svg"
+    assert main(replaced(plot=str(path))) == 0
+    assert 'hotspa_strategies="' in (printed := capsys.readouterr().out)
+    drawn = path.read_text()
+    assert all(
+        f"{bucket.strategy} to {bucket.longest}" in drawn
+        for bucket in parse_buckets(re.findall(r'strategies="(.*)"', printed)[0])
+    )
+    assert "cannot be written" in refusal(capsys, replaced(plot=str(path / "plot.svg")))
+    assert "end its name in .svg" in refusal(capsys, replaced(plot=str(tmp_path / "plot.png")))
 
 
 # -------------------------------------------------------------------------------------------------------- a cold start

@@ -4,11 +4,12 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from hf_hotspa import cli
-from hf_hotspa.errors import HotspaConfigError, RunLogError
+from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting import terminal
 from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace, trace_events
 from hf_hotspa.reporting.compare import compare, sentences
@@ -171,6 +172,8 @@ def test_an_empty_trace():
     assert trace_events([])["traceEvents"] == []
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
 # -- terminals and pictures -------------------------------------------------------------------------------------------
 
 ROWS = [["strategy", "packs"], ["dp2tp1pp1", "7"], ["tp2 [red]", "12"]]
@@ -198,17 +201,12 @@ def test_once():
 
 
 def test_pictures(tmp_path):
-    paths = save_pictures(read_run_log(write_run(tmp_path)), tmp_path / "png")
-    assert [p.name for p in paths] == ["loss.png", "step_time.png", "switch_share.png", "tokens_per_second.png"]
-    for path in paths:
-        data = path.read_bytes()
-        assert data.startswith(b"\x89PNG")
-        assert len(data) > 5000
-
-
-def test_pictures_without_matplotlib(tmp_path, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(HotspaConfigError, match="matplotlib"):
-        save_pictures(read_run_log(write_run(tmp_path)), tmp_path)
-    assert cli.main(["report", str(tmp_path), "--pictures", str(tmp_path)]) == 2
-    assert "HSP-010" in capsys.readouterr().err
+    paths = save_pictures(read_run_log(write_run(tmp_path)), tmp_path / "new")
+    assert [p.name for p in paths] == ["loss.svg", "step_time.svg", "switch_share.svg", "tokens_per_second.svg"]
+    for path, title, marks in zip(paths, ("Loss", "Step time", "Switching", "Tokens"), (1, 20, 1, 1), strict=True):
+        drawn = ElementTree.parse(path).getroot()
+        texts = [text.text for text in drawn.iter(f"{SVG}text")]
+        assert texts[0].startswith(title)
+        assert len([*drawn.iter(f"{SVG}polyline"), *drawn.iter(f"{SVG}rect")]) > marks
+        assert "var(" not in path.read_text()
+    assert {"training", "evaluation"} <= {text.text for text in ElementTree.parse(paths[0]).iter(f"{SVG}text")}

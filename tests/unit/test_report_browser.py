@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_hotspa.reporting.page import report_page, save_page
+from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.panels import all_panels
 from hf_hotspa.reporting.run_log import read_run_log
+from hf_hotspa.whole_file import write_whole
 from tests.run_logs import write_run
 
 BROWSER = shutil.which("chromium") or shutil.which("google-chrome") or shutil.which("chrome")
@@ -51,7 +52,7 @@ PROBE = """<script>addEventListener("load", function () {
 
 def seen(folder, page, width=1300, dark=False):
     """What the probe finds in a page."""
-    path = save_page(folder / "page.html", page.replace("</body>", PROBE + "</body>"))
+    path = write_whole(folder / "page.html", page.replace("</body>", PROBE + "</body>"))
     command = [
         BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--user-data-dir={folder / 'profile'}",

@@ -11,11 +11,12 @@ from hf_hotspa.errors import StrategyError
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.compare import compare, compare_page
 from hf_hotspa.reporting.inline import show_lengths, show_report
-from hf_hotspa.reporting.page import report_page, save_page
+from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.panels import strategies_panel
 from hf_hotspa.reporting.run_log import read_run_log
 from hf_hotspa.reporting.summary import advice, summarize, verdict
 from hf_hotspa.reporting.svg import Mark, Series
+from hf_hotspa.whole_file import write_whole
 from tests.run_logs import LONG, SHORT, write_run
 
 PANELS = {
@@ -164,7 +165,7 @@ class HTMLParserOfFrame(HTMLParser):
 
 
 def test_a_page_is_written_whole(tmp_path):
-    path = save_page(tmp_path / "new" / "page.html", "text")
+    path = write_whole(tmp_path / "new" / "page.html", "text")
     assert path.read_text() == "text"
     assert [p.name for p in path.parent.iterdir()] == ["page.html"]
 
