@@ -18,11 +18,12 @@ first forward or backward pass, in the order of the sequences, that some rank ha
 
 Promises: the same order on every rank, a pure function; one order for *all* ranks, so that sends and receives posted in it
 match where each blocks until its partner is there, too (`tests/unit/test_interleaved_order.py`); where the longest sequence is
-within the limit, no rank holds more. Chunks of packs (`+ck`) are chains as in `pipeline_order`.
+within the limit, no rank holds more. Chunks of packs (`+ck`) are chains; these, tokens and their limit are as in `pipeline_order`.
 """
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -51,11 +52,8 @@ def interleaved_order(
     """All passes of a replica, in the one order that all of its ranks follow.
 
     Args:
-        tokens: Of each pack, or of each chunk.
         num_ranks: Of the pipeline, at least 2.
         rounds: Stages on each rank.
-        most_tokens: The most tokens in flight on a rank, see `most_in_flight`; None for no limit.
-        chains: How many chunks each chain has, in order; empty for whole packs.
         is_trained: Whether there are backward passes.
     """
     sizes = tuple(chains) or (1,) * len(tokens)
@@ -69,9 +67,9 @@ def _order(
     groups = _groups(tokens, num_ranks, rounds, most, chains)
     tried = [groups]
     if len(groups) > 1 and sum(groups[-1]) < num_ranks:
-        joined = [*groups[:-2], groups[-2] + groups[-1]]
-        if _fits(joined, tokens, rounds, most):
-            tried.append(joined)
+        last = groups[-2] + groups[-1]
+        if _holds(last, tokens[len(tokens) - sum(last) :], rounds, most):
+            tried.append([*groups[:-2], last])
     runs = [_Run(tokens, num_ranks, rounds, most, each, is_trained) for each in tried]
     best = min(runs, key=lambda run: run.seconds)
     return tuple(best.turns)
@@ -95,11 +93,6 @@ def _groups(
     return groups
 
 
-def _fits(groups: Sequence[_Group], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
-    """Whether the last group is within the limit."""
-    return _holds(groups[-1], tokens[len(tokens) - sum(groups[-1]) :], rounds, most)
-
-
 def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int | None) -> bool:
     """Whether a group that begins with some tokens is within the limit when its first backward pass comes: all of it on all
     stages of a rank but the last, and there one chain."""
@@ -112,14 +105,16 @@ def _holds(group: Sequence[int], tokens: Sequence[int], rounds: int, most: int |
     return (rounds - 1) * sum(own) + max(own) <= rounds * most
 
 
+@dataclass
 class _Rank:
     """Where one rank is in its two sequences, and what it holds."""
 
-    def __init__(self, most_passes: int) -> None:
-        self.most_passes = most_passes
-        self.num_forward = self.num_backward = self.held = 0
-        self.free_at = 0
-        self.was_forward = False
+    most_passes: int
+    num_forward: int = 0
+    num_backward: int = 0
+    held: int = 0
+    free_at: int = 0
+    was_forward: bool = False
 
 
 class _Run:

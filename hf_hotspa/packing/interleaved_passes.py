@@ -25,7 +25,7 @@ class InterleavedPasses:
 
     Args:
         kind: The schedule: `own` or `1f1b` (torch's).
-        tokens: Of each pack (or chunk) as it runs, padding included.
+        tokens: Of each unit as it runs, padding included.
         order: All passes, in one order in which each comes behind what it needs; of each rank in the order that it runs them.
         replaced: Whether it is ours because the one that was asked for would pass the limit.
     """
@@ -48,11 +48,8 @@ def choose_interleaved(
 
     Args:
         schedule: One of `pipeline_order.SCHEDULES` that `check_runs` allows.
-        tokens: Of each pack, or of each chunk.
-        num_ranks: Of the pipeline, at least 2.
-        rounds: Stages on each rank.
-        most_tokens: The most tokens in flight on a rank, see `most_in_flight`; None for no limit.
-        chains: How many chunks each chain has, in order; empty for whole packs.
+
+    The others are those of `interleaved_order`.
     """
     total, replaced = len(tokens), False
     if schedule == "1f1b" and total >= num_ranks and total % (total // num_ranks) == 0:
@@ -81,8 +78,6 @@ def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]
 
     Args:
         num_packs: A multiple of `num_packs // num_ranks`, which is at least 1.
-        num_ranks: Of the pipeline.
-        rounds: Stages on each rank.
     """
     left = [_of_rank(num_packs, num_ranks, rounds, rank)[::-1] for rank in range(num_ranks)]
     order: list[Turn] = []

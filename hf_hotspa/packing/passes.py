@@ -69,14 +69,7 @@ class JointPasses:
 def joint_passes(
     strategy: Strategy, replicas: Sequence[Sequence[Lengths]], most_tokens: int | None, pair_cost: float
 ) -> JointPasses:
-    """How packs, or their chunks, run through stages where all replicas keep step.
-
-    Args:
-        strategy: A pipeline.
-        replicas: See `pack_lengths`.
-        most_tokens: The most tokens in flight on a stage; None for no limit.
-        pair_cost: See `chunk_cuts.cut_into_chains`.
-    """
+    """How packs, or their chunks, run through stages where all replicas keep step (arguments: see `beats`)."""
     tokens: list[int] = []
     sizes: list[int] = []
     having: list[tuple[int, ...]] = []
@@ -115,9 +108,9 @@ def beats(
 
     Args:
         replicas: See `pack_lengths`.
-        most_tokens: The most tokens in flight on a stage; None for no limit.
+        most_tokens: See `pipeline_order`; for pipelines.
         is_trained: Whether there are backward passes.
-        pair_cost: See `chunk_cuts.cut_into_chains`; for pipelines.
+        pair_cost: See `cut_into_chains`; for pipelines.
     """
     if strategy.pp > 1:
         return _of_stages(strategy, joint_passes(strategy, replicas, most_tokens, pair_cost), is_trained)

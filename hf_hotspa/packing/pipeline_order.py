@@ -19,10 +19,13 @@ In our 1F1B forward passes come in the order of the packs, and without a limit t
 schedule. No stage waits for itself, also where a message occupies both ends until it is received
 (`tests/unit/test_pipeline_order.py`): the limit is the same for all stages, so a stage is ahead of the next by one
 forward pass at most, and that one comes right before the backward pass that it could wait for.
+
+In the functions here `tokens` are those of each unit, a pack or a chunk of one; `most_tokens` the most of them in flight on
+a stage (`most_in_flight`), None for no limit; `chains` how many units each chain has, in order, none where each stands alone.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.strategy import Strategy
@@ -59,7 +62,6 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
     """Refuses a schedule that cannot run a pipeline: torch's run whole packs, its GPipe through one stage on each rank.
 
     Args:
-        schedule: One of `SCHEDULES`.
         flexible: Whether ranks of tp may give work away.
 
     Raises:
@@ -86,11 +88,7 @@ def check_runs(schedule: str, strategy: Strategy, flexible: bool = False) -> Non
 
 
 def backward_order(chains: Sequence[int]) -> list[int]:
-    """Units in the order of their backward passes.
-
-    Args:
-        chains: How many units each chain has, in order.
-    """
+    """Units in the order of their backward passes."""
     order: list[int] = []
     for num in chains:
         order += range(len(order) + num - 1, len(order) - 1, -1)
@@ -105,7 +103,6 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
     is ahead of the next by more than that one, which is what keeps sends that block from waiting for each other.
 
     Args:
-        chains: How many units each chain has, in order.
         depth: See `Passes.depth`.
     """
     aheads: list[int] = []
@@ -119,10 +116,6 @@ def most_ahead(chains: Sequence[int], depth: int) -> list[int]:
 
 def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Sequence[int] = ()) -> list[int]:
     """How many forward passes may have begun before each backward pass.
-
-    Args:
-        most_tokens: The most tokens in flight; None for no limit.
-        chains: How many units each chain has, in order; empty where each stands alone.
 
     Returns:
         For each backward pass, in their order, the number k of units so that 0 to k - 1, without those whose backward pass
@@ -147,22 +140,12 @@ def reaches(tokens: Sequence[int], most_tokens: int | None = None, chains: Seque
 
 
 def delays(reach: Sequence[int], num_stages: int) -> bool:
-    """Whether a forward pass waits that the plain schedule would not let wait.
-
-    Args:
-        reach: See `reaches`.
-    """
+    """Whether a forward pass waits that the plain schedule would not let wait (`reach`: see `reaches`)."""
     return any(most < min(len(reach), backward + num_stages) for backward, most in enumerate(reach))
 
 
 def operations(reach: Sequence[int], num_stages: int, stage: int, chains: Sequence[int] = ()) -> list[Operation]:
-    """What a stage runs, in order: `(unit, whether it is its backward pass)`.
-
-    Args:
-        reach: See `reaches`.
-        stage: The stage, from 0.
-        chains: How many units each chain has, in order; empty where each stands alone.
-    """
+    """What a stage, counted from 0, runs, in order (`reach`: see `reaches`)."""
     order: list[Operation] = []
     forwards, chains = 0, chains or [1] * len(reach)
     for backward, most, ahead in zip(backward_order(chains), reach, most_ahead(chains, num_stages), strict=True):
@@ -179,10 +162,9 @@ class Passes:
 
     Args:
         kind: The schedule: `own`, `1f1b` or `gpipe`.
-        tokens: Of each pack (or chunk) as it runs, padding included.
+        tokens: Of each unit as it runs, padding included.
         reach: See `reaches`.
         replaced: Whether it is ours because the one that was asked for would pass the limit.
-        chains: How many chunks each chain has, in order; empty for whole packs.
     """
 
     kind: str
@@ -217,18 +199,11 @@ def choose_passes(
     most_tokens: int | None = None,
     chains: Sequence[int] = (),
 ) -> Passes:
-    """How the packs of a replica will run.
-
-    Args:
-        schedule: One of `SCHEDULES`.
-        tokens: Of each pack, or of each chunk.
-        most_tokens: The most tokens in flight on a stage; None for no limit.
-        chains: How many chunks each chain has, in order; empty for whole packs.
-    """
+    """How the packs of a replica will run, by one of `SCHEDULES`."""
+    reach = tuple(reaches(tokens, most_tokens, chains))
+    own = Passes("own", num_stages, tuple(tokens), reach, chains=tuple(chains))
     if chains:
-        return Passes(
-            "own", num_stages, tuple(tokens), tuple(reaches(tokens, most_tokens, chains)), chains=tuple(chains)
-        )
+        return own
     if schedule == "gpipe" and num_stages > 1 and tokens:
         padded, reach = _groups(tokens, most_tokens)
         return Passes("gpipe", num_stages, padded, reach)
@@ -237,8 +212,8 @@ def choose_passes(
         padded = (max(tokens),) * len(tokens)
         if not delays(reaches(padded, most_tokens), num_stages):
             return Passes("1f1b", num_stages, padded, tuple(reaches(padded)))
-        return Passes("own", num_stages, tuple(tokens), tuple(reaches(tokens, most_tokens)), replaced=True)
-    return Passes("own", num_stages, tuple(tokens), tuple(reaches(tokens, most_tokens)))
+        return replace(own, replaced=True)
+    return own
 
 
 def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -262,22 +237,20 @@ def _groups(tokens: Sequence[int], most_tokens: int | None) -> tuple[tuple[int, 
 def most_packs(
     schedule: str, num_stages: int, stage: int, num_packs: int | None, chain: int = 1, rounds: int = 1
 ) -> int | None:
-    """The most packs (or chunks) that a stage holds at a time, where tokens do not limit them; None for any number.
+    """The most units that a stage, counted from 0, holds at a time, where tokens do not limit them; None for any number.
 
     A rank with several stages holds a pack on some of them only: it counts by their share, rounded up in all.
 
     Args:
-        schedule: One of `SCHEDULES`.
-        stage: The stage, from 0.
-        num_packs: Packs (or chunks) of a replica; None for any number.
-        chain: Chunks of the longest chain.
+        num_packs: Units of a replica; None for any number.
+        chain: Units of the longest chain.
         rounds: Stages on each rank; then `stage` is the rank, of `num_stages`.
     """
     if rounds > 1:  # see `interleaved_order`: no group is larger than 2 p - 1
         passes = 2 * (num_stages - 1 - stage) + (rounds - 1) * (2 * num_stages - 1) + chain
         most = -(passes // -rounds)
-        return most if num_packs is None else min(most, num_packs)
-    if schedule == "gpipe" and num_stages > 1:
+    elif schedule == "gpipe" and num_stages > 1:
         return num_packs
-    most = num_stages - stage + chain - 1
+    else:
+        most = num_stages - stage + chain - 1
     return most if num_packs is None else min(most, num_packs)
