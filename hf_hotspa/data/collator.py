@@ -64,11 +64,6 @@ class MicroBatch:
     def num_tokens(self) -> int:
         return self.input_ids.shape[1]
 
-    @property
-    def max_length(self) -> int:
-        """Tokens of the longest sequence."""
-        return max(self.lengths)
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> "MicroBatch":
         """The same micro-batch on a device."""
         return self._map(lambda tensor: tensor.to(device, non_blocking=non_blocking))

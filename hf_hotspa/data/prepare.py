@@ -253,23 +253,19 @@ def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: in
         begin = list(tokenizer(prompt, verbose=False)["input_ids"])
         if begin and begin[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             begin.pop()  # the tokenizer ends each text with EOS
-        _check_prefix(begin, ids, row, "use a fast tokenizer, or put the space between them into the prompt")
+        if ids[: len(begin)] != begin:
+            raise DataError(
+                "the tokens of the prompt are not the beginning of the tokens of prompt and completion",
+                where=f"dataset row {row}",
+                why="a token at the border belongs to both, so labels would be wrong",
+                fix="use a fast tokenizer, or put the space between them into the prompt",
+            )
         counts = [i >= len(begin) for i in range(len(ids))]
     ended = _with_eos(ids, tokenizer)
     counts += [True] * (len(ended) - len(counts))
     if ended and ended[-1] == tokenizer.eos_token_id:  # also where the tokenizer put it: it belongs to no character
         counts[-1] = True
     return ended, counts
-
-
-def _check_prefix(begin: list[int], ids: list[int], row: int, fix: str) -> None:
-    if ids[: len(begin)] != begin:
-        raise DataError(
-            "the tokens of the prompt are not the beginning of the tokens of prompt and completion",
-            where=f"dataset row {row}",
-            why="a token at the border belongs to both, so labels would be wrong",
-            fix=fix,
-        )
 
 
 def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:

@@ -79,10 +79,9 @@ def _labels_of_columns(
 ) -> NDArray[np.bool_] | None:
     """[tokens] whether each is a label; None when all are."""
     if rules.labels_are_ids:
-        everything: NDArray[np.bool_] = np.ones(int(lengths.sum()), np.bool_)
-        if rules.unlabelled_id is not None:
-            everything = np.asarray(columns["input_ids"].flatten()) != rules.unlabelled_id
-        return everything
+        if rules.unlabelled_id is None:
+            return np.ones(int(lengths.sum()), np.bool_)
+        return np.asarray(np.asarray(columns["input_ids"].flatten()) != rules.unlabelled_id)
     labels = columns.get("labels")
     if labels is None or labels.null_count == len(labels):
         return None
@@ -117,23 +116,14 @@ def rows_of_columns(columns: Mapping[str, Any], num_rows: int) -> list[dict[str,
 
 def _values(array: Any) -> list[Any]:
     """The values of an arrow column: its lists as arrays, or numbers; None for null."""
-    import pyarrow as pa
-
-    kind = array.type
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
-        return split_lists(array)
-    values: list[Any] = array.to_pylist()
-    return values
+    return split_lists(array) if _is_list(array.type) else list(array.to_pylist())
 
 
 def split_lists(array: Any) -> list[NDArray[Any] | None]:
     """The lists of an arrow column as arrays; None for null."""
     if array.null_count == len(array):
         return [None] * len(array)
-    import pyarrow.compute as pc  # type: ignore[import-untyped]
-
-    lengths = np.asarray(pc.fill_null(pc.list_value_length(array), 0))
-    parts = np.split(np.asarray(array.flatten()), np.cumsum(lengths)[:-1])
+    parts = np.split(np.asarray(array.flatten()), np.cumsum(_list_lengths_of(array))[:-1])
     return [part if there else None for part, there in zip(parts, np.asarray(array.is_valid()), strict=True)]
 
 
@@ -162,16 +152,21 @@ def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False)
 
 
 def _list_lengths_of(array: Any) -> NDArray[np.int64]:
-    import pyarrow.compute as pc
+    import pyarrow.compute as pc  # type: ignore[import-untyped]
 
     return np.asarray(pc.fill_null(pc.list_value_length(array), 0)).astype(np.int64)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow as pa
+
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
 
 
 def _is_integer_list(kind: Any, booleans: bool = False) -> bool:
     import pyarrow as pa
 
-    is_list = pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
-    return is_list and (
+    return _is_list(kind) and (
         pa.types.is_integer(kind.value_type)
         or pa.types.is_null(kind.value_type)
         or (booleans and pa.types.is_boolean(kind.value_type))

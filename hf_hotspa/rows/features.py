@@ -311,10 +311,7 @@ def _cuts(example: Mapping[str, Any], num_tokens: int, begin: int, stop: int, ro
 
 def _restarts(positions: NDArray[np.int64], row: int) -> NDArray[np.int64]:
     is_first = positions == 0
-    follows = np.ones(len(positions), np.bool_)
-    follows[1:] = np.diff(positions) == 1
-    follows[:1] = False
-    wrong = np.flatnonzero(~(is_first | follows))
+    wrong = np.flatnonzero(~is_first & (np.diff(positions, prepend=-1) != 1))
     if len(wrong):
         at = int(wrong[0])
         raise DataError(

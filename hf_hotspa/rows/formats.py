@@ -95,18 +95,17 @@ def format_of(names: Sequence[str]) -> Format:
     Raises:
         DataError: none of the formats, or one that leaves open what is asked and what is answered.
     """
-    chats = [name for name in _CHATS if name in names]
+    chat = _one_of(_CHATS, names)
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
     format_: Format | None = None
-    if chats:
-        _only_one(chats, names)
-        format_ = Format((chats[0], *extras), "chat", lambda row, number: _read_chat(row, chats[0], number))
+    if chat:
+        format_ = Format((chat, *extras), "chat", lambda row, number: _read_chat(row, chat, number))
     elif "prompt" in names and "completion" in names:
         format_ = Format(("prompt", "completion", *extras), "completion", _read_completion)
     else:
-        asked = [name for name, answers in _ANSWERS.items() if name in names and set(answers) & set(names)]
-        if asked:
-            format_ = _pair(asked, names, extras)
+        question = _one_of([asked for asked, answers in _ANSWERS.items() if set(answers) & set(names)], names)
+        if question:
+            format_ = _pair(question, names, extras)
         elif "text" in names:
             format_ = Format(("text",), "text", _read_text)
     if format_ is None:
@@ -115,40 +114,38 @@ def format_of(names: Sequence[str]) -> Format:
     return replace(format_, unused=tuple(n for n in unused if n in names and n not in format_.columns))
 
 
-def _pair(asked: Sequence[str], names: Sequence[str], extras: tuple[str, ...]) -> Format:
+def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Format:
     """A question and its answer in two columns."""
-    _only_one(asked, names)
-    question = asked[0]
-    answers = [name for name in _ANSWERS[question] if name in names]
-    _only_one(answers, names)
-    context: list[str] = []
-    history: list[str] = []
+    answer, context = str(_one_of(_ANSWERS[question], names)), None
+    columns = [question]
     if question == "instruction":
-        context = [name for name in _CONTEXTS if name in names]
-        _only_one(context, names)
-        history = [name for name in ("history",) if name in names]
+        context = _one_of(_CONTEXTS, names)
+        columns += [name for name in (*_CONTEXTS, "history") if name in names]
     else:
-        known = {question, answers[0], *extras} | _BESIDE_A_QUESTION
+        known = {question, answer, *extras} | _BESIDE_A_QUESTION
         others = sorted(set(names) - known)
         if others:
             raise DataError(
-                f"the dataset has the columns {list(names)}; {question!r} and {answers[0]!r} are a question and its answer, and "
+                f"the dataset has the columns {list(names)}; {question!r} and {answer!r} are a question and its answer, and "
                 f"nothing says whether the answer needs {others}",
                 fix=f"remove those columns, or make one column of what is asked; understood are: {UNDERSTOOD}",
             )
 
     def read(row: Mapping[str, Any], number: int) -> Chat:
-        return _read_pair(row, number, question, answers[0], next(iter(context), None))
+        return _read_pair(row, number, question, answer, context)
 
-    return Format((question, *context, *history, answers[0], *extras), "answer", read)
+    return Format((*columns, answer, *extras), "answer", read)
 
 
-def _only_one(candidates: Sequence[str], names: Sequence[str]) -> None:
-    if len(candidates) > 1:
+def _one_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
+    """The candidate that is one of the names; None where none is."""
+    there = [name for name in candidates if name in names]
+    if len(there) > 1:
         raise DataError(
-            f"the dataset has the columns {list(names)}, and {list(candidates)} could each be meant",
-            fix=f"remove all of {list(candidates)} but one",
+            f"the dataset has the columns {list(names)}, and {there} could each be meant",
+            fix=f"remove all of {there} but one",
         )
+    return there[0] if there else None
 
 
 def _not_understood(names: Sequence[str]) -> DataError:

@@ -112,12 +112,8 @@ class TableBuilder:
     """Collects rows chunk by chunk. A chunk's masks begin on a byte of their own, so that chunks simply concatenate."""
 
     def __init__(self) -> None:
-        self._lengths: list[NDArray[np.int64]] = [_none()]
-        self._counts: list[NDArray[np.int64]] = [_none()]
-        self._offsets: list[NDArray[np.int64]] = [_none()]
+        self._chunks = [(_none(),) * 5]  # lengths, label counts, mask offsets, cuts, and how many cuts a row has
         self._bits: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)]
-        self._cuts: list[NDArray[np.int64]] = [_none()]
-        self._num_cuts: list[NDArray[np.int64]] = [_none()]
         self._num_bits = self._num_rows = 0
         self._first_labelled: int | None = None
 
@@ -176,21 +172,12 @@ class TableBuilder:
             self._bits.append(bits)
             self._num_bits += 8 * len(bits)
         self._num_rows += len(lengths)
-        self._lengths.append(lengths)
-        self._counts.append(counts)
-        self._offsets.append(offsets)
-        self._cuts.append(cuts)
-        self._num_cuts.append(num_cuts)
+        self._chunks.append((lengths, counts, offsets, cuts, num_cuts))
 
     def table(self, rules: RowRules) -> SequenceTable:
         """The rows added so far."""
-        lengths, cuts = np.concatenate(self._lengths), np.concatenate(self._cuts)
+        columns = (np.concatenate(parts).astype(np.int64) for parts in zip(*self._chunks, strict=True))
+        lengths, counts, offsets, cuts, num_cuts = columns
         check_left_padding(rules, lengths, self._first_labelled)
-        return SequenceTable(
-            lengths,
-            np.concatenate(self._counts).astype(np.int64),
-            np.concatenate(self._offsets).astype(np.int64),
-            np.concatenate(self._bits),
-            cuts,
-            np.cumsum(np.concatenate(self._num_cuts)) if len(cuts) else _none(),
-        )
+        cut_ends = np.cumsum(num_cuts) if len(cuts) else _none()
+        return SequenceTable(lengths, counts, offsets, np.concatenate(self._bits), cuts, cut_ends)

@@ -42,7 +42,7 @@ def test_the_tensors_of_a_pack():
     assert batch.labels.tolist() == [[-100, 23, 24, -100, 12, 13, -100]]
     assert batch.cu_seqlens.tolist() == [0, 4, 7]
     assert batch.lengths == (4, 3)
-    assert (batch.num_tokens, batch.num_labels, batch.max_length) == (7, 4, 4)
+    assert (batch.num_tokens, batch.num_labels, max(batch.lengths)) == (7, 4, 4)
     assert mini_batch.num_labels == 4
     assert {t.dtype for t in (batch.input_ids, batch.position_ids, batch.labels)} == {torch.int64}
     assert batch.cu_seqlens.dtype == torch.int32
