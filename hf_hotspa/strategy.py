@@ -100,15 +100,16 @@ class Strategy:
     @property
     def options(self) -> str:
         """What follows the degrees: `+sp`, `+rc`, `+rc2`, `+ck8192`, `+kh`, `+z3`, `+v2`, several of them, or nothing."""
-        recompute = f"+rc{self.rc if self.rc > 1 else ''}" if self.rc else ""
-        sharded = f"+z{self.z}" if self.z else ""
-        rounds = f"+v{self.v}" if self.v > 1 else ""
-        return f"{'+sp' if self.sp else ''}{recompute}{self._chunk_options}{sharded}{rounds}"
-
-    @property
-    def _chunk_options(self) -> str:
-        graphs = f"+kg{self.kg}" if self.kg else ""
-        return f"{f'+ck{self.ck}' if self.ck else ''}{graphs}{'+kh' if self.kh else ''}"
+        named = (
+            ("sp", self.sp, ""),
+            ("rc", self.rc, self.rc if self.rc > 1 else ""),
+            ("ck", self.ck, self.ck),
+            ("kg", self.kg, self.kg),
+            ("kh", self.kh, ""),
+            ("z", self.z, self.z),
+            ("v", self.v > 1, self.v),
+        )
+        return "".join(f"+{name}{number}" for name, is_on, number in named if is_on)
 
     @property
     def world_size(self) -> int:
