@@ -98,13 +98,8 @@ def _rank_events(traced: TracedStep, rank: int) -> list[dict[str, Any]]:
         if load_s > 0:
             span(_BESIDE, "load", start, load_s, **named)
         if return_s > 0:
-            span(
-                _BESIDE,
-                "return",
-                max(start, at - return_s) if measured["return_s"] else computed - return_s,
-                return_s,
-                **named,
-            )
+            begun = max(start, at - return_s) if measured["return_s"] else computed - return_s
+            span(_BESIDE, "return", begun, return_s, **named)
         last = at
     if end > last:
         span(_INSIDE, "finish", last, end - last, step=step)

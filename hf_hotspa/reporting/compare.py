@@ -1,6 +1,6 @@
 """Two runs side by side: how far their losses are apart, and which is faster where. Pure functions of two `RunLog`s."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from statistics import median
 
@@ -155,30 +155,18 @@ def sentences(comparison: Comparison) -> list[str]:
 
 def strategy_rows(comparison: Comparison) -> list[list[str]]:
     """A table of strategies, its heading first."""
-    rows = [
-        [
-            "strategy",
-            "tokens A",
-            "tokens B",
-            "tokens/s A",
-            "tokens/s B",
-            "load+return s A",
-            "load+return s B",
-            "speed-up",
-        ]
-    ]
-    for pair in comparison.strategies:
-        one, other = pair.a, pair.b
-        rows.append(
-            [
-                pair.strategy,
-                *(f"{side.num_tokens}" if side else "-" for side in (one, other)),
-                *(short(side.tokens_per_s) if side else "-" for side in (one, other)),
-                *(f"{side.moved_s:.2f}" if side else "-" for side in (one, other)),
-                f"{pair.speed_up:.2f}x" if pair.speed_up is not None else "-",
-            ]
-        )
-    return rows
+    pairs = comparison.strategies
+    columns = {"strategy": [pair.strategy for pair in pairs]}
+    cells: dict[str, Callable[[StrategyTotals], str]] = {
+        "tokens": lambda s: f"{s.num_tokens}",
+        "tokens/s": lambda s: short(s.tokens_per_s),
+        "load+return s": lambda s: f"{s.moved_s:.2f}",
+    }
+    for name, cell in cells.items():
+        columns[f"{name} A"] = [cell(pair.a) if pair.a else "-" for pair in pairs]
+        columns[f"{name} B"] = [cell(pair.b) if pair.b else "-" for pair in pairs]
+    columns["speed-up"] = [f"{pair.speed_up:.2f}x" if pair.speed_up is not None else "-" for pair in pairs]
+    return [list(columns), *map(list, zip(*columns.values(), strict=True))]
 
 
 def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:

@@ -63,10 +63,7 @@ def report_page(run: RunLog) -> str:
         (short(summary.tokens_per_s), "tokens per second"),
         (f"{summary.median_step_s:.3f} s", "median step"),
         (f"{summary.switch_share:.1%}", "of the step is switching"),
-        (
-            f"{summary.last_loss:.4f}" if summary.last_loss is not None else "-",
-            f"loss at the end, {_first(summary.first_loss)} at first",
-        ),
+        (_loss(summary.last_loss), f"loss at the end, {_loss(summary.first_loss)} at first"),
     ]
     if run.callback_s and summary.wall_s:
         tiles.append((f"{summary.callback_s / summary.wall_s:.2%}", "of the time inside callbacks"))
@@ -84,5 +81,5 @@ def report_page(run: RunLog) -> str:
     )
 
 
-def _first(loss: float | None) -> str:
+def _loss(loss: float | None) -> str:
     return f"{loss:.4f}" if loss is not None else "-"

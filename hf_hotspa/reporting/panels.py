@@ -297,41 +297,25 @@ def strategies_panel(run: RunLog) -> Panel:
     summary = summarize(run)
     if not summary.strategies:
         return _empty("strategies", "Strategies", "No mini-batch was recorded.")
-    rows = [
-        [
-            "strategy",
-            "phases",
-            "packs",
-            "sequences",
-            "tokens",
-            "compute s",
-            "tokens/s",
-            "wait s",
-            "load+return s",
-            "GB moved",
-        ]
-    ]
-    frozen = any(s.frozen_bytes for s in summary.strategies)
-    if frozen:
-        rows[0].append("of it frozen")
-    context = any(s.context_bytes for s in summary.strategies)
-    if context:
-        rows[0].append("GB between ranks of cp")
-    for s in summary.strategies:
-        rows.append(
-            [
-                s.strategy,
-                *map(str, (s.num_phases, s.num_packs, s.num_sequences, s.num_tokens)),
-                f"{s.compute_s:.2f}",
-                svg.short(s.tokens_per_s),
-                f"{s.wait_s:.2f}",
-                f"{s.moved_s:.2f}",
-                f"{s.moved_bytes / 1e9:.3g}",
-                *([f"{s.frozen_bytes / 1e9:.3g}"] if frozen else []),
-                *([f"{s.context_bytes / 1e9:.3g}"] if context else []),
-            ]
-        )
-    return Panel("strategies", "Strategies", len(summary.strategies), table(rows), wide=True)
+    totals = summary.strategies
+    columns = {
+        "strategy": [s.strategy for s in totals],
+        "phases": [f"{s.num_phases}" for s in totals],
+        "packs": [f"{s.num_packs}" for s in totals],
+        "sequences": [f"{s.num_sequences}" for s in totals],
+        "tokens": [f"{s.num_tokens}" for s in totals],
+        "compute s": [f"{s.compute_s:.2f}" for s in totals],
+        "tokens/s": [svg.short(s.tokens_per_s) for s in totals],
+        "wait s": [f"{s.wait_s:.2f}" for s in totals],
+        "load+return s": [f"{s.moved_s:.2f}" for s in totals],
+        "GB moved": [f"{s.moved_bytes / 1e9:.3g}" for s in totals],
+    }
+    if any(s.frozen_bytes for s in totals):
+        columns["of it frozen"] = [f"{s.frozen_bytes / 1e9:.3g}" for s in totals]
+    if any(s.context_bytes for s in totals):
+        columns["GB between ranks of cp"] = [f"{s.context_bytes / 1e9:.3g}" for s in totals]
+    rows = [list(columns), *zip(*columns.values(), strict=True)]
+    return Panel("strategies", "Strategies", len(totals), table(rows), wide=True)
 
 
 def run_panel(run: RunLog) -> Panel:

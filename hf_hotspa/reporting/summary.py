@@ -5,7 +5,7 @@ taken from other lengths says that.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from statistics import median
 
 from hf_hotspa.report import PhaseReport
@@ -18,7 +18,7 @@ _MUCH_WAITING = 0.2
 
 @dataclass(frozen=True)
 class StrategyTotals:
-    """Sums over all phases of one strategy."""
+    """Sums over all phases of one strategy; what follows their number are attributes of `PhaseReport`."""
 
     strategy: str
     num_phases: int
@@ -30,10 +30,8 @@ class StrategyTotals:
     moved_s: float
     hidden_s: float
     moved_bytes: int
-    predicted_s: float | None
-    measured_s: float
-    frozen_bytes: int = 0
-    context_bytes: int = 0
+    frozen_bytes: int
+    context_bytes: int
 
     @property
     def tokens_per_s(self) -> float:
@@ -101,30 +99,15 @@ def summarize(run: RunLog) -> Summary:
         wait_s=sum(p.wait_s for r in reports for p in r.phases),
         first_loss=reports[0].loss if reports else None,
         last_loss=sum(r.loss for r in last) / len(last) if last else None,
-        strategies=tuple(_totals(strategy, of_strategy) for strategy, of_strategy in phases.items() if of_strategy),
+        strategies=tuple(_totals(strategy, ran) for strategy, ran in phases.items() if ran),
         median_step_s=median(r.total_s for r in reports) if reports else 0.0,
         callback_s=sum(run.callback_s.values()),
     )
 
 
 def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
-    known = [phase for phase in phases if phase.predicted_s is not None]
-    return StrategyTotals(
-        strategy=strategy,
-        num_phases=len(phases),
-        num_packs=sum(p.num_packs for p in phases),
-        num_sequences=sum(p.num_sequences for p in phases),
-        num_tokens=sum(p.num_tokens for p in phases),
-        compute_s=sum(p.compute_s for p in phases),
-        wait_s=sum(p.wait_s for p in phases),
-        moved_s=sum(p.moved_s for p in phases),
-        hidden_s=sum(p.hidden_s for p in phases),
-        moved_bytes=sum(p.moved_bytes for p in phases),
-        predicted_s=sum(p.predicted_s or 0.0 for p in known) if known else None,
-        measured_s=sum(p.seconds for p in known),
-        frozen_bytes=sum(p.frozen_bytes for p in phases),
-        context_bytes=sum(p.context_bytes for p in phases),
-    )
+    summed = [field.name for field in fields(StrategyTotals)[2:]]
+    return StrategyTotals(strategy, len(phases), *(sum(getattr(phase, name) for phase in phases) for name in summed))
 
 
 def measured_steps(run: RunLog) -> list[StepRecord]:

@@ -105,14 +105,21 @@ def thinned(xs: Sequence[float], series: Sequence[Series]) -> tuple[list[float],
 class _Frame:
     """The axes of a chart, and what is drawn in them."""
 
-    def __init__(self, label: str, x_range: tuple[float, float], y_range: tuple[float, float], unit: str) -> None:
+    def __init__(
+        self,
+        label: str,
+        x_range: tuple[float, float],
+        y_range: tuple[float, float],
+        unit: str,
+        y_ticks: Sequence[tuple[float, str]] = (),
+    ) -> None:
         self.label = label
         self.x_low, self.x_high = x_range
         self.y_low, self.y_high = y_range
         self.parts: list[str] = []
         self.top, self.height = _TOP, HEIGHT
         at = ticks(*y_range)
-        self.y_ticks = list(zip(at, distinct(at, unit), strict=True))
+        self.y_ticks = y_ticks or list(zip(at, distinct(at, unit), strict=True))
         self.left = max(_LEFT, math.ceil(max((text_width(text) for _, text in self.y_ticks), default=0)) + 8)
         self.width = WIDTH - self.left - _RIGHT
 
@@ -195,6 +202,13 @@ def _step_ticks(frame: _Frame) -> list[tuple[float, str]]:
     return [(frame.x(t), f"{int(t)}") for t in whole or [round(frame.x_low)]]
 
 
+def _slot_ticks(frame: _Frame, xs: Sequence[float]) -> list[tuple[float, str]]:
+    """Six steps at most, of those that have a slot each."""
+    count, slot = min(6, len(xs)), frame.width / len(xs)
+    at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
+    return [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at]
+
+
 def _top(values: Sequence[float]) -> float:
     return max([*values, 0.0]) * 1.06 or 1.0
 
@@ -259,9 +273,7 @@ def stacked(label: str, xs: Sequence[float], series: Sequence[Series], unit: str
                 base += value
         shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i])]
         frame.hover(middle, slot, f"step {int(x)}: {short(base)}{unit}; " + ", ".join(shown))
-    count = min(6, len(xs))
-    at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
-    return frame.svg("step", [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
+    return frame.svg("step", _slot_ticks(frame, xs))
 
 
 def bars(label: str, names: Sequence[str], values: Sequence[float], unit: str, x_label: str, style: str = "s0") -> str:
@@ -283,11 +295,8 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
         high: The value from which on the colour is full; 1 has none.
     """
     xs, rows = thinned(xs, rows)
-    frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "")
-    every = -(-len(rows) // 8)
-    frame.y_ticks = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), every)]
-    frame.left = max(_LEFT, math.ceil(max(text_width(text) for _, text in frame.y_ticks)) + 8)
-    frame.width = WIDTH - frame.left - _RIGHT
+    names = [(len(rows) - i - 0.5, rows[i].name) for i in range(0, len(rows), -(-len(rows) // 8))]
+    frame = _Frame(label, (0, len(xs)), (0.0, float(len(rows))), "", names)
     slot = frame.width / len(xs)
     for number, row in enumerate(rows):
         low = float(len(rows) - number - 1)
@@ -296,9 +305,7 @@ def heat(label: str, xs: Sequence[float], rows: Sequence[Series], high: float) -
                 x = frame.left + slot * i
                 shade = min(max((value - 1.0) / (high - 1.0), 0.0), 1.0)
                 frame.rect("heat", x, x + slot, low, low + 1.0, f"{row.name}, step {int(xs[i])}: {short(value)}", shade)
-    count = min(6, len(xs))
-    at = sorted({round(i * (len(xs) - 1) / max(count - 1, 1)) for i in range(count)})
-    return frame.svg("step", [(frame.left + slot * (i + 0.5), f"{int(xs[i])}") for i in at])
+    return frame.svg("step", _slot_ticks(frame, xs))
 
 
 def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks: Sequence[Mark], x_label: str) -> str:

@@ -184,7 +184,6 @@ def test_the_summary_adds_up(tmp_path):
     assert found.switch_share == pytest.approx(0.08 / 1.28)
     assert [s.strategy for s in found.strategies] == [SHORT, LONG]
     assert found.strategies[0].tokens_per_s == pytest.approx(200 / 0.32)
-    assert found.strategies[0].predicted_s == pytest.approx(6 * 0.44)
     assert found.first_loss == pytest.approx(2.9)
     assert found.last_loss == pytest.approx(2.4)
 
