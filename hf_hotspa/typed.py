@@ -20,6 +20,7 @@ T = TypeVar("T")
 _LARGEST = 1.7976931348623157e308  # a bound that infinity does not meet
 Count = Annotated[int, msgspec.Meta(ge=0)]
 PositiveCount = Annotated[int, msgspec.Meta(ge=1)]
+Finite = Annotated[float, msgspec.Meta(ge=-_LARGEST, le=_LARGEST)]
 NotNegative = Annotated[float, msgspec.Meta(ge=0, le=_LARGEST)]
 Positive = Annotated[float, msgspec.Meta(gt=0, le=_LARGEST)]
 
