@@ -41,6 +41,23 @@ class Turn(NamedTuple):
     is_backward: bool
 
 
+def at_a_time(orders: Sequence[Sequence[Turn]], num_stages: int) -> list[list[Turn]]:
+    """What several ranks run, each in an order of its own, as lists of what can run at a time, one turn a rank at most."""
+    left = [list(reversed(order)) for order in orders]
+    done: set[Turn] = set()
+    beats = []
+    while any(left):
+        now = []
+        for rank, turn in [(rank, turns[-1]) for rank, turns in enumerate(left) if turns]:
+            needed = turn._replace(stage=turn.stage + (1 if turn.is_backward else -1))
+            if needed in done or not 0 <= needed.stage < num_stages:
+                now.append(left[rank].pop())
+        assert now, "the ranks of a pipeline wait for one another"
+        done.update(now)
+        beats.append(now)
+    return beats
+
+
 def interleaved_order(
     tokens: Sequence[int],
     num_ranks: int,

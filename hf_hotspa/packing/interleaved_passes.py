@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hf_hotspa.packing.interleaved_order import Turn, interleaved_order
+from hf_hotspa.packing.interleaved_order import Turn, at_a_time, interleaved_order
 
 
 @dataclass(frozen=True)
@@ -79,24 +79,8 @@ def torch_order(num_packs: int, num_ranks: int, rounds: int) -> tuple[Turn, ...]
     Args:
         num_packs: A multiple of `num_packs // num_ranks`, which is at least 1.
     """
-    left = [_of_rank(num_packs, num_ranks, rounds, rank)[::-1] for rank in range(num_ranks)]
-    order: list[Turn] = []
-    done: set[Turn] = set()
-    last = num_ranks * rounds - 1
-    while any(left):
-        before = len(order)
-        for turns in left:
-            while turns and _may_run(turns[-1], last, done):
-                order.append(turns.pop())
-                done.add(order[-1])
-        assert len(order) > before, "the ranks of a pipeline wait for one another"
-    return tuple(order)
-
-
-def _may_run(turn: Turn, last: int, done: set[Turn]) -> bool:
-    if turn.is_backward:
-        return turn.stage == last or turn._replace(stage=turn.stage + 1) in done
-    return turn.stage == 0 or turn._replace(stage=turn.stage - 1) in done
+    orders = [_of_rank(num_packs, num_ranks, rounds, rank) for rank in range(num_ranks)]
+    return tuple(turn for turns in at_a_time(orders, num_ranks * rounds) for turn in turns)
 
 
 def _of_rank(num_packs: int, num_ranks: int, rounds: int, rank: int) -> list[Turn]:

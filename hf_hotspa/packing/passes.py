@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hf_hotspa.packing.chunk_cuts import cut_for, cut_into_chains
+from hf_hotspa.packing.interleaved_order import Turn, at_a_time
 from hf_hotspa.packing.mini_batch import PhasePlan
 from hf_hotspa.packing.pipeline_order import Operation, Passes, choose_passes
 from hf_hotspa.strategy import Strategy
@@ -142,24 +143,12 @@ def _of_chunks(replicas: Sequence[Sequence[bool]]) -> list[Beat]:
 
 
 def _of_stages(strategy: Strategy, joint: JointPasses, is_trained: bool) -> list[Beat]:
-    total = len(joint.replicas)
-    left = [
-        joint.passes.operations(stage) if is_trained else [(i, False) for i in range(total)]
+    forward = [(unit, False) for unit in range(len(joint.replicas))]
+    orders = [
+        [Turn(stage, *operation) for operation in (joint.passes.operations(stage) if is_trained else forward)]
         for stage in range(strategy.pp)
     ]
-    done: set[tuple[int, int, bool]] = set()
-    beats: list[Beat] = []
-    while any(left):
-        now: list[tuple[int, int, bool]] = []
-        for stage, operations in enumerate(left):
-            if operations:
-                unit, is_backward = operations[0]
-                neighbour = stage + 1 if is_backward else stage - 1
-                if not 0 <= neighbour < strategy.pp or (neighbour, unit, is_backward) in done:
-                    now.append((stage, unit, is_backward))
-        assert now, f"the stages of {strategy} wait for one another"
-        for stage, _, _ in now:
-            left[stage] = left[stage][1:]
-        done.update(now)
-        beats.append(tuple(Pass(stage, is_backward, joint.replicas[unit]) for stage, unit, is_backward in now))
-    return beats
+    return [
+        tuple(Pass(turn.stage, turn.is_backward, joint.replicas[turn.unit]) for turn in turns)
+        for turns in at_a_time(orders, strategy.pp)
+    ]
