@@ -8,12 +8,8 @@ def most_in_flight(strategy: Any, pack_tokens: int, longest: int) -> int:
 
     With several stages on a rank, tokens count by the share of its stages that hold them: pp + (pp - 1) / v packs, which is
     what the first rank holds in a full pipeline (`packing.interleaved_order`). With chunks in a pipeline, all chunks of the
-    longest sequence and one for each other stage; the last chunk of a sequence may be filled with short ones.
-
-    Args:
-        strategy: A `Strategy`.
-        pack_tokens: See `Bucket`.
-        longest: See `Bucket`.
+    longest sequence and one for each other stage; the last chunk of a sequence may be filled with short ones. What is given
+    is the `Strategy`, `pack_tokens` and `longest` of a `Bucket`.
     """
     if not strategy.ck or strategy.pp == 1:
         return max(_full(strategy, pack_tokens), longest)

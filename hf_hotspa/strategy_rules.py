@@ -10,14 +10,7 @@ CHUNK_FIX = "write the most tokens of a chunk, such as +ck4096, or leave +ck out
 
 
 def check_strategy(strategy: Any) -> None:
-    """Refuses a strategy that cannot be.
-
-    Args:
-        strategy: A `Strategy`, which asks this when it is made.
-
-    Raises:
-        StrategyError: see there.
-    """
+    """Refuses a `Strategy` that cannot be (`StrategyError`, see there); it asks this when it is made."""
     for axis in DEGREES:
         degree = getattr(strategy, axis)
         if type(degree) is not int or not 1 <= degree <= MAX_DEGREE:

@@ -31,7 +31,7 @@ _signal_came = _interrupt_is_announced = False
 def show_errors_once() -> None:
     """From now on what ends this process uncaught is shown as this file says. May be called again."""
     if not isinstance(sys.excepthook, _Hook):
-        sys.excepthook = _Hook(sys.excepthook)
+        sys.excepthook = _Hook()
 
 
 def signal_came() -> None:
@@ -47,14 +47,7 @@ def interrupt_is_announced() -> None:
 
 
 class _Hook:
-    """Stands in for `sys.excepthook`.
-
-    Args:
-        before: The hook that was there.
-    """
-
-    def __init__(self, before: object) -> None:
-        self._before = before
+    """Stands in for `sys.excepthook`."""
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         if os.environ.get(TRACEBACKS, "0") not in ("", "0"):

@@ -49,7 +49,6 @@ def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None
     Args:
         source: The parser, or its group of sources, that gets `--dataset`.
         parser: The parser that gets the others.
-        required: Whether `--dataset` must be there.
     """
     source.add_argument(
         "--dataset",

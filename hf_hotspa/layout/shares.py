@@ -148,23 +148,15 @@ def largest_share(vector: ParameterVector, strategy: Strategy) -> float:
 
 
 def paces_of_groups(vector: ParameterVector, strategy: Strategy, ranks: Sequence[int]) -> tuple[int, ...]:
-    """How long each rank's tensor-parallel group takes for its part of a layer, by one of usual paces and even shares.
-
-    Args:
-        vector: With the division in force.
-        ranks: The pace of each rank.
-    """
+    """How long each rank's tensor-parallel group takes for its part of a layer, by the division in force and the pace of each
+    rank; of usual paces and even shares it is `USUAL_PACE`."""
     taken = [pace * work for pace, work in zip(ranks, works(vector, strategy), strict=True)]
     groups = [max(taken[first : first + strategy.tp]) for first in range(0, strategy.world_size, strategy.tp)]
     return tuple(max(round(groups[rank // strategy.tp]), 1) for rank in range(strategy.world_size))
 
 
 def fastest_stages(strategy: Strategy, paces: Sequence[int]) -> tuple[int, ...]:
-    """The pace of each place of a pipeline in its fastest replica; in a replica that of the slowest rank there.
-
-    Args:
-        paces: Of each rank.
-    """
+    """The pace of each place of a pipeline in its fastest replica; in a replica that of the slowest rank there."""
     slowest = [[0] * strategy.dp for _ in range(strategy.pp)]
     for rank, pace in enumerate(paces):
         coord = strategy.coord(rank)

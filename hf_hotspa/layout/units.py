@@ -26,11 +26,7 @@ N = TypeVar("N")
 
 
 def sizes_of_neighbours(sizes: Mapping[Room, N]) -> list[N]:
-    """What each unit needs together with the one behind it; the largest of these is the size of a buffer for all.
-
-    Args:
-        sizes: Of each unit that there is.
-    """
+    """What each unit needs together with the one behind it; the largest of these is the size of a buffer for all."""
     return [own + sizes[room + 1] if room + 1 in sizes else own for room, own in sizes.items()]  # type: ignore[operator]
 
 
@@ -41,11 +37,7 @@ def name_of_unit(unit: int) -> str:
 
 @dataclass(frozen=True)
 class Units:
-    """The units of a model.
-
-    Args:
-        vector: All parameters.
-    """
+    """The units of a model."""
 
     vector: ParameterVector
 
@@ -115,12 +107,7 @@ def _is_shared(spec: ParameterSpec) -> bool:
 
 @dataclass(frozen=True)
 class Rooms:
-    """Which segments share memory, by segment: the room of its unit; None for a segment with memory of its own.
-
-    Args:
-        weights: For weights.
-        gradients: For gradients.
-    """
+    """Which segments share memory, by segment: the room of its unit; None for a segment with memory of its own."""
 
     weights: Sequence[Room | None]
     gradients: Sequence[Room | None]

@@ -278,8 +278,6 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
 
     Args:
         specs: The parameters in the model's order; their offsets are ignored.
-        layer_costs: Relative cost of each layer, see `ParameterVector`.
-        head_cost: Relative cost of the head.
 
     Raises:
         ModelError: a parameter is empty or scalar where it is sharded, its parts do not add up, or two share a name.

@@ -66,7 +66,6 @@ def share_by_tokens(lengths: Sequence[int], cp: int, multiple: int = 1) -> Share
 
     Args:
         lengths: Tokens of each sequence, each at least 1.
-        cp: Ranks.
         multiple: What the length of each rank's row must be a multiple of.
     """
     total = sum(lengths)

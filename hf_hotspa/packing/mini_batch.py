@@ -58,7 +58,6 @@ class PhasePlan:
     """What one bucket runs inside a mini-batch.
 
     Args:
-        bucket: The bucket; its strategy runs the phase.
         replicas: The packs of each replica, indexed by dp coordinate. Replicas may hold different numbers of packs, and
             none at all.
     """

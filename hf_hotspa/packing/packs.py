@@ -58,8 +58,6 @@ def pack_sequences(
     Args:
         lengths: Tokens of each sequence, each at least 1.
         capacity: Most tokens in one pack.
-        dp: Number of replicas.
-        pp: Pipeline stages of a replica.
         quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
         longest: Sequences above the capacity that are no longer than this have packs of their own.
         speeds: Of each replica, relative to one another; None where they are equal.

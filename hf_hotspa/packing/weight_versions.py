@@ -94,9 +94,7 @@ def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedul
     """Refuses what stages cannot update by themselves; returns the strategy.
 
     Args:
-        buckets: The buckets of the run.
         tied: The weights that embedding and head share.
-        schedule: The schedule of pipelines.
 
     Raises:
         StrategyError: several strategies, no pipeline, or an option that does not go together with it.

@@ -45,16 +45,7 @@ _REMEDY = "give the folder of a run that was trained with hotspa_report (the def
 
 @dataclass(frozen=True)
 class StepRecord:
-    """One mini-batch of a record.
-
-    Args:
-        step: Counted from 1.
-        time: Unix seconds at its end.
-        wall_s: Seconds from its begin to its end, optimizer step included.
-        lr: Learning rate of its update; None when not known.
-        report: What the engine reported.
-        memory: Peak bytes of each rank, where one of them grew.
-    """
+    """A line of the kind `step`, see above; `memory` is empty where no rank's grew."""
 
     step: Count
     time: float
@@ -69,7 +60,6 @@ class RunLog:
     """A record, read.
 
     Args:
-        path: The file.
         facts: The header; that of the last start, where there are several.
         started: Unix seconds of the first header.
         steps: By step, each once.

@@ -312,11 +312,9 @@ def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks:
     """Shares (0 to 1) by bins side by side, with marks between or inside bins.
 
     Args:
-        label: For readers of screens.
         edges: [B + 1], of the bins.
         series: Each with [B] shares.
         marks: At values of the edges' axis.
-        x_label: What the edges count.
     """
     bins = len(edges) - 1
     values = [v or 0.0 for s in series for v in s.values]

@@ -40,14 +40,7 @@ def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
 
 
 def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:
-    """A table as text.
-
-    Args:
-        title: The line above; may be empty.
-        rows: Cells; the first row is the heading.
-        left: Columns that are flush left.
-        terminal: Whether it is for a terminal; None: whether standard output is one.
-    """
+    """The one or the other: for a terminal or not; where None is said, for what standard output is."""
     if is_terminal() if terminal is None else terminal:
         return rich_table(title, rows, left)
     return plain_table(title, rows, left)

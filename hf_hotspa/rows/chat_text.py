@@ -77,9 +77,6 @@ class Template:
 class Layout:
     """One conversation as text.
 
-    Args:
-        row: Its number, for messages.
-
     Raises:
         DataError: the template has no place for its tools.
     """

@@ -12,10 +12,6 @@ from hf_hotspa.errors import DataError
 def number_columns(example: Any, row: int, names: Sequence[str], length: int) -> dict[str, NDArray[Any]]:
     """Other columns of a row, as int64 or float64: [length] with a number for each token, or one number, [].
 
-    Args:
-        row: Its number, for messages.
-        length: Tokens of the row.
-
     Raises:
         DataError: a column is missing, holds no numbers, or not as many as the row has tokens.
     """

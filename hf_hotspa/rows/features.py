@@ -115,8 +115,6 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
 
     Args:
         example: A mapping with the columns described above; others are not looked at.
-        row: Its number, for messages.
-        rules: What it is read by.
 
     Raises:
         DataError: the row is no mapping, has no `input_ids`, or columns that are wrong or contradict each other.

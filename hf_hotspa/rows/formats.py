@@ -246,8 +246,6 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
 
     Args:
         value: A list of mappings with `role` (or `author.role`) and `content`, or `from` and `value`; or JSON text of it.
-        key: The column, for messages.
-        number: The row, for messages.
 
     Raises:
         DataError: it is none.
