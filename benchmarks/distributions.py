@@ -61,7 +61,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     from hf_hotspa.packing.bucketing import plan_mini_batch
     from hf_hotspa.rows.table import SequenceTable
     from hf_hotspa.search.automatic import MARGIN, PACK_MARGIN, pool_of
-    from hf_hotspa.search.capacities import MemoryCapacities
+    from hf_hotspa.search.capacities import Capacities
     from hf_hotspa.search.choice import Choice
     from hf_hotspa.search.chooser import PhaseChooser
     from hf_hotspa.search.search import search
@@ -80,7 +80,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     cost = CostModel.of_calibration(calibration, sizes, MemoryOptions())
     time_model, memory, switch = cost.time, cost.memory, cost.switch_seconds(strategies)
     limit = 1.05 * min(memory.bytes_needed(s, options.long) for s in strategies)
-    capacities = MemoryCapacities(memory, limit)
+    capacities = Capacities(memory, limit)
     collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=shape.vocab_size)
 
     def over_ranks(seconds: float, how: Any = dist.ReduceOp.MAX) -> float:

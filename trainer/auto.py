@@ -218,7 +218,6 @@ def prepare_auto(
     def planned(among: list[Strategy]) -> Plan:
         return make_auto_plan(
             tables[0],
-            description.shape,
             among,
             cost,
             mini_batch_size=mini_batch_size,

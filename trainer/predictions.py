@@ -101,7 +101,6 @@ class Predictions:
         def planned(among: list[Strategy]) -> Plan:
             return make_auto_plan(
                 table,
-                shape,
                 among,
                 self._cost,
                 mini_batch_size=mini_batch_size,

@@ -8,7 +8,7 @@ from typing import Any
 
 from contest import check_runs_everywhere, make_model, short_name
 
-from hf_hotspa.search.capacities import MemoryCapacities
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.strategy import Bucket, Strategy
 from peers.work import Work
 
@@ -81,7 +81,7 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
     """
     planner, found = _Planner(work, world_size, force=False), {}
     rooms = _FullPipelines(planner.memory, limit_bytes)
-    room = {s: rooms.tokens(s, rooms.arena(s)) for s in planner.strategies}
+    room = {s: rooms.tokens(s) for s in planner.strategies}
     for strategy, tokens in room.items():
         fits = tokens >= work.longest
         buckets = planner.buckets(strategy, limit_bytes) if fits else (planner.shortest(strategy),)
@@ -89,10 +89,11 @@ def plan_limited(rank: int, world_size: int, work: Work, limit_bytes: float) -> 
     return {"limited": found, "room": {short_name(s): tokens for s, tokens in room.items()}}
 
 
-class _FullPipelines(MemoryCapacities):
+class _FullPipelines(Capacities):
     """Pipelines that are full of the longest packs: how a fixed strategy is run elsewhere. Only `auto` takes smaller ones."""
 
-    def tokens(self, strategy: Strategy, arena: int) -> int:
+    def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
+        arena = self.arena(strategy) if arena is None else arena
         return self.model.largest_pack(strategy, self.limit_bytes, arena_bytes=arena)
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:

@@ -12,12 +12,11 @@ Plain data, no torch: the engine, the cost models and `auto` ask the same functi
 """
 
 import math
-from collections.abc import Iterable
 
 from hf_hotspa.costs.coefficients import Exchanges, Hop
-from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Strategy
 
 AUTO, ULYSSES, GATHER, RING = "auto", "ulysses", "allgather", "ring"
 WAYS = (AUTO, ULYSSES, GATHER, RING)
@@ -159,76 +158,3 @@ def exchange_seconds(
         again, back = measured.gather, measured.all_to_all
         return tokens * (2 * again.token_s + back.token_s) / 3, 2 * again.latency_s + back.latency_s
     return tokens * hop.token_s, 3 * (strategy.cp - 1) * hop.latency_s
-
-
-def runs_context(
-    strategy: Strategy, shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool = False
-) -> bool:
-    """Whether `check_context` lets a strategy with cp pass; the arguments are described there."""
-    try:
-        _check_strategy(strategy, shape, way, schedule, device_type, flexible)
-    except HotspaError:
-        return False
-    return True
-
-
-def check_context(
-    buckets: Iterable[Bucket], shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool = False
-) -> None:
-    """Refuses strategies with cp that cannot run.
-
-    Args:
-        way: One of `WAYS`.
-        schedule: That of pipelines, see `packing.pipeline_order`.
-        device_type: Where ranks compute: `cpu` or `cuda`.
-        flexible: Whether ranks of tp may give work away.
-
-    Raises:
-        StrategyError: the way cannot run the model, or a bucket has fewer tokens than there are ranks of cp.
-        UnsupportedError: the schedule wants packs of one shape, or the ring has no kernel for the device.
-    """
-    for bucket in buckets:
-        strategy = bucket.strategy
-        if strategy.cp == 1:
-            continue
-        if bucket.capacity < strategy.cp:
-            raise StrategyError(
-                f"bucket {bucket} has packs of {bucket.capacity} tokens, and cp{strategy.cp} divides them over {strategy.cp} ranks",
-                fix=f"use dp{strategy.cp} in the place of cp{strategy.cp}, or longer packs",
-            )
-        _check_strategy(strategy, shape, way, schedule, device_type, flexible)
-
-
-def _check_strategy(
-    strategy: Strategy, shape: ModelShape, way: str, schedule: str, device_type: str, flexible: bool
-) -> None:
-    if flexible:
-        raise UnsupportedError(
-            f"strategy {strategy} beside ranks that give work away (hotspa_stragglers)",
-            why="they have not been made exact together",
-            fix="use hotspa_stragglers=balance or watch",
-        )
-    if strategy.kg or strategy.kh:
-        raise UnsupportedError(
-            f"strategy {strategy}: kept graphs (+kg) or keys and values in host memory (+kh) with cp",
-            why="they have not been made exact together",
-            fix=f"leave {'+kh' if strategy.kh else '+kg'} out, or use dp or tp in the place of cp",
-        )
-    if (chosen := choose_way(strategy, shape, way)) == RING and strategy.ck:
-        raise UnsupportedError(
-            f"the way {RING!r} of {strategy}",
-            why="chunks would need the keys and values of those before them on the ring, too",
-            fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
-        )
-    if chosen == RING and device_type != "cpu":
-        raise UnsupportedError(
-            f"the way {RING!r} of {strategy} on {device_type}",
-            why="its blocks are computed by a kernel for CPU",
-            fix=f"use {ULYSSES!r} or {GATHER!r}, or leave it at {AUTO!r}",
-        )
-    if strategy.pp > 1 and schedule in ("1f1b", "gpipe"):
-        raise UnsupportedError(
-            f"the pipeline schedule {schedule!r} under {strategy}",
-            why="it wants packs of one shape, and the rows of a pack's ranks differ by some tokens",
-            fix="leave the schedule at 'auto' (hotspa_pipeline_schedule)",
-        )

@@ -12,8 +12,7 @@ from pathlib import Path
 from torch import nn
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.costs.context import check_context
-from hf_hotspa.costs.experts import check_experts
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.engine.faults import PhaseFailures
 from hf_hotspa.engine.loss_check import check_loss
 from hf_hotspa.engine.pipedream import check_pipedream_model
@@ -22,7 +21,6 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.packing.pipeline_order import check_runs
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.strategy import Bucket, check_buckets
@@ -49,12 +47,8 @@ def describe(
         description = describe_model(model, options.compute_dtype, options.attention_dropout)
         description = replace(description, vector=description.vector.with_measured(options.stage_costs))
         check_buckets(buckets, groups.world_size, description.shape)
-        for bucket in buckets:
-            check_runs(options.pipeline_schedule, bucket.strategy, options.flexible)
-        given = options.context_parallel, options.pipeline_schedule, groups.device.type, options.flexible
-        check_context(buckets, description.shape, *given)
-        shape, capacity = description.shape, options.expert_capacity
-        check_experts(buckets, shape, options.pipeline_schedule, options.flexible, capacity)
+        of_run = options.pipeline_schedule, options.context_parallel, groups.device.type, options.flexible
+        RunOptions(*of_run, options.expert_capacity).check(buckets, description.shape)
         if options.pipedream is not None:
             check_pipedream_model(buckets, description, options)
         check_model(model, description, weights)

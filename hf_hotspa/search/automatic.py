@@ -6,23 +6,19 @@ decide against switching. A pure function of plain data, equal on all ranks. No 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from hf_hotspa.costs.model import CostModel
-from hf_hotspa.errors import DataError, DeviceMemoryError, HotspaError, OverlongError
+from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.bucketing import check_lengths, cut_rows
-from hf_hotspa.packing.pipeline_order import runs_rounds
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.capacities import Capacities, MemoryCapacities
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
-from hf_hotspa.search.context import that_pay
-from hf_hotspa.search.experts import experts_that_pay
-from hf_hotspa.search.long_sequences import with_chunks
+from hf_hotspa.search.offers import choose
 from hf_hotspa.search.plan import Plan
-from hf_hotspa.search.search import search
 from hf_hotspa.strategy import Bucket, Strategy
 
 MARGIN = 0.03
@@ -33,50 +29,8 @@ _SEQUENCES = 2048
 _MIB = 1 << 20
 
 
-@dataclass(frozen=True)
-class CappedCapacities:
-    """Capacities of strategies of which some ran out of memory before, with fewer tokens than their capacity allows.
-
-    Args:
-        capacities: What the memory model allows.
-        most: The most tokens of a pack, for some strategies; 0 where not even the weights fitted.
-    """
-
-    capacities: Capacities
-    most: Mapping[Strategy, int]
-
-    def arena(self, strategy: Strategy) -> int:
-        """As without a cap."""
-        return self.capacities.arena(strategy)
-
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence in a pool with that arena."""
-        if strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
-            return 0  # what ran out of memory would do so again as a chunk
-        capacity = self.capacities.tokens(strategy, arena)
-        return min(capacity, self.most.get(strategy, capacity))
-
-    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The most tokens of packs that run with sequences up to `longest`."""
-        tokens = self.capacities.pack_tokens(strategy, arena, longest)
-        return min(tokens, self.most.get(strategy, tokens))
-
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
-        """Says what ran out of memory, where the memory model alone would have allowed it."""
-        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self.capacities.tokens(s, 0)]
-        if not failed:
-            return self.capacities.too_long(longest, strategies)
-        return DeviceMemoryError(
-            f"no strategy is left for a sequence of {longest} tokens",
-            why=f"an earlier run ran out of memory under {', '.join(map(str, failed))}",
-            fix="use more devices or shorter sequences; if memory was lacking for another reason, delete "
-            "hotspa_out_of_memory.json in the output directory",
-        )
-
-
 def make_auto_plan(
     table: SequenceTable,
-    shape: ModelShape,
     strategies: Sequence[Strategy],
     cost: CostModel,
     *,
@@ -97,9 +51,7 @@ def make_auto_plan(
 
     Args:
         table: The scan of the data set.
-        shape: The model.
         strategies: The legal ones.
-        cost: The cost model.
         mini_batch_size: Rows of a mini-batch.
         limit_bytes: Memory of a device for this program; None for no limit.
         limit_source: Where the limit is from, in words.
@@ -120,34 +72,25 @@ def make_auto_plan(
             the longest sequence asked for.
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
-    capacities = CappedCapacities(MemoryCapacities(cost.memory, limit_bytes), most_tokens or {})
-
-    def tokens(strategy: Strategy) -> int:
-        return capacities.tokens(strategy, capacities.arena(strategy))
-
-    top = _longest([table, *evaluated], shape, longest, policy, max(map(tokens, strategies)))
+    capacities = Capacities(cost.memory, limit_bytes, most_tokens or {})
+    most = max(map(capacities.tokens, strategies))
+    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, most)
     sample, size = _sample(table, top, policy, mini_batch_size)
-    strategies = that_pay(strategies, sample, size, top, tokens, shape.quadratic_cost)
-    strategies = experts_that_pay(strategies, top, tokens)
-    if may_chunk:
-        schedule = cost.memory.options.schedule
-        strategies = with_chunks(strategies, top, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
-    switch = cost.switch_seconds(strategies)
     try:
-        choice = search(
+        choice = choose(
             sample,
             strategies,
-            cost.time,
+            cost,
             capacities,
-            switch,
             mini_batch_size=size,
             longest=top,
-            quadratic_cost=shape.quadratic_cost,
+            may_chunk=may_chunk,
+            has_host_memory=has_host_memory,
+            may_go_round=may_go_round,
             max_phases=max_phases,
             margin=margin,
             pack_margin=PACK_MARGIN,
             plain_margin=margin,
-            may_go_round=may_go_round and runs_rounds(cost.memory.options.schedule),
         )
     except DeviceMemoryError as error:
         raise DeviceMemoryError(

@@ -3,52 +3,41 @@
 The memory model answers; a pool of strategies shares one arena. Plain data, no torch.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-from hf_hotspa.costs.breakdown import round_up
+from hf_hotspa.costs.breakdown import round_up, size
 from hf_hotspa.costs.memory import MemoryModel, most_within
-from hf_hotspa.errors import DeviceMemoryError, HotspaError
+from hf_hotspa.errors import DeviceMemoryError
 from hf_hotspa.strategy import Strategy
-
-_GIB = 1 << 30
-
-
-class Capacities(Protocol):
-    """How many tokens the packs of a strategy may have."""
-
-    def arena(self, strategy: Strategy) -> int:
-        """Bytes that a pool must keep for the strategy's weights and gradients."""
-
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence in a pool with that arena; 0 when the strategy cannot run there."""
-
-    def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
-        """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
-
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
-        """The error for a sequence that no strategy holds."""
 
 
 @dataclass(frozen=True)
-class MemoryCapacities:
-    """How many tokens a sequence and a pack of a strategy may have inside a pool, from the memory model.
+class Capacities:
+    """How many tokens a sequence and a pack of a strategy may have inside a pool.
 
     Args:
         limit_bytes: Memory of a device; None for no limit.
+        most: The most tokens of a pack of strategies that ran out of memory before; 0 where not even the weights fitted.
     """
 
     model: MemoryModel
     limit_bytes: float | None
+    most: Mapping[Strategy, int] = field(default_factory=dict)
 
     def arena(self, strategy: Strategy) -> int:
         """Bytes that a pool must keep for the strategy's weights and gradients."""
         return self.model.arena_bytes(strategy)
 
-    def tokens(self, strategy: Strategy, arena: int) -> int:
-        """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena; 0 when it
-        cannot run."""
+    def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
+        """The longest sequence, with the smallest packs beside it in a pipeline, in a pool with that arena (its own when
+        None); 0 when it cannot run."""
+        if strategy.ck > self.most.get(replace(strategy, ck=0, kg=0, kh=False), strategy.ck):
+            return 0  # what ran out of memory would do so again as a chunk
+        capacity = self._by_model(strategy, self.arena(strategy) if arena is None else arena)
+        return min(capacity, self.most.get(strategy, capacity))
+
+    def _by_model(self, strategy: Strategy, arena: int) -> int:
         alone = self.model.largest_pack(strategy, self.limit_bytes, num_packs=1, arena_bytes=arena)
         if strategy.pp == 1 or self.limit_bytes is None:
             return alone
@@ -60,43 +49,26 @@ class MemoryCapacities:
 
     def pack_tokens(self, strategy: Strategy, arena: int, longest: int) -> int:
         """The most tokens of packs that run with sequences up to `longest`, which fit; see `Bucket`."""
-        return self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
+        tokens = self.model.largest_pack(strategy, self.limit_bytes, longest=longest, arena_bytes=arena)
+        return min(tokens, self.most.get(strategy, tokens))
 
     def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
-        """The error that says what it takes to hold a sequence that fits nowhere."""
-        return too_long(
-            longest,
-            strategies,
-            self.limit_bytes or 0.0,
-            lambda strategy: self.tokens(strategy, 0),
-            lambda strategy: self.model.bytes_needed(strategy, longest, num_packs=1),
+        """The error for a sequence that no strategy holds: names what ran out of memory where the model alone would have
+        allowed it, else the smallest changes that would work."""
+        failed = [s for s in strategies if self.tokens(s, 0) < longest <= self._by_model(s, 0)]
+        if failed:
+            return DeviceMemoryError(
+                f"no strategy is left for a sequence of {longest} tokens",
+                why=f"an earlier run ran out of memory under {', '.join(map(str, failed))}",
+                fix="use more devices or shorter sequences; if memory was lacking for another reason, delete "
+                "hotspa_out_of_memory.json in the output directory",
+            )
+        needed = {s: self.model.breakdown(s, longest, num_packs=1).total for s in strategies}
+        held = {s: self._by_model(s, 0) for s in strategies}
+        cheapest, largest = min(needed, key=needed.__getitem__), max(held, key=held.__getitem__)
+        shorter = f"sequences of at most {held[largest]} tokens ({largest} holds them under this limit)"
+        return DeviceMemoryError(
+            f"no strategy holds a sequence of {longest} tokens in {size(self.limit_bytes or 0.0)} a device",
+            why=f"the smallest need is that of {cheapest}: {size(needed[cheapest])}",
+            fix=f"a limit of {round_up(needed[cheapest])} with {cheapest}, or {shorter if held[largest] else 'more devices'}",
         )
-
-
-def too_long(
-    longest: int,
-    strategies: Iterable[Strategy],
-    limit_bytes: float,
-    tokens: Callable[[Strategy], int],
-    needed: Callable[[Strategy], float],
-) -> DeviceMemoryError:
-    """The error for a sequence that no strategy can hold: names the smallest changes that would work.
-
-    Args:
-        tokens: The longest pack of a strategy under the limit.
-        needed: The limit under which a strategy would hold it.
-    """
-    tried = list(strategies)
-    cheapest = min(tried, key=needed)
-    largest = max(tried, key=tokens)
-    most = tokens(largest)
-    shorter = (
-        f", or sequences of at most {most} tokens ({largest} holds them under this limit)"
-        if most
-        else ", or more devices"
-    )
-    return DeviceMemoryError(
-        f"no strategy holds a sequence of {longest} tokens in {limit_bytes / _GIB:,.2f} GiB a device",
-        why=f"the smallest need is that of {cheapest}: {needed(cheapest) / _GIB:,.2f} GiB",
-        fix=f"a limit of {round_up(needed(cheapest))} with {cheapest}{shorter}",
-    )

@@ -7,32 +7,30 @@ their time.
 """
 
 from dataclasses import asdict, dataclass, replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from typing import Any
 
 from hf_hotspa.costs.adapter import Adapter
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.costs.context import AUTO, check_context
 from hf_hotspa.costs.hardware import Hardware, parse_bytes, parse_nodes
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.model_config import ModelConfig, load_model
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
-from hf_hotspa.packing.pipeline_order import runs_rounds
 from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import DataParallel, baselines
-from hf_hotspa.search.capacities import MemoryCapacities
-from hf_hotspa.search.context import divided, that_pay
-from hf_hotspa.search.experts import experts_that_pay, runnable_experts
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
-from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
+from hf_hotspa.search.long_sequences import longest_by_strategy
+from hf_hotspa.search.offers import choose, divided
 from hf_hotspa.search.plan import Plan, memory_dict
-from hf_hotspa.search.search import mini_batches, search
+from hf_hotspa.search.search import mini_batches
 from hf_hotspa.strategy import Bucket, Strategy, check_buckets, strategies_with_options
 
 PLAN_KIND, ESTIMATE_KIND = "hf_hotspa plan", "hf_hotspa memory estimate"
@@ -178,8 +176,7 @@ class Setup:
         """Every legal strategy with every choice of options, but for those that are asked for of all."""
         options = strategies_with_options(self.world_size, self.model.shape)
         plain = list(dict.fromkeys(map(self.with_options, options)))
-        shape, schedule = self.model.shape, self.schedule
-        return [*plain, *divided(plain, shape, schedule=schedule), *runnable_experts(plain, shape, schedule=schedule)]
+        return [*plain, *divided(plain, self.model.shape, RunOptions(self.schedule))]
 
     def with_options(self, strategy: Strategy) -> Strategy:
         """A strategy with its own options and those that are asked for of all."""
@@ -277,25 +274,14 @@ def make_plan(
     cost, time = setup.cost, setup.cost.time
     # a calibration may know fewer degrees than more devices allow
     strategies = [strategy for strategy in setup.strategies() if time.knows(strategy)]
-    capacities = MemoryCapacities(cost.memory, setup.limit_bytes)
-
-    def tokens(strategy: Strategy) -> int:
-        return capacities.tokens(strategy, capacities.arena(strategy))
-
-    strategies = that_pay(strategies, drawn, mini_batch_size, top, tokens, shape.quadratic_cost)
-    strategies = experts_that_pay(strategies, top, tokens)
-    strategies = with_chunks(strategies, top, tokens, shape, schedule=setup.schedule)
-    choice = search(
+    choice = choose(
         drawn,
         strategies,
-        time,
-        capacities,
-        cost.switch_seconds(strategies),
+        cost,
+        Capacities(cost.memory, setup.limit_bytes),
         mini_batch_size=mini_batch_size,
         longest=top,
-        quadratic_cost=shape.quadratic_cost,
         max_phases=max_phases,
-        may_go_round=runs_rounds(setup.schedule),
     )
     memory = cost.rank_bytes(choice.buckets)
     others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
@@ -348,7 +334,7 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
 
     Raises:
         HotspaConfigError: no such strategy for this model and these machines, or an impossible pack.
-        UnsupportedError: a strategy with cp that does not run, see `check_context`.
+        UnsupportedError: a strategy that does not run, see `RunOptions.check`.
     """
     if not 1 <= pack_tokens < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a pack of {pack_tokens} tokens is impossible", fix="use at least 1 token")
@@ -356,17 +342,14 @@ def make_estimate(setup: Setup, strategy: str, pack_tokens: int) -> Estimate:
     shape = replace(setup.model.shape, max_position_embeddings=None)  # a pack may be longer than any sequence
     bucket = Bucket(asked, pack_tokens, pack_tokens)
     check_buckets((bucket,), setup.world_size, shape)
-    check_context((bucket,), shape, AUTO, setup.schedule, "cuda")
+    RunOptions(setup.schedule).check((bucket,), shape)
     if setup.pipedream is not None:
         check_pipedream([bucket], ["of embedding and head"] if setup.model.tied else [], setup.schedule)
     memory = setup.memory.breakdown(asked, pack_tokens)
     if setup.limit_bytes is None:
         return Estimate(setup, asked, pack_tokens, memory, None)
-    capacities = MemoryCapacities(setup.memory, setup.limit_bytes)
-
-    def tokens(way: Strategy) -> int:
-        return capacities.tokens(way, 0)
-
-    longest = longest_by_strategy(asked, shape, cache(tokens), schedule=setup.schedule)
+    capacities = Capacities(setup.memory, setup.limit_bytes)
+    tokens = cache(partial(capacities.tokens, arena=0))
+    longest = longest_by_strategy(asked, shape, tokens, schedule=setup.schedule)
     largest = setup.memory.largest_pack(asked, setup.limit_bytes)
     return Estimate(setup, asked, pack_tokens, memory, largest, tuple(longest))

@@ -104,7 +104,7 @@ def search(
             "no strategy has coefficients in the time model", fix="calibrate the model's strategies"
         )
     longest = max(longest or 0, *sample)
-    if all(capacities.tokens(s, capacities.arena(s)) < longest for s in pool):
+    if all(capacities.tokens(s) < longest for s in pool):
         raise capacities.too_long(longest, pool)
     searcher = _Search(sample, pool, time, capacities, switch, mini_batch_size, longest, quadratic_cost, max_phases)
     return searcher.run(margin, pack_margin, plain_margin, may_go_round)
@@ -176,14 +176,12 @@ class _Search:
         whole = replace(strategy, z=0)
         if not strategy.z or whole not in pool:
             return False
-        return self._capacity(whole, self.capacities.arena(whole)) >= self.most_tokens
+        return self.capacities.tokens(whole) >= self.most_tokens
 
     def _has_more_capacity(self, sp: Strategy, plain: Strategy) -> bool:
         """Whether there is nothing that the one without `+sp` does better."""
         same = self.time.kind(sp) == self.time.kind(plain) and self.switch[sp] == self.switch[plain]
-        return same and self.capacities.tokens(sp, self.capacities.arena(sp)) >= self.capacities.tokens(
-            plain, self.capacities.arena(plain)
-        )
+        return same and self.capacities.tokens(sp) >= self.capacities.tokens(plain)
 
     def run(self, margin: float, pack_margin: float, plain_margin: float, may_go_round: bool) -> Choice:
         static = self._best_static(plain_margin)

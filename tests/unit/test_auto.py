@@ -45,7 +45,7 @@ LONG_TAILED = SequenceTable.from_lengths(np.clip(RNG.lognormal(4.5, 1.2, 3000), 
 def plan(table=LONG_TAILED, limit_mb=None, **options):
     limit = None if limit_mb is None else limit_mb * 2**20
     options = {"mini_batch_size": 64, "limit_bytes": limit, "limit_source": "as given"} | options
-    return make_auto_plan(table, SHAPE, STRATEGIES, COST, **options)
+    return make_auto_plan(table, STRATEGIES, COST, **options)
 
 
 def test_without_a_limit_nothing_is_switched() -> None:
@@ -174,8 +174,9 @@ def test_a_sequence_that_fits_nowhere_is_trained_in_chunks(limit_mb: int) -> Non
         assert plan(LONG, limit_mb=limit_mb, has_host_memory=False) == found
     # whatever is in the way of chunks, the error is as before
     shape = replace(SHAPE, ck_unsupported_reason="layers of it are given whole sequences")
+    cost = replace(COST, memory=replace(MEMORY, sizes=replace(SIZES, shape=shape)))
     with pytest.raises(DeviceMemoryError, match="no strategy holds a sequence of 2000 tokens"):
-        make_auto_plan(LONG, shape, STRATEGIES, COST, mini_batch_size=64, limit_bytes=limit_mb * 2**20)
+        make_auto_plan(LONG, STRATEGIES, cost, mini_batch_size=64, limit_bytes=limit_mb * 2**20)
 
 
 def test_chunks_stay_out_of_a_search_where_everything_fits() -> None:

@@ -12,12 +12,12 @@ from hf_hotspa.costs.context import (
     RING,
     ULYSSES,
     WAYS,
-    check_context,
     check_way,
     choose_way,
     exchanged_elements,
     head_repeats,
 )
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
@@ -119,7 +119,7 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
 )
 def test_what_cannot_run_is_refused_with_a_fix(buckets: str, way: str, schedule: str, device: str, says: str) -> None:
     with pytest.raises((StrategyError, UnsupportedError)) as caught:
-        check_context(parse_buckets(buckets), LLAMA_8B, way, schedule, device)
+        RunOptions(schedule, way, device).check(parse_buckets(buckets), LLAMA_8B)
     assert says in str(caught.value)
     assert caught.value.fix
-    check_context(parse_buckets("cp4:4096,dp2tp2:8192"), LLAMA_8B, AUTO, "gpipe", "cuda")
+    RunOptions("gpipe", AUTO, "cuda").check(parse_buckets("cp4:4096,dp2tp2:8192"), LLAMA_8B)

@@ -6,9 +6,10 @@ import pytest
 
 import hf_hotspa.search.planning as planning
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.search.context import context_strategies, divided, that_pay
 from hf_hotspa.search.estimate import Evaluator, LengthTable
+from hf_hotspa.search.offers import context_strategies, divided, that_pay
 from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
@@ -24,10 +25,10 @@ def test_every_division_of_replicas() -> None:
     ]  # fmt: skip
     # what cannot run is not offered: pipelines of equal packs, and the ring where it has no kernel
     plain = [Strategy(4, 1, 1), Strategy(2, 1, 2)]
-    assert names(divided(plain, LLAMA_7B)) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1", "dp1cp2tp1pp2"]
-    assert names(divided(plain, LLAMA_7B, schedule="gpipe")) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1"]
-    assert divided(plain, LLAMA_7B, way="ring", device_type="cuda") == []
-    assert divided(plain, LLAMA_7B, flexible=True) == []
+    assert names(divided(plain, LLAMA_7B, RunOptions())) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1", "dp1cp2tp1pp2"]
+    assert names(divided(plain, LLAMA_7B, RunOptions("gpipe"))) == ["dp2cp2tp1pp1", "dp1cp4tp1pp1"]
+    assert divided(plain, LLAMA_7B, RunOptions(context_parallel="ring", device_type="cuda")) == []
+    assert divided(plain, LLAMA_7B, RunOptions(flexible=True)) == []
 
 
 def test_what_cannot_pay_is_left_out() -> None:
@@ -61,7 +62,7 @@ def test_plans_propose_it_where_it_pays(monkeypatch: pytest.MonkeyPatch) -> None
     short = make_plan(setup, "commoncrawl", 2048).plan.choice
     assert all(bucket.strategy.cp == 1 for bucket in (*short.buckets, short.static))
     with monkeypatch.context() as patched:
-        patched.setattr(planning, "divided", lambda *args, **options: [])
+        patched.setattr(planning, "divided", lambda *args: [])
         before = make_plan(setup, "github", 131072).plan.choice
         assert make_plan(setup, "commoncrawl", 2048).plan.choice == short
     assert found.seconds < before.seconds * 0.98

@@ -17,7 +17,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.chunk_cuts import cut_for
 from hf_hotspa.packing.interleaved_order import interleaved_order
 from hf_hotspa.packing.pipeline_order import SCHEDULES, choose_passes
-from hf_hotspa.search.capacities import MemoryCapacities
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.planning import Setup
 from hf_hotspa.strategy import Bucket, Strategy, legal_strategies
 from tests.random_models import random_model
@@ -270,7 +270,7 @@ def test_a_pipeline_holds_long_sequences_with_smaller_packs_beside_them(data: st
     schedule = data.draw(st.sampled_from(SCHEDULES))
     model = MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=schedule))
     arena, limit = data.draw(st.sampled_from([0, model.arena_bytes(Strategy(2, 2, 2))])), 80 * GIB
-    capacities = MemoryCapacities(model, limit)
+    capacities = Capacities(model, limit)
     longest, full = capacities.tokens(strategy, arena), model.largest_pack(strategy, limit, arena_bytes=arena)
     if not longest:
         return
@@ -319,7 +319,7 @@ def test_chunks_hold_one_chunk_and_the_keys_and_values_of_the_longest_sequence()
 
 def test_an_impossible_limit_names_what_would_work() -> None:
     model = MemoryModel(SIZES_7B, 8)
-    capacities = MemoryCapacities(model, 24 * GIB)
+    capacities = Capacities(model, 24 * GIB)
     strategies = legal_strategies(8, LLAMA_7B)
     error = capacities.too_long(100_000, strategies)
     assert isinstance(error, DeviceMemoryError)
@@ -327,13 +327,11 @@ def test_an_impossible_limit_names_what_would_work() -> None:
     cheapest = min(strategies, key=lambda s: needs[s])
     assert str(cheapest) in str(error)
     named = int(str(error.fix).split("a limit of ")[1].split("MiB")[0]) << 20
-    assert MemoryCapacities(model, named).tokens(cheapest, 0) >= 100_000  # the limit it names works
-    assert all(
-        MemoryCapacities(model, named - (2 << 20)).tokens(s, 0) < 100_000 for s in strategies
-    )  # and is the smallest
+    assert Capacities(model, named).tokens(cheapest, 0) >= 100_000  # the limit it names works
+    assert all(Capacities(model, named - (2 << 20)).tokens(s, 0) < 100_000 for s in strategies)  # and is the smallest
     tokens = int(str(error.fix).split("at most ")[1].split(" ")[0])
     assert max(capacities.tokens(s, 0) for s in strategies) == tokens > 0
-    assert "more devices" in str(MemoryCapacities(model, GIB).too_long(10, strategies))
+    assert "more devices" in str(Capacities(model, GIB).too_long(10, strategies))
 
 
 def test_a_pool_that_does_not_fit() -> None:

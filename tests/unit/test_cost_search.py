@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,8 +14,8 @@ from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError, HotspaError, OverlongError
-from hf_hotspa.search.capacities import MemoryCapacities
+from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
 from hf_hotspa.search.histogram import synthetic_lengths
@@ -25,17 +25,19 @@ from hf_hotspa.strategy import Strategy, check_buckets, legal_strategies, parse_
 from tests.unit.test_cost_memory import LLAMA_7B, SIZES_7B, llama
 
 
-@dataclass(frozen=True)
-class FixedCapacities:
+class FixedCapacities(Capacities):
     """A given capacity for each strategy, whatever the pool and the sequences."""
 
     capacities: Mapping[Strategy, int]
+
+    def __init__(self, capacities: Mapping[Strategy, int]) -> None:
+        object.__setattr__(self, "capacities", capacities)
 
     def arena(self, strategy: Strategy) -> int:
         """None."""
         return 0
 
-    def tokens(self, strategy: Strategy, arena: int) -> int:
+    def tokens(self, strategy: Strategy, arena: int | None = None) -> int:
         """The given number."""
         return self.capacities[strategy]
 
@@ -43,10 +45,10 @@ class FixedCapacities:
         """The given number."""
         return self.capacities[strategy]
 
-    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> HotspaError:
+    def too_long(self, longest: int, strategies: Sequence[Strategy]) -> DeviceMemoryError:
         """Names the strategy with the largest capacity."""
         best = max(strategies, key=lambda strategy: self.capacities[strategy])
-        return OverlongError(
+        return DeviceMemoryError(
             f"no strategy holds a sequence of {longest} tokens",
             fix=f"at most {self.capacities[best]} tokens fit, with {best}",
         )
@@ -183,7 +185,7 @@ def test_estimates_are_near_what_is_simulated() -> None:
 def planner(world_size: int, shape=LLAMA_7B, preset: str = "a800-80g"):
     sizes, hardware = ModelSizes(shape), load_hardware(preset)
     strategies = [replace(s, sp=s.tp > 1) for s in legal_strategies(world_size, shape)]
-    capacities = MemoryCapacities(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
+    capacities = Capacities(MemoryModel(sizes, world_size), hardware.device.memory_bytes)
     return (
         strategies,
         TimeModel.analytic(sizes, hardware),
@@ -218,10 +220,10 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
     lengths, longest = synthetic_lengths("commoncrawl", 512, 32768), 32768
     model = roomy.model
     limit = 1.02 * min(model.bytes_needed(s, longest) for s in strategies)
-    capacities = MemoryCapacities(model, limit)
+    capacities = Capacities(model, limit)
     full = FixedCapacities({s: model.largest_pack(s, limit) for s in strategies})
 
-    def found(pool: list[Strategy], capacities: MemoryCapacities | FixedCapacities, max_phases: int = 1) -> Choice:
+    def found(pool: list[Strategy], capacities: Capacities, max_phases: int = 1) -> Choice:
         return search(
             lengths, pool, time, capacities, switch, mini_batch_size=256, longest=longest, max_phases=max_phases,
             quadratic_cost=LLAMA_7B.quadratic_cost,
@@ -326,7 +328,7 @@ def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
 def test_bad_input() -> None:
     time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6)})
     capacities, switch = FixedCapacities({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
-    with pytest.raises(OverlongError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
+    with pytest.raises(DeviceMemoryError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
         search([10, 500], capacities.capacities, time, capacities, switch)
     for lengths in ([], [0, 5]):
         with pytest.raises(HotspaConfigError, match="lengths"):

@@ -9,7 +9,8 @@ import torch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.cards import load_hardware
-from hf_hotspa.costs.experts import check_experts, exchange_seconds
+from hf_hotspa.costs.experts import exchange_seconds
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError, UnsupportedError
@@ -190,7 +191,7 @@ def test_families_without_experts_that_can_be_divided_are_refused_by_name():
 @pytest.mark.parametrize(("schedule", "flexible"), [("gpipe", False), ("1f1b", False), ("auto", True)])
 def test_what_has_not_been_made_exact_with_it_is_refused(schedule, flexible):
     buckets, shape = parse_buckets("dp2pp2ep2:64"), describe_model(tiny_model_of("mixtral")).shape
-    check_experts(buckets, shape, "auto")
+    RunOptions().check(buckets, shape)
     with pytest.raises(UnsupportedError) as caught:
-        check_experts(buckets, shape, schedule, flexible)
+        RunOptions(schedule, flexible=flexible).check(buckets, shape)
     assert caught.value.fix

@@ -8,10 +8,11 @@ import pytest
 from hf_hotspa.costs.analytic import layer_cost
 from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, activation_bytes
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.model_shape import ModelShape
-from hf_hotspa.search.experts import expert_strategies, experts_that_pay, runnable_experts
 from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
+from hf_hotspa.search.offers import divided, expert_strategies, experts_that_pay
 from hf_hotspa.search.planning import Setup, make_plan
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
@@ -41,11 +42,16 @@ def test_every_division_of_experts() -> None:
     assert expert_strategies(plain, replace(SHAPE, ep_unsupported_reason="loose experts")) == []
     # what cannot run is not offered, nor is anything beside cp
     plain = [Strategy(4), Strategy(2, 1, 2), Strategy(2, cp=2), Strategy(2, 2, sp=True)]
-    assert names(runnable_experts(plain, SHAPE))[:3] == ["dp4tp1pp1ep2", "dp4tp1pp1ep4", "dp2tp1pp2ep2"]
-    assert all(s.cp == 1 for s in runnable_experts(plain, SHAPE))
-    assert all(s.pp == 1 for s in runnable_experts(plain, SHAPE, schedule="gpipe"))
-    assert all(not s.sp for s in runnable_experts(plain, SHAPE, capacity=1.25))
-    assert runnable_experts(plain, SHAPE, flexible=True) == []
+
+    def runnable(**options):
+        offered = divided(plain, SHAPE, RunOptions(**options))
+        assert all(s.ep == 1 or s.cp == 1 for s in offered)
+        return [s for s in offered if s.ep > 1]
+
+    assert names(runnable())[:3] == ["dp4tp1pp1ep2", "dp4tp1pp1ep4", "dp2tp1pp2ep2"]
+    assert all(s.pp == 1 for s in runnable(schedule="gpipe"))
+    assert all(not s.sp for s in runnable(expert_capacity=1.25))
+    assert runnable(flexible=True) == []
 
 
 def test_what_cannot_pay_is_left_out() -> None:

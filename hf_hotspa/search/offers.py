@@ -1,0 +1,200 @@
+"""Strategies that a search is offered beside plain ones, which of them can pay, and the choice among those that can.
+
+Dividing packs over the ranks of cp, or experts over those of ep, does what replicas (dp) do, at the price of exchanges in each
+layer. So cp pays in two cases only: a replica does not hold the longest sequence, or that sequence alone takes longer than the
+share of a mini-batch that every replica has, so that the others would wait for the one that trains it. ep, which needs less
+memory, pays where a strategy that holds all experts of its layers, or its columns of each, does not hold the longest
+sequence, and then as little of it as holds that sequence. Plain data.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from hf_hotspa.costs.model import CostModel
+from hf_hotspa.costs.run_options import RunOptions
+from hf_hotspa.model_shape import ModelShape
+from hf_hotspa.packing.pipeline_order import runs_rounds
+from hf_hotspa.search.capacities import Capacities
+from hf_hotspa.search.choice import Choice
+from hf_hotspa.search.long_sequences import with_chunks
+from hf_hotspa.search.search import search
+from hf_hotspa.strategy import Strategy
+
+_DEGREES = 2
+"""How many degrees of ep are looked at beside one strategy: the smallest that holds the sequence, and one more."""
+
+
+def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
+    """The strategies that divide the tokens of packs over some or all of the replicas of given ones: every cp above 1 that
+    divides their dp and runs the model, with their other degrees and options.
+
+    Their weights lie as those of the given ones, see `Strategy.layout`.
+    """
+    candidates = (
+        replace(strategy, dp=strategy.dp // cp, cp=cp)
+        for strategy in strategies
+        for cp in range(2, strategy.dp + 1)
+        if strategy.cp == 1 and strategy.dp % cp == 0
+    )
+    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
+
+
+def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
+    """The strategies that divide experts over the ranks of a stage of given ones: every ep above 1 that divides these ranks
+    and runs the model, with their other degrees and options.
+
+    Those whose chunks or units of layers do not go with ep are left out.
+    """
+    candidates = (
+        replace(strategy, ep=ep)
+        for strategy in strategies
+        for ep in range(2, min(strategy.stage_size, model.num_experts) + 1)
+        if strategy.ep == 1 and not strategy.z and not strategy.ck and strategy.stage_size % ep == 0
+    )
+    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
+
+
+def divided(strategies: Sequence[Strategy], shape: ModelShape, options: RunOptions) -> list[Strategy]:
+    """Every strategy that the given ones come to when their replicas share packs (cp) or experts (ep), not both, and that
+    can run."""
+    whole = [strategy for strategy in strategies if strategy.cp == 1]
+    candidates = [*context_strategies(whole, shape), *expert_strategies(whole, shape)]
+    return [strategy for strategy in candidates if options.runs(strategy, shape)]
+
+
+def choose(
+    lengths: Sequence[int],
+    strategies: Sequence[Strategy],
+    cost: CostModel,
+    capacities: Capacities,
+    *,
+    mini_batch_size: int,
+    longest: int,
+    may_chunk: bool = True,
+    has_host_memory: bool = True,
+    may_go_round: bool = True,
+    **options: Any,
+) -> Choice:
+    """The answer of a search among those strategies that can pay, in chunks of tokens where nothing else holds the longest
+    sequence.
+
+    Args:
+        may_chunk: Whether a sequence that would not fit may be trained in chunks (`+ck`).
+        has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
+        may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`), where the schedule runs them.
+        options: And the other arguments: as for `search`.
+    """
+    shape, schedule, tokens = cost.sizes.shape, cost.memory.options.schedule, capacities.tokens
+    strategies = that_pay(strategies, lengths, mini_batch_size, longest, tokens, shape.quadratic_cost)
+    strategies = experts_that_pay(strategies, longest, tokens)
+    if may_chunk:
+        strategies = with_chunks(strategies, longest, tokens, shape, schedule=schedule, has_host_memory=has_host_memory)
+    return search(
+        lengths,
+        strategies,
+        cost.time,
+        capacities,
+        cost.switch_seconds(strategies),
+        mini_batch_size=mini_batch_size,
+        longest=longest,
+        quadratic_cost=shape.quadratic_cost,
+        may_go_round=may_go_round and runs_rounds(schedule),
+        **options,
+    )
+
+
+def that_pay(
+    strategies: Sequence[Strategy],
+    lengths: Sequence[int],
+    mini_batch_size: int,
+    longest: int,
+    tokens: Callable[[Strategy], int],
+    quadratic_cost: float,
+) -> list[Strategy]:
+    """The strategies without those with cp that cannot pay beside the others; one whose layout has no other stays.
+
+    Args:
+        strategies: What could run.
+        lengths: Of sequences that are drawn, one at least.
+        mini_batch_size: Sequences of a mini-batch.
+        longest: Tokens of the longest sequence that must fit.
+        tokens: The longest sequence that a strategy holds.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
+    """
+
+    def cost(length: int) -> float:
+        return length * (1 + quadratic_cost * length)
+
+    share = cost(longest) * len(lengths) / (sum(map(cost, lengths)) * mini_batch_size)
+    families: dict[Strategy, list[Strategy]] = {}
+    for strategy in strategies:
+        whole = replace(strategy, dp=strategy.dp * strategy.cp, cp=1)
+        families.setdefault(whole, []).append(strategy)
+    kept = set[Strategy]()
+    for whole, family in families.items():
+        most = _most(whole, sorted(family, key=lambda s: s.cp), share, longest, tokens)
+        kept.update(s for s in family if s.cp <= most)
+    # beside cp, pipelines, units that come and go and layers that recompute are for where nothing else holds the sequence
+    holding = {s for s in kept if tokens(s) >= longest}
+    if not holding:  # what comes nearest to it is said of all
+        return list(strategies)
+    has_plain, has_whole = any(s.pp == 1 for s in holding), any(not s.z for s in holding)
+
+    def may_pay(s: Strategy) -> bool:
+        if s.cp == 1:
+            return True
+        is_last_resort = (s.pp > 1 and has_plain) or (s.z and has_whole) or (s.rc and replace(s, rc=0) in holding)
+        return not is_last_resort
+
+    return [strategy for strategy in strategies if strategy in kept and may_pay(strategy)]
+
+
+def _most(
+    whole: Strategy, family: Sequence[Strategy], share: float, longest: int, tokens: Callable[[Strategy], int]
+) -> int:
+    """The largest cp of a family that can pay: with it no replica waits for the longest sequence, and that sequence fits with
+    room for one more division; the largest there is where it never fits, as others may that run beside it.
+
+    Args:
+        whole: The family's member without cp.
+        family: Strategies of one layout and the same options, in ascending order of cp.
+        share: Cost of the longest sequence over that of a mini-batch.
+        longest: Its tokens.
+        tokens: See `that_pay`.
+    """
+    degrees = [s.cp for s in family]
+    if degrees[0] > 1 or len(degrees) == 1:
+        return degrees[-1]
+    waiting = share * whole.dp
+    most = next((cp for cp in degrees if cp >= waiting), degrees[-1]) if waiting > 1 else 1
+    if tokens(whole) >= longest:
+        return most
+    holding = [s.cp for s in family if tokens(s) >= longest]
+    return max(most, *holding[:2]) if holding else degrees[-1]
+
+
+def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Callable[[Strategy], int]) -> list[Strategy]:
+    """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
+
+    Args:
+        strategies: What could run.
+        longest: Tokens of the longest sequence that must fit.
+        tokens: The longest sequence that a strategy holds.
+    """
+    divided: dict[Strategy, list[Strategy]] = {}
+    for strategy in strategies:
+        if strategy.ep > 1:
+            divided.setdefault(replace(strategy, ep=1), []).append(strategy)
+    there = set(strategies)
+    alone = {s for whole, own in divided.items() if whole not in there for s in own}
+    wanting = [
+        sorted(own, key=lambda s: s.ep) for whole, own in divided.items() if whole in there and tokens(whole) < longest
+    ]
+    holding = [those for own in wanting if (those := [s for s in own if tokens(s) >= longest][:_DEGREES])]
+    # beside ep, pipelines and layers that recompute are for where nothing else holds the sequence
+    plain = [own for own in holding if own[0].pp == 1 and not own[0].rc]
+    if not holding and not any(tokens(s) >= longest for s in strategies):
+        plain = [own[-1:] for own in wanting]  # what comes nearest to it is said of all
+    kept = alone.union(*(plain or holding))
+    return [strategy for strategy in strategies if strategy.ep == 1 or strategy in kept]
