@@ -35,10 +35,7 @@ def _all_reduce(tp: int, num_bytes: float, hardware: Hardware) -> float:
     """Seconds of a ring all-reduce of `num_bytes` without latency."""
     if tp == 1:
         return 0.0
-    link = hardware.intra_bandwidth
-    if tp > hardware.devices_per_node:
-        link = min(link, hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node))
-    return 2 * num_bytes * (1 - 1 / tp) / (link * LINK_EFFICIENCY)
+    return 2 * num_bytes * (1 - 1 / tp) / (hardware.ring_bandwidth(tp) * LINK_EFFICIENCY)
 
 
 def _products(parameters: float, adapter: float | None) -> float:

@@ -178,15 +178,18 @@ class Calibration:
         """
         key = self.key
         nodes = (world_size or key.world_size) / key.world_size
-        fitted = TimeModel.fit(
+        of_packs = TimeModel.fit(
             self.samples,
             sizes,
+            self.depth,
             source=f"measured on {key.device}, {key.dtype}, {self.measured_at}",
-            hops=(self.hop_intra, self.hop_inter or self.hop_intra),
+            hop_intra=self.hop_intra,
+            hop_inter=self.hop_inter or self.hop_intra,
             devices_per_node=key.devices_per_node,
-            depth=self.depth,
+            fixed_s=self.fixed_s,
+            slots=self.slots,
+            pipeline_factor=self.pipeline_factor,
         )
-        of_packs = replace(fitted, fixed_s=self.fixed_s, slots=self.slots, pipeline_factor=self.pipeline_factor)
         factors = phase_factors(of_packs, self.phases, self.model, self.depth)
         return replace(
             of_packs, slots=self.slots * nodes, phase_factors=factors, context_exchanges=self.context_exchanges
@@ -241,17 +244,7 @@ class Calibration:
 
     def cluster(self, world_size: int | None = None) -> Cluster:
         """The links of `world_size` ranks, for the planner and for estimates of switches."""
-        world_size = world_size or self.key.world_size
-        inter = self.inter or self.intra
-        one_node = world_size <= self.key.devices_per_node
-        return Cluster(
-            world_size,
-            self.key.devices_per_node,
-            self.intra.bandwidth,
-            inter.bandwidth,
-            None,
-            self.intra.latency_s if one_node else inter.latency_s,
-        )
+        return self.hardware().cluster(world_size or self.key.world_size)
 
     def hardware(self) -> Hardware:
         """The machine as `hf-hotspa plan` sees it; the speeds of its devices are what a layer at tp 1 reached."""

@@ -66,6 +66,13 @@ class Hardware:
     intra_latency_s: float = 25e-6
     inter_latency_s: float = 150e-6
 
+    def ring_bandwidth(self, num_ranks: int) -> float:
+        """Bytes per second of the slowest link that a ring of so many neighbours passes; across nodes every NIC carries its
+        share."""
+        if num_ranks <= self.devices_per_node:
+            return self.intra_bandwidth
+        return min(self.intra_bandwidth, self.inter_bandwidth * (self.nics_per_node or self.devices_per_node))
+
     def cluster(self, world_size: int) -> Cluster:
         """The links of `world_size` devices."""
         one_node = world_size <= self.devices_per_node

@@ -15,7 +15,7 @@ from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.streams import Streams
 from hf_hotspa.costs.switch_time import EFFICIENCY, estimate
-from hf_hotspa.costs.time import Packs, TimeModel
+from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Bucket, Strategy
@@ -57,19 +57,9 @@ class CostModel:
         Raises:
             HotspaConfigError: too few or impossible measurements.
         """
-        cluster, (efficiency, switch_s) = calibration.cluster(world_size), calibration.switch_fit
-        time = calibration.time_model(sizes, world_size)
-        return cls(
-            replace(
-                time,
-                schedule=options.schedule,
-                context_parallel=options.context_parallel,
-                streams=Streams(sizes, cluster, efficiency),
-            ),
-            calibration.memory_model(sizes, options, world_size),
-            cluster,
-            efficiency,
-            switch_s,
+        memory = calibration.memory_model(sizes, options, world_size)
+        return cls._of(
+            calibration.time_model(sizes, world_size), memory, calibration.cluster(world_size), *calibration.switch_fit
         )
 
     @classmethod
@@ -86,26 +76,25 @@ class CostModel:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
         time = TimeModel.analytic(sizes, hardware, sizes.compute_dtype)
-        cluster = hardware.cluster(world_size)
-        return cls(
-            replace(
-                time,
-                schedule=options.schedule,
-                context_parallel=options.context_parallel,
-                streams=Streams(sizes, cluster),
-            ),
-            MemoryModel(sizes, world_size, options),
-            cluster,
-        )
+        return cls._of(time, MemoryModel(sizes, world_size, options), hardware.cluster(world_size))
+
+    @classmethod
+    def _of(
+        cls,
+        time: TimeModel,
+        memory: MemoryModel,
+        cluster: Cluster,
+        efficiency: float = EFFICIENCY,
+        switch_s: float = 0.0,
+    ) -> "CostModel":
+        options, streams = memory.options, Streams(memory.sizes, cluster, efficiency)
+        time = replace(time, schedule=options.schedule, context_parallel=options.context_parallel, streams=streams)
+        return cls(time, memory, cluster, efficiency, switch_s)
 
     @property
     def sizes(self) -> ModelSizes:
         """The model."""
         return self.memory.sizes
-
-    def phase_seconds(self, strategy: Strategy, replicas: Sequence[Packs], most_tokens: int | None = None) -> float:
-        """Seconds of a phase without its switch, see `TimeModel.phase_seconds`."""
-        return self.time.phase_seconds(strategy, replicas, most_tokens)
 
     def rank_bytes(self, buckets: Sequence[Bucket]) -> tuple[MemoryBreakdown, ...]:
         """What each bucket of a pool holds on its fullest rank with full packs."""

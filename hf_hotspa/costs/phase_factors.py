@@ -12,6 +12,7 @@ from statistics import geometric_mean
 
 from hf_hotspa.costs.measurements import ModelFacts, PhaseSample
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.strategy import Strategy
 
 _LARGEST = 2.0
@@ -37,7 +38,7 @@ def phase_factors(
             layers, head = (model.layer_parameters,) * sample.num_layers, model.vocab_size * model.hidden_size
             share = depth(sample.num_layers) / sample.num_layers
             costs = {tp: cost * share for tp, cost in time.layers.items()}
-            copy = replace(time, layer_costs=layers, head_cost=head, layers=costs, measured=None)
+            copy = replace(time, cut=StageCosts(layers, head), layers=costs)
             predicted = copy.phase_seconds(strategy, sample.replicas)
             ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
     means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}

@@ -122,27 +122,14 @@ class ModelSizes:
     adapter: Adapter | None = None
     measured: StageCosts | None = None
 
-    @property
+    @cached_property
     def stage_costs(self) -> StageCosts:
-        """What decides the cut of stages."""
-        return self.measured_costs or StageCosts(self.layer_costs, self.head_cost)
-
-    @property
-    def measured_costs(self) -> StageCosts | None:
-        """The same where it was measured; None where parameters are counted."""
-        return self.measured if self.vector is None else self.vector.measured
-
-    @property
-    def layer_costs(self) -> tuple[int, ...]:
-        """Relative cost of each layer, by its parameters."""
+        """What decides the cut of stages: what was measured, else parameters."""
         if self.vector is not None:
-            return self.vector.layer_costs
-        return (self.shape.layer_parameters,) * self.shape.num_layers
-
-    @property
-    def head_cost(self) -> int:
-        """Relative cost of the head, by its parameters."""
-        return self.vector.head_cost if self.vector is not None else self.shape.vocab_size * self.shape.hidden_size
+            return self.vector.stage_costs
+        shape = self.shape
+        by_count = (shape.layer_parameters,) * shape.num_layers, shape.vocab_size * shape.hidden_size
+        return self.measured or StageCosts(*by_count)
 
     @property
     def num_parameters(self) -> int:

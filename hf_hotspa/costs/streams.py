@@ -66,7 +66,7 @@ class Streams:
     def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
         """All transfers of a pack, less the two units that are there already whenever passes turn round."""
         loads = self.load_s(strategy) if strategy.z == 3 else 0.0
-        kept = min(1.0, 4 / (len(self.sizes.layer_costs) + 2)) * loads
+        kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
         return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)
 
     def once_s(self, strategy: Strategy) -> float:
@@ -92,5 +92,5 @@ class Streams:
         for turn in turns:
             streamed += max(turn.forward_s, turn.forwards * load)
             streamed += max(turn.backward_s, turn.backwards * (load + back))
-        units = len(self.sizes.layer_costs) + 2  # the first load and the last return have nothing beside them
+        units = self.sizes.shape.num_layers + 2  # the first load and the last return have nothing beside them
         return max(streamed + (load + back) / units, alone + self.once_s(strategy))

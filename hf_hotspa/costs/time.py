@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from hf_hotspa.costs import analytic, experts
 from hf_hotspa.costs.chunks import chunked_seconds
@@ -48,8 +49,7 @@ class TimeModel:
 
     Args:
         source: Where the coefficients come from, in words.
-        layer_costs: Relative cost of each layer; stages are cut and layers weighed with it, where `measured` is None.
-        head_cost: Relative cost of the head; stages are cut with it.
+        cut: What stages are cut and layers weighed by; stages of slow devices (its `paces`) take so much longer.
         layers: One layer (of mean cost), forward and backward, by tp.
         heads: Final norm, vocabulary projection and loss, by tp.
         embeddings: The embedding, by tp.
@@ -64,8 +64,6 @@ class TimeModel:
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
             `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
-        measured: What stages are cut and layers weighed by, where it was measured, in the place of the relative costs; stages of slow devices
-            (its `paces`) take so much longer.
         paced: The parameters, whose MLPs are divided by the paces of ranks: tensor-parallel groups with slow ones take so much
             longer. None, or without paces, where no device is slow.
         cut_by: What chunks of equal time are cut by, see `pair_cost`; what was measured when None.
@@ -76,8 +74,7 @@ class TimeModel:
     """
 
     source: str
-    layer_costs: tuple[int, ...]
-    head_cost: int
+    cut: StageCosts
     layers: Mapping[int, Cost] = field(default_factory=dict)
     heads: Mapping[int, Cost] = field(default_factory=dict)
     embeddings: Mapping[int, Cost] = field(default_factory=dict)
@@ -90,7 +87,6 @@ class TimeModel:
     pipeline_factor: float = 1.0
     phase_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
     schedule: str = "auto"
-    measured: StageCosts | None = None
     paced: ParameterVector | None = None
     cut_by: float | None = None
     streams: Streams | None = None
@@ -102,11 +98,6 @@ class TimeModel:
     def analytic(cls, sizes: ModelSizes, hardware: Hardware, dtype: str = "bfloat16") -> "TimeModel":
         """From data sheets, see `costs.analytic`.
 
-        Args:
-            sizes: The model.
-            hardware: The machine.
-            dtype: The dtype of computation.
-
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
         """
@@ -117,15 +108,13 @@ class TimeModel:
         intra, inter = analytic.hops(shape, hardware, dtype)
         return cls(
             f"data sheet of {hardware.name}, {dtype}",
-            sizes.layer_costs,
-            sizes.head_cost,
+            sizes.stage_costs,
             layers,
             heads,
             embeddings,
             hop_intra=intra,
             hop_inter=inter,
             devices_per_node=hardware.devices_per_node,
-            measured=sizes.measured_costs,
             paced=sizes.vector,
             forward_share=1 / 3 if sizes.adapter is None else 1 / 2,
             shape=shape,
@@ -133,15 +122,7 @@ class TimeModel:
 
     @classmethod
     def fit(
-        cls,
-        samples: Iterable[Sample],
-        sizes: ModelSizes,
-        *,
-        source: str = "measured",
-        hops: tuple[Hop, Hop] = (_NO_HOP, _NO_HOP),
-        devices_per_node: int = 1 << 20,
-        forward_share: float = 1 / 3,
-        depth: Callable[[int], float] = float,
+        cls, samples: Iterable[Sample], sizes: ModelSizes, depth: Callable[[int], float] = float, **fields: Any
     ) -> "TimeModel":
         """From measurements.
 
@@ -149,29 +130,15 @@ class TimeModel:
             samples: At least three different packs for each tp. Samples with embedding and head tell these apart
                 from the layers when they were taken with different numbers of layers (or without the ends, too).
             sizes: The model, whose stages are cut.
-            source: What was measured, in words.
-            hops: Passing a hidden state inside a node, and between nodes.
-            forward_share: The forward pass's share of a pack's seconds.
             depth: See `fit_costs`.
+            fields: The others of the model.
 
         Raises:
             HotspaConfigError: too few or impossible samples.
         """
         layers, ends = fit_costs(samples, depth)
-        return cls(
-            source,
-            sizes.layer_costs,
-            sizes.head_cost,
-            layers,
-            ends,
-            hop_intra=hops[0],
-            hop_inter=hops[1],
-            devices_per_node=devices_per_node,
-            measured=sizes.measured_costs,
-            paced=sizes.vector,
-            forward_share=forward_share,
-            shape=sizes.shape,
-        )
+        fields = {"source": "measured", "paced": sizes.vector, "shape": sizes.shape} | fields
+        return cls(cut=sizes.stage_costs, layers=layers, heads=ends, **fields)
 
     def knows(self, strategy: Strategy) -> bool:
         """Whether there are coefficients for a strategy."""
@@ -229,12 +196,11 @@ class TimeModel:
                 f"the time model ({self.source}) has no coefficients for tp{tp}pp{pp}",
                 fix=f"measure it, or use one of {', '.join(known)}",
             )
-        stage_costs = self.measured or StageCosts(self.layer_costs, self.head_cost)
-        weights = stage_costs.layers
+        weights = self.cut.layers
         mean = sum(weights) / len(weights)
         costs, factor = [], self._phase_factor(tp, pp) * (self.pipeline_factor if pp > 1 else 1.0)
-        paces = stage_costs.paces_of(strategy.num_stages) or self._paces(strategy)
-        for stage, layers in enumerate(stage_costs.stages(strategy.num_stages)):
+        paces = self.cut.paces_of(strategy.num_stages) or self._paces(strategy)
+        for stage, layers in enumerate(self.cut.stages(strategy.num_stages)):
             cost = self._shared_layer(strategy) * (
                 sum(weights[layer] for layer in layers) / mean if mean else len(layers)
             )

@@ -21,12 +21,11 @@ from dataclasses import dataclass, replace
 from hf_hotspa.costs.analytic import LINK_EFFICIENCY
 from hf_hotspa.costs.breakdown import MemoryBreakdown
 from hf_hotspa.costs.hardware import Hardware
-from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel
-from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS, MemoryModel, most_within
+from hf_hotspa.costs.sizes import dtype_bytes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.costs.zero import model_state_bytes, traffic
-from hf_hotspa.packing.packs import pack_sequences
-from hf_hotspa.search.estimate import pack_choices
+from hf_hotspa.search.estimate import pack_choices, packed
 from hf_hotspa.strategy import Strategy
 
 STAGES = (1, 2, 3)
@@ -78,26 +77,24 @@ class DataParallel:
     """Data parallelism of a model over all devices.
 
     Args:
-        sizes: The model.
-        world_size: Devices, each a replica.
-        memory: The memory model; of it, what is not a model state.
-        time: The time model.
+        memory: The memory model; of it, what is not a model state. Each of its devices is a replica.
         hardware: The links.
-        dtype: The dtype of computation, of weights and of gradients.
     """
 
-    sizes: ModelSizes
-    world_size: int
     memory: MemoryModel
     time: TimeModel
     hardware: Hardware
-    dtype: str
+
+    @property
+    def dtype(self) -> str:
+        """Of computation, of weights and of gradients."""
+        return self.memory.options.compute_dtype
 
     def breakdown(self, stage: int, recompute: bool, pack_tokens: int) -> MemoryBreakdown:
         """Bytes on a device with packs of so many tokens."""
-        width, dp = dtype_bytes(self.dtype), self.world_size
+        width, dp = dtype_bytes(self.dtype), self.memory.world_size
         held = self.memory.breakdown(self._strategy(recompute), pack_tokens)
-        trained, frozen = self.sizes.num_trained, self.sizes.num_parameters - self.sizes.num_trained
+        trained, frozen = self._parameters
 
         def states(weights: float = 0, gradients: float = 0, optimizer: float = 0, of: float = trained) -> float:
             return model_state_bytes(
@@ -123,29 +120,19 @@ class DataParallel:
         """The most tokens that a pack may have; 0 when not even one fits."""
         if limit_bytes is None:
             return UNLIMITED_TOKENS
-        low, high = 0, 1
-        while high < UNLIMITED_TOKENS and self.breakdown(stage, recompute, high).total <= limit_bytes:
-            low, high = high, 2 * high
-        while high - low > 1:
-            middle = (low + high) // 2
-            if self.breakdown(stage, recompute, middle).total <= limit_bytes:
-                low = middle
-            else:
-                high = middle
-        return low
+        return most_within(lambda tokens: self.breakdown(stage, recompute, tokens).total, limit_bytes, UNLIMITED_TOKENS)
 
     def seconds(self, stage: int, recompute: bool, replicas: _Packs) -> float:
         """Seconds of a mini-batch whose packs lie on the replicas like that, `[replica][pack][sequence]`."""
-        strategy = self._strategy(recompute)
-        trained, frozen = self.sizes.num_trained, self.sizes.num_parameters - self.sizes.num_trained
-        costs = [sorted((self._pack_seconds(strategy, pack) for pack in packs), reverse=True) for packs in replicas]
+        (cost,) = self.time.stage_costs(self._strategy(recompute))
+        costs = [sorted(map(cost.of, packs), reverse=True) for packs in replicas]
         steps = max(map(len, costs))
         # what all replicas wait for, pack by pack; those that have none left join transfers only
         busiest = [self._together([of_batch[i] for of_batch in costs if i < len(of_batch)]) for i in range(steps)]
         forward_share = self.time.forward_share
         if recompute:  # the backward pass has another forward pass in it
             forward_share /= 1 + forward_share
-        sent = traffic(trained, frozen, self.world_size, stage, steps)
+        sent = traffic(*self._parameters, self.memory.world_size, stage, steps)
         gather, reduce = self._link_seconds(sent.gathers), self._link_seconds(sent.reduces)
         fixed = self.time.fixed_s
         if stage <= 1:
@@ -175,46 +162,38 @@ class DataParallel:
             longest: The longest sequence that must fit.
             limit_bytes: Memory of a device; None for no limit.
         """
-        most = max(longest, *map(sum, batches))
+        most, plain = max(longest, *map(sum, batches)), self._strategy(False)
+        quadratic_cost = self.memory.sizes.shape.quadratic_cost
         capacities = {again: min(most, self.largest_pack(stage, again, limit_bytes)) for again in (False, True)}
-        fastest: Baseline | None = None
+        runs: list[tuple[float, bool, int]] = []
         for again, capacity in capacities.items():
             for tokens in pack_choices(capacity, longest) if capacity >= longest else ():
                 seconds = sum(
-                    weight * self.seconds(stage, again, self._packed(batch, tokens, longest))
+                    weight * self.seconds(stage, again, packed(sorted(batch), plain, tokens, quadratic_cost, longest))
                     for batch, weight in zip(batches, weights, strict=True)
                 )
-                if fastest is None or fastest.seconds is None or seconds < fastest.seconds:
-                    fastest = Baseline(stage, again, tokens, seconds, self.breakdown(stage, again, tokens))
-        if fastest is not None:
-            return fastest
-        again = capacities[True] > capacities[False]
-        return Baseline(stage, again, capacities[again], None, self.breakdown(stage, again, capacities[again]))
-
-    def _packed(self, batch: Sequence[int], tokens: int, longest: int) -> list[list[list[int]]]:
-        lengths = sorted(batch)
-        replicas = pack_sequences(
-            lengths,
-            capacity=tokens,
-            dp=self.world_size,
-            pp=1,
-            quadratic_cost=self.sizes.shape.quadratic_cost,
-            longest=longest,
-        )
-        return [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+                runs.append((seconds, again, tokens))
+        fastest: float | None = None
+        if runs:
+            fastest, again, tokens = min(runs, key=lambda run: run[0])
+        else:
+            again, tokens = max(capacities.items(), key=lambda held: held[1])
+        return Baseline(stage, again, tokens, fastest, self.breakdown(stage, again, tokens))
 
     def _strategy(self, recompute: bool) -> Strategy:
-        return Strategy(self.world_size, 1, 1, rc=int(recompute))
+        return Strategy(self.memory.world_size, rc=int(recompute))
+
+    @property
+    def _parameters(self) -> tuple[int, int]:
+        """Those that are trained, and those that are not."""
+        sizes = self.memory.sizes
+        return sizes.num_trained, sizes.num_parameters - sizes.num_trained
 
     def _units(self) -> tuple[float, float]:
         """Parameters of a layer, and of embedding and head."""
-        shape, adapter = self.sizes.shape, self.sizes.adapter
-        layer = shape.layer_parameters + (adapter.parameters if adapter is not None else 0)
-        return layer, self.sizes.num_parameters - shape.num_layers * layer
-
-    def _pack_seconds(self, strategy: Strategy, pack: Sequence[int]) -> float:
-        (cost,) = self.time.stage_costs(strategy)
-        return cost.of(pack)
+        sizes = self.memory.sizes
+        layer = sizes.shape.layer_parameters + (sizes.adapter.parameters if sizes.adapter is not None else 0)
+        return layer, sizes.num_parameters - sizes.shape.num_layers * layer
 
     def _together(self, alone: Sequence[float]) -> float:
         """Seconds until all replicas are done that started together; they may share cores."""
@@ -222,19 +201,5 @@ class DataParallel:
 
     def _link_seconds(self, elements: float) -> float:
         """Seconds of a ring that passes so many elements through each device."""
-        hardware = self.hardware
-        link = hardware.intra_bandwidth
-        if self.world_size > hardware.devices_per_node:
-            link = min(link, hardware.inter_bandwidth * (hardware.nics_per_node or hardware.devices_per_node))
-        return elements * dtype_bytes(self.dtype) / (link * LINK_EFFICIENCY)
-
-
-def baselines(
-    runs: DataParallel,
-    batches: Sequence[Sequence[int]],
-    weights: Sequence[float],
-    longest: int,
-    limit_bytes: float | None,
-) -> tuple[Baseline, ...]:
-    """The best run of each stage; see `DataParallel.best`."""
-    return tuple(runs.best(stage, batches, weights, longest, limit_bytes) for stage in STAGES)
+        link = self.hardware.ring_bandwidth(self.memory.world_size) * LINK_EFFICIENCY
+        return elements * dtype_bytes(self.dtype) / link

@@ -52,6 +52,10 @@ class PhaseChooser:
         delay: See the head of the file.
         options: For `Selector`.
 
+    Attributes:
+        num_trained: Mini-batches trained so far: the number of the next one.
+        previous: The strategies of the one that was trained last.
+
     Raises:
         HotspaConfigError: what `Selector` refuses.
     """
@@ -76,8 +80,8 @@ class PhaseChooser:
         self._fingerprint = fingerprint(time, {b.strategy: switch[b.strategy] for b in pool if b.strategy in switch})
         # (first mini-batch, factors, selector) of each correction that may still be needed, the oldest first
         self._in_force: list[tuple[int, Factors, Selector]] = [(0, Factors(), self._selector(Factors()))]
-        self._num_trained = 0
-        self._previous: tuple[Strategy, ...] = ()
+        self.num_trained = 0
+        self.previous: tuple[Strategy, ...] = ()
         self._seen: set[Strategy] = set()
 
     def _selector(self, factors: Factors) -> Selector:
@@ -89,20 +93,10 @@ class PhaseChooser:
         """Tokens of the longest sequence that some bucket takes."""
         return max(bucket.longest for bucket in self.pool)
 
-    @property
-    def num_trained(self) -> int:
-        """Mini-batches trained so far: the number of the next one."""
-        return self._num_trained
-
-    @property
-    def previous(self) -> tuple[Strategy, ...]:
-        """The strategies of the mini-batch that was trained last."""
-        return self._previous
-
     def restart(self) -> None:
         """Counts from 0 again: the data set is walked through from its beginning. What was learnt stays."""
         self._in_force = [(0, *self._in_force[-1][1:])]
-        self._num_trained = 0
+        self.num_trained = 0
 
     def choose(self, number: int, rows: Sequence[int], previous: Sequence[Strategy]) -> Selection:
         """The phases of a mini-batch.
@@ -126,10 +120,7 @@ class PhaseChooser:
     def predict(self, number: int, plan: MiniBatchPlan) -> list[PhaseSeconds]:
         """What the phases of a plan will take, by the constants with which mini-batch `number` was chosen."""
         factors = self._entry(number)[0]
-        return [factors.apply(phase) for phase in self._uncorrected(plan)]
-
-    def _uncorrected(self, plan: MiniBatchPlan) -> list[PhaseSeconds]:
-        return predict_phases(self._time, self._switch, plan)
+        return [factors.apply(phase) for phase in predict_phases(self._time, self._switch, plan)]
 
     def trained(self, number: int, plan: MiniBatchPlan, measured: Mapping[Strategy, PhaseSeconds]) -> Refit | None:
         """Takes what mini-batch `number` took.
@@ -141,15 +132,15 @@ class PhaseChooser:
         Returns:
             The correction that follows from it, if one does, and holds from `number + 1 + delay` on.
         """
-        self._num_trained = number + 1
-        strategies = tuple(phase.bucket.strategy for phase in plan.phases)
-        self._previous = strategies
+        self.num_trained = number + 1
+        self.previous = strategies = tuple(phase.bucket.strategy for phase in plan.phases)
         # the first run of a strategy pays for memory and kernels
         warm = self._seen.issuperset(strategies)
         self._seen.update(strategies)
         if self._online is None or not warm or not strategies:
             return None
-        refit = self._online.observe(self._uncorrected(plan), [measured[strategy] for strategy in strategies])
+        predicted = predict_phases(self._time, self._switch, plan)
+        refit = self._online.observe(predicted, [measured[strategy] for strategy in strategies])
         if refit is not None:
             # never in place: another thread may be looking
             needed = max(i for i, entry in enumerate(self._in_force) if i == 0 or entry[0] <= number + 1)
@@ -162,8 +153,8 @@ class PhaseChooser:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next choices depend on, JSON-ready."""
         return {
-            "num_trained": self._num_trained,
-            "previous": [str(strategy) for strategy in self._previous],
+            "num_trained": self.num_trained,
+            "previous": [str(strategy) for strategy in self.previous],
             "constants": self._fingerprint,
             "in_force": [[first, factors.to_dict()] for first, factors, _ in self._in_force],
             "seen": sorted(map(str, self._seen)),
@@ -189,7 +180,7 @@ class PhaseChooser:
             if same and self._online is not None and online is not None:
                 factors = [(int(first), Factors.from_dict(row)) for first, row in in_force]
                 self._online.load_state_dict(online)
-        self._num_trained, self._previous, self._seen = num_trained, previous, seen
+        self.num_trained, self.previous, self._seen = num_trained, previous, seen
         if factors:
             self._in_force = [(first, factor, self._selector(factor)) for first, factor in factors]
         return same

@@ -36,6 +36,17 @@ def pack_choices(capacity: int, longest: int, count: int = 4) -> list[int]:
     return choices
 
 
+def packed(
+    lengths: Sequence[int], strategy: Strategy, pack_tokens: int, quadratic_cost: float, longest: int
+) -> list[list[list[int]]]:
+    """Lengths in the packs of each replica, as the data pipeline makes them: `[replica][pack][sequence]`."""
+    dp, pp = strategy.dp, strategy.pp
+    replicas = pack_sequences(
+        lengths, capacity=pack_tokens, dp=dp, pp=pp, quadratic_cost=quadratic_cost, longest=longest
+    )
+    return [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
+
+
 class LengthTable:
     """Sums over the lengths of some mini-batches between edges.
 
@@ -205,17 +216,9 @@ class Evaluator:
             if not lengths:
                 continue
             used += weight
-            replicas = pack_sequences(
-                lengths,
-                capacity=pack_tokens,
-                dp=strategy.dp,
-                pp=strategy.pp,
-                quadratic_cost=self._quadratic_cost,
-                longest=high,
-            )
+            replicas = packed(lengths, strategy, pack_tokens, self._quadratic_cost, high)
             num_packs += weight * sum(map(len, replicas))
-            of_replicas = [[[lengths[i] for i in pack] for pack in packs] for packs in replicas]
-            compute += weight * self._time.phase_seconds(strategy, of_replicas, most_tokens)
+            compute += weight * self._time.phase_seconds(strategy, replicas, most_tokens)
         return compute, used, num_packs
 
     def bound(self, strategy: Strategy, low: int, high: int, pack_tokens: int) -> float:

@@ -268,7 +268,7 @@ def _ours(
         held = setup.memory.breakdown(strategy, micro * tokens, longest=tokens, num_packs=m).total
 
         def seconds(packs: int) -> float:
-            return setup.cost.phase_seconds(strategy, [[pack] * packs] * strategy.dp)
+            return setup.cost.time.phase_seconds(strategy, [[pack] * packs] * strategy.dp)
 
         full = _FULL * strategy.pp
         if m <= full:

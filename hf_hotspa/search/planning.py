@@ -23,7 +23,7 @@ from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
-from hf_hotspa.search.baselines import DataParallel, baselines
+from hf_hotspa.search.baselines import STAGES, DataParallel
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.histogram import Counts
 from hf_hotspa.search.lengths import read_lengths
@@ -147,7 +147,7 @@ class Setup:
         )
         if self.calibration is None:
             return sizes
-        return replace(sizes, measured=self.calibration.stage_costs(sizes.layer_costs))
+        return replace(sizes, measured=self.calibration.stage_costs(sizes.stage_costs.layers))
 
     @cached_property
     def memory(self) -> MemoryModel:
@@ -284,9 +284,10 @@ def make_plan(
         max_phases=max_phases,
     )
     memory = cost.rank_bytes(choice.buckets)
-    others = DataParallel(setup.sizes, setup.world_size, setup.memory, time, setup.hardware, setup.dtype)
-    known = time.knows(Strategy(setup.world_size))
-    rivals = baselines(others, *mini_batches(drawn, mini_batch_size, top), top, setup.limit_bytes) if known else ()
+    others = DataParallel(cost.memory, time, setup.hardware)
+    batches = mini_batches(drawn, mini_batch_size, top)
+    stages = STAGES if time.knows(Strategy(setup.world_size)) else ()
+    rivals = tuple(others.best(stage, *batches, top, setup.limit_bytes) for stage in stages)
     plan = Plan(choice, choice.buckets, memory, mini_batch_size, setup.limit_bytes, setup.limit_source, rivals)
     return PlannedSetup(setup, tuple(drawn), str(lengths), plan)
 

@@ -191,7 +191,7 @@ class _Search:
             if (seconds := self._seconds(phases)) < best_seconds:
                 best, best_seconds = phases, seconds
         if may_go_round:
-            known = margin, len(self.time.layer_costs), self.capacities, self.switch, self._seconds
+            known = margin, len(self.time.cut.layers), self.capacities, self.switch, self._seconds
             # another single pipeline may be the fastest so: not all strategies can have two stages on a rank
             best, static, other = (going_round(phases, *known) for phases in (best, static, self._pipeline or static))
             if self._seconds(other) < self._seconds(static) * (1 - margin):
@@ -260,7 +260,7 @@ class _Search:
             seconds = self.evaluator.phase(strategy, *whole, tokens).seconds
             timed.append((seconds, strategy, tokens))
             most = min(most, seconds * (1 + plain_margin))
-        rounds = [each for each in timed if can_go_round(each[1], len(self.time.layer_costs))]
+        rounds = [each for each in timed if can_go_round(each[1], len(self.time.cut.layers))]
         self._pipeline = next((((strategy, *whole, tokens),) for _, strategy, tokens in sorted(rounds)), None)
         near = [each for each in timed if each[0] <= most]
         _, strategy, tokens = min(near, key=lambda each: (_ranks_of_a_replica(each[1]) if plain_margin else 0, each[0]))

@@ -44,6 +44,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
     """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
     from hf_hotspa.costs.coefficients import Cost, Hop
     from hf_hotspa.report import PhaseReport
+    from hf_hotspa.search.chooser import predict_phases
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
@@ -72,7 +73,7 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
         trained = auto.AutoStrategies.trained
 
         def slowed(self, step, plan, report):
-            predicted = {str(p.strategy): p for p in self.chooser._uncorrected(plan)}
+            predicted = {str(p.strategy): p for p in predict_phases(self.chooser._time, self.chooser._switch, plan)}
             shown = [
                 PhaseReport(
                     p.strategy,
@@ -139,16 +140,16 @@ WIDE = {
 
 def long_run(rank, world_size, dtype, folder, limit_mb, rows, steps):
     """`auto_run` on the wide model; and the longest sequence that any strategy without chunks holds within the limit."""
-    from hf_hotspa.search import automatic
+    from hf_hotspa.search import offers
 
     longest_that_fits = []
-    with_chunks = automatic.with_chunks
+    with_chunks = offers.with_chunks
 
     def noted(strategies, longest, tokens, *args, **kwargs):
         longest_that_fits.append(max(map(tokens, strategies)))
         return with_chunks(strategies, longest, tokens, *args, **kwargs)
 
-    automatic.with_chunks = noted  # this process ends with the test
+    offers.with_chunks = noted  # this process ends with the test
     extra = {"hotspa_memory_limit_mb": limit_mb, "hotspa_staging_mb": 1, "max_steps": steps}
     losses, phases, *_ = auto_run(rank, world_size, dtype, folder, extra, rows=rows, **WIDE)
     return losses, phases, max(longest_that_fits)

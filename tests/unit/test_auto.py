@@ -12,6 +12,7 @@ from hf_hotspa.costs.model import CostModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DataError, DeviceMemoryError, OverlongError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.table import SequenceTable
@@ -31,8 +32,7 @@ STRATEGIES = legal_strategies(4, SHAPE)
 DP = Strategy(dp=4)
 TIME = TimeModel(
     "test",
-    (1,) * 8,
-    0,
+    StageCosts((1,) * 8),
     {1: Cost(1e-10, 1e-6, 1e-5), 2: Cost(1e-10, 8e-7, 2e-5), 4: Cost(1e-10, 7e-7, 4e-5)},
     forward_share=1 / 3,
 )

@@ -28,6 +28,7 @@ from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelin
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.packs import pack_sequences
 from hf_hotspa.packing.pipeline_order import reaches
@@ -368,7 +369,7 @@ def test_where_calibrations_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def phases(factors: dict[tuple[int, int], float], num_layers: int = 3) -> tuple[PhaseSample, ...]:
     """What would be measured on four ranks if whole phases took so many times what their packs say."""
     layers, head = (SHAPE.layer_parameters,) * num_layers, SHAPE.vocab_size * SHAPE.hidden_size
-    copy = replace(calibration().time_model(SIZES), layer_costs=layers, head_cost=head)
+    copy = replace(calibration().time_model(SIZES), cut=StageCosts(layers, head))
     found = []
     for (tp, pp), factor in factors.items():
         strategy = Strategy(4 // tp // pp, tp, pp)

@@ -49,7 +49,7 @@ def calibrated(all_to_all: float, gather: float) -> Calibration:
 
 def seconds(calibration: Calibration, way: str, strategy: Strategy = CP4) -> float:
     options = MemoryOptions(context_parallel=way)
-    return CostModel.of_calibration(calibration, SIZES, options).phase_seconds(strategy, LONG)
+    return CostModel.of_calibration(calibration, SIZES, options).time.phase_seconds(strategy, LONG)
 
 
 def test_layouts_are_every_cp_beside_every_tp() -> None:

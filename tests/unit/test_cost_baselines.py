@@ -12,7 +12,8 @@ from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.costs.zero import Traffic, traffic
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.search.baselines import DataParallel, baselines
+from hf_hotspa.layout.stages import StageCosts
+from hf_hotspa.search.baselines import STAGES, DataParallel
 from tests.unit.test_cost_memory import SIZES_7B
 
 PSI = 6_738_415_616
@@ -23,9 +24,9 @@ LINK = load_hardware("a800-80g").intra_bandwidth * 0.75
 
 def runs(b: float = 1e-4, slots: float = float("inf"), world: int = 8, nodes_of: int = 8) -> DataParallel:
     """The 7B model where a token takes b seconds, a third of it forward."""
-    time = TimeModel("test", SIZES_7B.layer_costs, 0, layers={1: Cost(b=b / 32)}, slots=slots)
+    time = TimeModel("test", StageCosts(SIZES_7B.stage_costs.layers), layers={1: Cost(b=b / 32)}, slots=slots)
     hardware = replace(load_hardware("a800-80g"), devices_per_node=nodes_of)
-    return DataParallel(SIZES_7B, world, MemoryModel(SIZES_7B, world), time, hardware, "bfloat16")
+    return DataParallel(MemoryModel(SIZES_7B, world), time, hardware)
 
 
 def test_what_is_sent_follows_the_laws() -> None:
@@ -119,7 +120,8 @@ def test_the_largest_pack_and_the_best_run() -> None:
     assert found.largest_pack(1, False, 1 << 30) == 0
     batches, weights = [[1000] * 64, [2000] * 32], [0.5, 0.5]
     plain = found.largest_pack(3, False, limit)
-    for stage, run in zip((1, 2, 3), baselines(found, batches, weights, 2000, limit), strict=True):
+    for stage in STAGES:
+        run = found.best(stage, batches, weights, 2000, limit)
         assert (run.stage, run.recompute) == (stage, False)  # all fit without, which is faster
         # 8000 tokens a replica, evenly: 0.8 s of computation, and transfers
         assert run.seconds == pytest.approx(0.8, rel=0.2)

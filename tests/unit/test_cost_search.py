@@ -15,6 +15,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.estimate import Evaluator, LengthTable, choose_edges, pack_choices
@@ -64,7 +65,9 @@ def random_case(rng: random.Random):
         tp: Cost(rng.uniform(0, 3e-8) / tp, rng.uniform(1, 2) * 1e-6 / tp**0.8, rng.uniform(0, 3e-4))
         for tp in (1, 2, 4)
     }
-    time = TimeModel("random", (1,) * 4, rng.choice((0, 1)), layers, heads={1: Cost(b=1e-7)}, hop_intra=Hop(1e-5, 1e-9))
+    time = TimeModel(
+        "random", StageCosts((1,) * 4, rng.choice((0, 1))), layers, heads={1: Cost(b=1e-7)}, hop_intra=Hop(1e-5, 1e-9)
+    )
     strategies = rng.sample(FOUR + OPTIONS, rng.randint(1, 5))
     capacities = {s: rng.randint(20, 400) * s.tp * s.pp * (1 + s.sp + s.rc) for s in strategies}
     switch = {s: rng.uniform(0, 1e-4) for s in strategies}
@@ -302,7 +305,7 @@ def test_not_switching_wins_when_switches_are_dear_and_loses_when_they_are_cheap
 
 
 def test_small_samples_fill_a_mini_batch_and_longer_rows_keep_their_place() -> None:
-    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(b=1e-6)})
+    time = TimeModel("test", StageCosts((1, 1)), {1: Cost(b=1e-6), 2: Cost(b=1e-6)})
     capacities = FixedCapacities({Strategy(2, 1, 1): 100, Strategy(1, 2, 1): 1000})
     choice = search(
         [10, 20], capacities.capacities, time, capacities, dict.fromkeys(capacities.capacities, 0.0), mini_batch_size=8
@@ -316,7 +319,7 @@ def test_small_samples_fill_a_mini_batch_and_longer_rows_keep_their_place() -> N
 
 
 def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
-    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6), 2: Cost(1e-9, 1e-6), 4: Cost(1e-12, 1e-6)})
+    time = TimeModel("test", StageCosts((1, 1)), {1: Cost(b=1e-6), 2: Cost(1e-9, 1e-6), 4: Cost(1e-12, 1e-6)})
     capacities = FixedCapacities({Strategy(4, 1, 1): 100, Strategy(2, 2, 1): 9000, Strategy(1, 4, 1): 9000})
     for longest in (1000, 9000):
         switch = dict.fromkeys(capacities.capacities, 1e-6)
@@ -326,7 +329,7 @@ def test_what_no_sample_shows_still_gets_a_good_strategy() -> None:
 
 
 def test_bad_input() -> None:
-    time = TimeModel("test", (1, 1), 0, {1: Cost(b=1e-6)})
+    time = TimeModel("test", StageCosts((1, 1)), {1: Cost(b=1e-6)})
     capacities, switch = FixedCapacities({Strategy(2, 1, 1): 100}), {Strategy(2, 1, 1): 0.0}
     with pytest.raises(DeviceMemoryError, match="500 tokens.*at most 100 tokens fit, with dp2tp1pp1"):
         search([10, 500], capacities.capacities, time, capacities, switch)
@@ -348,7 +351,7 @@ def test_bad_input() -> None:
 def test_two_stages_on_each_rank_of_a_pipeline_are_chosen_where_they_are_faster_and_fit(num_layers: int) -> None:
     """Only for what would be chosen without: a handful of packs through four ranks, which need eight layers for it."""
     pipeline, lengths = Strategy(1, 1, 4), [100] * 8
-    time = TimeModel("test", (1,) * num_layers, 0, {1: Cost(b=1e-6)}, hop_intra=Hop(1e-9, 1e-12))
+    time = TimeModel("test", StageCosts((1,) * num_layers), {1: Cost(b=1e-6)}, hop_intra=Hop(1e-9, 1e-12))
     roomy = FixedCapacities({pipeline: 200, replace(pipeline, v=2): 200})
     plain, found = (
         search(lengths, [pipeline], time, roomy, {pipeline: 1e-6}, may_go_round=may) for may in (False, True)

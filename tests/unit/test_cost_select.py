@@ -9,6 +9,7 @@ import pytest
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.bucketing import cut_rows, plan_mini_batch
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.chooser import predict_phases
@@ -21,7 +22,7 @@ from tests.unit.test_cost_search import random_case
 POOL = parse_buckets("dp4:1024@4096,dp2tp2:4096@8192,tp4:16384")
 # tp costs throughput; a pack costs a little; switches cost as much as some packs
 TIME = TimeModel(
-    "test", (1,) * 4, 0, {1: Cost(1e-12, 1e-7, 1e-4), 2: Cost(1e-12, 8e-8, 1e-4), 4: Cost(1e-12, 7e-8, 1e-4)}
+    "test", StageCosts((1,) * 4), {1: Cost(1e-12, 1e-7, 1e-4), 2: Cost(1e-12, 8e-8, 1e-4), 4: Cost(1e-12, 7e-8, 1e-4)}
 )
 SWITCH = {bucket.strategy: 2e-3 for bucket in POOL}
 

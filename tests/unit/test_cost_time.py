@@ -24,6 +24,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterSpec, build_vector
 from hf_hotspa.packing.chunk_cuts import num_chunks
 from hf_hotspa.packing.pipeline_order import choose_passes, operations, reaches
@@ -110,7 +111,7 @@ def test_one_long_sequence_fills_a_pipeline_in_chunks(stages: int, chunks: int, 
     """16,384 tokens whose attention is a third of the work, with 200 tokens' worth of overhead for each chunk."""
     a, overhead = 1 / 65536, 200.0
     layer = Cost(a, 1.0, overhead)
-    model = TimeModel("test", (1,) * 8, 0, {1: layer})
+    model = TimeModel("test", StageCosts((1,) * 8), {1: layer})
     whole = model.phase_seconds(Strategy(pp=stages), [[(16384,)]])
     most = next(n for n in range(1, 16385) if num_chunks(16384, n, a) <= chunks)
     found = model.phase_seconds(Strategy(pp=stages, ck=most), [[(16384,)]])
@@ -158,7 +159,7 @@ def test_unequal_micro_batches_lie_near_the_closed_form() -> None:
 
 
 def model_of(layers: dict[int, Cost], **extra) -> TimeModel:
-    return TimeModel("test", (1,) * 4, 0, layers, **extra)
+    return TimeModel("test", StageCosts((1,) * 4), layers, **extra)
 
 
 def test_packs_replicas_and_phases() -> None:
@@ -208,7 +209,7 @@ def test_hops_are_paid_inside_and_between_nodes() -> None:
 
 
 def test_layers_are_weighed_and_stages_cut_like_layouts() -> None:
-    model = TimeModel("test", (3, 1, 1, 1), 0, {1: Cost(b=1.0)})
+    model = TimeModel("test", StageCosts((3, 1, 1, 1)), {1: Cost(b=1.0)})
     first, second = model.stage_costs(Strategy(1, 1, 2))
     assert first.b == second.b == pytest.approx(2.0)  # 3 | 1 1 1, of a mean of 1.5
     sizes = ModelSizes(LLAMA_7B)
@@ -292,7 +293,7 @@ def hetu() -> TimeModel:
     data = json.loads((DATA / "hetu_32b_coefficients.json").read_text())
     rows = [*data["coefficients"], *data["derived"]]
     stages = {(r["tp"], r["pp"]): Cost(r["a"], r["b"], r["c"]) * 1e-3 for r in rows}
-    return OfStages(data["source"], (1,) * data["model"]["layers"], 0, stages=stages)
+    return OfStages(data["source"], StageCosts((1,) * data["model"]["layers"]), stages=stages)
 
 
 def one_sequence_each(model: TimeModel, strategy: Strategy, lengths: list[int]) -> float:

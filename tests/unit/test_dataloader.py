@@ -13,8 +13,9 @@ from hf_hotspa.costs.online_calibration import PhaseSeconds
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, TokenRangeError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.rows.scan import scan_dataset
-from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.dataloader import MiniBatchLoader, planned_ahead
 
@@ -277,7 +278,7 @@ def test_what_cannot_work_is_refused_when_the_loader_is_made():
 
 # ------------------------------------------------------------------------------------- buckets chosen for mini-batches
 
-TIME = TimeModel("test", (1,) * 4, 0, {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 3e-6, 1e-5)})
+TIME = TimeModel("test", StageCosts((1,) * 4), {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 3e-6, 1e-5)})
 
 
 def chooser(**options):
@@ -299,7 +300,7 @@ def train(loader, chooser, epoch, ran, stop=None, skip=0):
         ran.append((number, plan.digest()))
         measured = {
             p.strategy: PhaseSeconds(p.strategy, p.compute_s * (20.0 if p.strategy.dp == 4 else 3.0), p.switch_s)
-            for p in chooser._uncorrected(plan)
+            for p in predict_phases(TIME, chooser._switch, plan)
         }
         chooser.trained(number, plan, measured)
         number += 1

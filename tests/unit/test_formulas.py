@@ -143,7 +143,7 @@ def test_ours_beside_them(found: FormulaTable) -> None:
 
     row, setup = row_of(found, 4, 2, 4), found.setup
     strategy = Strategy(dp=4, tp=2, pp=4, rc=1)
-    whole = setup.cost.phase_seconds(strategy, [[(TOKENS,)] * 128] * 4)
+    whole = setup.cost.time.phase_seconds(strategy, [[(TOKENS,)] * 128] * 4)
     assert row.our_seconds == pytest.approx(whole, rel=1e-9)  # what is not simulated is exact for equal packs
     assert row.our_bytes == setup.memory.breakdown(strategy, TOKENS, longest=TOKENS, num_packs=128).total
 

@@ -11,6 +11,7 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.pipelines import Pipeline, interleaved_events, pipeline_seconds, shared_pipelines
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import StrategyError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.interleaved_order import Turn, interleaved_order
 from hf_hotspa.packing.interleaved_passes import choose_interleaved, torch_order
 from hf_hotspa.packing.pipeline_order import backward_order, check_runs, most_packs, reaches
@@ -228,7 +229,7 @@ def test_a_full_pipeline_of_equal_packs_is_torchs_where_it_was_asked_for() -> No
 @pytest.mark.parametrize(("num_ranks", "num_packs"), [(2, 8), (4, 8)])
 def test_the_time_model_takes_torchs_order_and_padding(num_ranks: int, num_packs: int) -> None:
     """Of equal packs idle over busy is (p - 1) / (v m); unequal ones take as long as if all were the longest."""
-    theirs = TimeModel("test", (1,) * 2 * num_ranks, 0, {1: Cost(0.0, 1.0, 0.0)}, schedule="1f1b")
+    theirs = TimeModel("test", StageCosts((1,) * 2 * num_ranks), {1: Cost(0.0, 1.0, 0.0)}, schedule="1f1b")
     ours = dataclasses.replace(theirs, schedule="own")
     strategy = Strategy(pp=num_ranks, v=2)
     equal, unequal = [(60,)] * num_packs, [(60,), *[(20,)] * (num_packs - 1)]

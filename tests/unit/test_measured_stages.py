@@ -47,8 +47,8 @@ def test_one_cut_everywhere() -> None:
     assert sizes.layers_of_stages(2) == cut
     assert [stage.num_layers for stage in sizes.stages(PP2)] == [1, 3]
     calibration = made_calibration(model, 2, {1: Cost(b=1e-6)})
-    assert calibration.time_model(sizes).measured == HEAVY
-    assert calibration.time_model(replace(sizes, vector=by_count)).measured is None
+    assert calibration.time_model(sizes).cut == HEAVY
+    assert calibration.time_model(replace(sizes, vector=by_count)).cut == by_count.stage_costs
     first, second = calibration.time_model(sizes).stage_costs(PP2)
     assert first.b == pytest.approx(3 * second.b, rel=1e-3)  # layers are weighed by what was measured
     held = [sum(strategy_layout(vector, PP2).rank_sizes(rank)) for rank in range(2)]

@@ -9,9 +9,10 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.online_calibration import LIMIT, WINDOW, Factors, OnlineCalibration, PhaseSeconds, ScaledTime
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.chooser import PhaseChooser, predict_phases
 from hf_hotspa.strategy import Strategy, parse_buckets
 
 DP, TP, PP = Strategy(dp=4), Strategy(tp=4), Strategy(pp=4)
@@ -100,7 +101,7 @@ def test_a_broken_state_is_refused(state) -> None:
 
 
 def test_scaled_seconds_are_scaled_for_every_kind_of_strategy() -> None:
-    time = TimeModel("test", (1,) * 8, 0, {1: Cost(1e-9, 1e-6, 1e-4), 4: Cost(1e-9, 5e-7, 1e-4)})
+    time = TimeModel("test", StageCosts((1,) * 8), {1: Cost(1e-9, 1e-6, 1e-4), 4: Cost(1e-9, 5e-7, 1e-4)})
     scaled = ScaledTime.of(time, {PP: 3.0, TP: 0.5})
     packs = [[(100, 20), (50,)]]
     for strategy, factor in ((DP, 1.0), (TP, 0.5), (PP, 3.0)):
@@ -110,7 +111,7 @@ def test_scaled_seconds_are_scaled_for_every_kind_of_strategy() -> None:
 # ----------------------------------------------------------------------------------------------- over a whole run
 
 POOL = parse_buckets("dp4:512@1024,tp4:4096")
-TIME = TimeModel("test", (1,) * 4, 0, {1: Cost(1e-12, 4e-7, 1e-5), 4: Cost(1e-12, 2e-7, 1e-5)})
+TIME = TimeModel("test", StageCosts((1,) * 4), {1: Cost(1e-12, 4e-7, 1e-5), 4: Cost(1e-12, 2e-7, 1e-5)})
 SWITCH = {DP: 2e-4, TP: 2e-4}
 RNG = random.Random(0)
 TABLE = SequenceTable.from_lengths([RNG.choice([100, 200, 300, 2000]) for _ in range(2000)])
@@ -125,7 +126,7 @@ def seconds_of(chooser: PhaseChooser, plan, dp_factor: float):
     """What a machine measures on which dp takes longer than calibrated."""
     return {
         p.strategy: PhaseSeconds(p.strategy, p.compute_s * (dp_factor if p.strategy == DP else 1.0), p.switch_s)
-        for p in chooser._uncorrected(plan)
+        for p in predict_phases(TIME, SWITCH, plan)
     }
 
 
@@ -175,8 +176,8 @@ def test_corrections_of_another_time_model_are_left() -> None:
     assert other.num_trained == 20
     assert other.previous == learnt.previous
     plan = plan_mini_batch(BATCHES[0], TABLE, POOL)
-    assert other.predict(20, plan) == other._uncorrected(plan)
-    assert learnt.predict(25, plan) != learnt._uncorrected(plan)
+    assert other.predict(20, plan) == predict_phases(TIME, other._switch, plan)
+    assert learnt.predict(25, plan) != predict_phases(TIME, SWITCH, plan)
 
 
 @pytest.mark.parametrize("name", ["num_trained", "previous", "constants", "in_force", "seen", "trust"])

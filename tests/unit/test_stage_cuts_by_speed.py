@@ -122,13 +122,15 @@ def test_stage_loads_are_what_each_stage_has_to_do():
 
 def test_time_model_cuts_alike_and_knows_the_pace_of_stages():
     layer = Cost(0.0, 1e-3, 0.0)
-    even = TimeModel("test", (1,) * 8, 0, {1: layer}, forward_share=1 / 3)
-    slow = TimeModel("test", (1,) * 8, 0, {1: layer}, measured=EIGHT.with_paces(((100, 300),)), forward_share=1 / 3)
+    even = TimeModel("test", StageCosts((1,) * 8), {1: layer}, forward_share=1 / 3)
+    slow = TimeModel("test", EIGHT.with_paces(((100, 300),)), {1: layer}, forward_share=1 / 3)
     assert [cost.b for cost in even.stage_costs(PP2)] == pytest.approx([4e-3, 4e-3])
     assert [cost.b for cost in slow.stage_costs(PP2)] == pytest.approx([6e-3, 6e-3])
     assert slow.stage_costs(PP4) == even.stage_costs(PP4)
     packs = [[(100,)] * 6]
-    kept = TimeModel("test", (1,) * 8, 0, {1: layer * 3}, forward_share=1 / 3)  # as if the slow stage kept its layers
+    kept = TimeModel(
+        "test", StageCosts((1,) * 8), {1: layer * 3}, forward_share=1 / 3
+    )  # as if the slow stage kept its layers
     assert even.phase_seconds(PP2, packs) < slow.phase_seconds(PP2, packs) < kept.phase_seconds(PP2, packs)
 
 

@@ -27,6 +27,7 @@ from hf_hotspa.layout.shares import (
     shard_rows,
     works,
 )
+from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
@@ -227,7 +228,7 @@ def test_time_model_knows_the_pace_of_groups():
 
     def seconds(strategy: Strategy, paced: ParameterVector) -> float:
         model = TimeModel(
-            "test", vector.layer_costs, 0, {1: layer, 2: layer, 4: layer}, paced=paced, forward_share=1 / 3
+            "test", StageCosts(vector.layer_costs), {1: layer, 2: layer, 4: layer}, paced=paced, forward_share=1 / 3
         )
         return model.phase_seconds(strategy, packs * strategy.dp)
 
