@@ -17,6 +17,7 @@ Shapes: T packed tokens, S of keys with their prefixes, H query heads, K key/val
 
 import dis
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, zip_longest
@@ -37,14 +38,6 @@ ATTENTION = "hotspa_packed"
 
 _HARMLESS = {"position_ids", "cache_position", "input_ids"}
 """Tensors that families pass to attention without a meaning for the scores."""
-
-
-class DropsAttention(Protocol):
-    """What knows which attention probabilities of a pack stay (`parallel.dropout`)."""
-
-    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
-        """The dropout of the next call of an attention module with so many heads; `p` is the probability to be dropped."""
-        ...
 
 
 class Prefix(Protocol):
@@ -102,6 +95,10 @@ class AttentionCall:
         """Whether fused kernels compute the scores."""
         return self.softcap is None and self.sinks is None and not self.dropout
 
+    def slides(self, length: int) -> bool:
+        """Whether a position does not see all of so many tokens before it."""
+        return self.sliding_window is not None and self.sliding_window < length
+
     def scores(self, module: nn.Module, query: Tensor, pack: "PackedSequences") -> Scores:
         """What becomes of the scores, for `explicit_attention`."""
         scaling = query.shape[-1] ** -0.5 if self.scaling is None else self.scaling
@@ -109,21 +106,13 @@ class AttentionCall:
         return Scores(scaling, self.sliding_window, self.softcap, dropped)
 
 
-class DividedPack(Protocol):
-    """How a rank attends to a pack of which it has some tokens only (`parallel.context_attention`).
+DropsAttention = Callable[[nn.Module, float, int, "PackedSequences"], AttentionDropout]
+"""Which attention probabilities stay (`parallel.dropout`) in the next call of an attention module, of the probability to be
+dropped, the heads that it has here, and the row."""
 
-    Attributes:
-        key_lengths: The keys that each sequence of its row sees, its own tokens among them; None where they are not its.
-    """
-
-    @property
-    def key_lengths(self) -> tuple[int, ...] | None: ...
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: "PackedSequences"
-    ) -> Tensor:
-        """[1, t, H, D] for [1, H, t, D] queries of the row; collective among the ranks that share the pack."""
-        ...
+AttendsDivided = Callable[[nn.Module, Tensor, Tensor, Tensor, AttentionCall, "PackedSequences"], Tensor]
+"""How a rank attends to a pack of which it has some tokens only (`parallel.context_attention`): [1, t, H, D] for queries
+[1, H, t, D], keys and values of its row. Collective among the ranks that share the pack."""
 
 
 @dataclass
@@ -137,6 +126,7 @@ class PackedSequences:
         fetches: Whether keys and values of the prefix are in host memory. What is fetched of them for an attention is then
             fetched again for its backward, and not kept.
         divided: How to attend where the row is a part of a pack; None where it is the pack.
+        gathered_keys: Then the keys of each piece of a sequence, if they are brought together.
         num_calls: How often a layer attended to this pack: the check that a family really comes through here.
         token_keys: What dropout draws from, see `parallel.dropout`; None without dropout.
         calls: How often each dropout module has drawn for the tokens that it saw.
@@ -149,7 +139,8 @@ class PackedSequences:
     cu_seqlens: Tensor
     prefix: Prefix | None = field(default=None, compare=False)
     fetches: bool = field(default=False, compare=False)
-    divided: DividedPack | None = field(default=None, compare=False)
+    divided: AttendsDivided | None = field(default=None, compare=False)
+    gathered_keys: tuple[int, ...] | None = field(default=None, compare=False)
     num_calls: int = field(default=0, compare=False)
     token_keys: tuple[Tensor, Tensor] | None = field(default=None, compare=False)
     calls: dict[tuple[str, tuple[int, int] | None], int] = field(default_factory=dict, compare=False)
@@ -160,8 +151,8 @@ class PackedSequences:
     @cached_property
     def key_lengths(self) -> tuple[int, ...]:
         """Keys of each sequence: its prefix and its own tokens."""
-        if self.divided is not None and self.divided.key_lengths is not None:
-            return self.divided.key_lengths
+        if self.gathered_keys is not None:
+            return self.gathered_keys
         before = self.prefix.lengths if self.prefix is not None else ()
         return tuple(own + more for own, more in zip_longest(self.lengths, before, fillvalue=0))
 
@@ -280,47 +271,51 @@ def packed_attention(
         )
     hotspa_pack.num_calls += 1
     call = AttentionCall(scaling, sliding_window, softcap, s_aux, dropout if module.training else 0.0)
-    if hotspa_pack.divided is not None:
-        return hotspa_pack.divided.attend(module, query, key, value, call, hotspa_pack), None
-    before = None if hotspa_pack.prefix is None else hotspa_pack.prefix.before(module, key, value)
-    scores = None if call.is_plain else call.scores(module, query, hotspa_pack)
-    takes = None if hotspa_pack.prefix is None else hotspa_pack.prefix.takes_gradients(module)
-    attend = partial(_attend, module, hotspa_pack, scores, s_aux, scaling, sliding_window, takes)
-    if hotspa_pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
-        longest = max(hotspa_pack.key_lengths)
+    attends = attend if hotspa_pack.divided is None else hotspa_pack.divided
+    return attends(module, query, key, value, call, hotspa_pack), None
+
+
+def attend(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
+) -> Tensor:
+    """[1, T, H, D] of the tokens of whole sequences, or of sequences with a prefix; see `packed_attention`."""
+    before, takes = None, None
+    if pack.prefix is not None:
+        before, takes = pack.prefix.before(module, key, value), pack.prefix.takes_gradients(module)
+    scores = None if call.is_plain else call.scores(module, query, pack)
+    kernel = partial(_attend, module, pack, call, scores, takes)
+    if pack.fetches and before is not None and before[0].shape[2] and torch.is_grad_enabled():
         in_blocks = scores is None and kernel_takes(query, value)
-        if not in_blocks or (sliding_window is not None and sliding_window < longest):
-            out = checkpoint(attend, query, key, value, before, use_reentrant=False, preserve_rng_state=False)
+        if not in_blocks or call.slides(max(pack.key_lengths)):
+            out = checkpoint(kernel, query, key, value, before, use_reentrant=False, preserve_rng_state=False)
             assert isinstance(out, Tensor)
-            return out, None
-    return attend(query, key, value, before), None
+            return out
+    return kernel(query, key, value, before)
 
 
 def _attend(
     module: nn.Module,
     pack: PackedSequences,
+    call: AttentionCall,
     scores: Scores | None,
-    s_aux: Tensor | None,
-    scaling: float | None,
-    sliding_window: int | None,
     takes: TakesGradients | None,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     before: tuple[Tensor, Tensor] | None,
 ) -> Tensor:
-    """[1, T, H, D]; see `packed_attention`. With `scores` these are computed one by one, else a fused kernel does it."""
+    """[1, T, H, D]; see `attend`. With `scores` these are computed one by one, else a fused kernel does it."""
     if before is not None and before[0].shape[2] and pack.fetches and pack.prefix is not None:
         before = pack.prefix.fetched(module, before, query.device)
     if scores is not None:
         key, value = pack.joined(before, key, value)
-        out = explicit_attention(query[0], key[0], value[0], s_aux, pack.lengths, scores, pack.key_lengths)
+        out = explicit_attention(query[0], key[0], value[0], call.sinks, pack.lengths, scores, pack.key_lengths)
         return out.transpose(0, 1)[None]
     if varlen_takes(query, value):
         key, value = pack.joined(before, key, value)
-        return varlen(query, key, value, pack, scaling, sliding_window)
+        return varlen(query, key, value, pack, call)
     per_sequence = [
-        _one_sequence(q, k, v, prefix, scaling, sliding_window, takes)
+        _one_sequence(q, k, v, prefix, call, takes)
         for q, k, v, prefix in zip(
             *(x.split(pack.lengths, dim=2) for x in (query, key, value)), pack.prefixes(before), strict=True
         )
@@ -335,7 +330,7 @@ def _dropout_of(module: nn.Module, p: float, pack: PackedSequences, heads: int) 
             why="the masks would be others under every layout",
             fix="set the probability in the model's config, and leave it alone on the object",
         )
-    return pack.attention_dropout.of_call(module, p, heads)
+    return pack.attention_dropout(module, p, heads, pack)
 
 
 def varlen_takes(query: Tensor, value: Tensor) -> bool:
@@ -351,9 +346,7 @@ def varlen_takes(query: Tensor, value: Tensor) -> bool:
     )
 
 
-def varlen(
-    query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, scaling: float | None, sliding_window: int | None
-) -> Tensor:
+def varlen(query: Tensor, key: Tensor, value: Tensor, pack: PackedSequences, call: AttentionCall) -> Tensor:
     """[1, T, H, D] by the variable-length kernel; keys and values [1, K, S, D] with their prefixes."""
     from torch.nn.attention.varlen import varlen_attn  # needs a CUDA build
 
@@ -363,9 +356,9 @@ def varlen(
         pack.cu_keys,
         max(pack.lengths),
         max(pack.key_lengths),
-        scale=scaling,
+        scale=call.scaling,
         # a window of n tokens reaches n - 1 to the left; the kernel aligns the last query and the last key
-        window_size=(-1 if sliding_window is None else sliding_window - 1, 0),
+        window_size=(-1 if call.sliding_window is None else call.sliding_window - 1, 0),
         enable_gqa=query.shape[1] != key.shape[1],
     )
     return out[None]
@@ -376,34 +369,34 @@ def _one_sequence(
     key: Tensor,
     value: Tensor,
     prefix: tuple[Tensor, Tensor] | None,
-    scaling: float | None,
-    sliding_window: int | None,
+    call: AttentionCall,
     takes: TakesGradients | None,
 ) -> Tensor:
     """[1, H, T, D] of one sequence, whose T queries are the last of its tokens."""
     if prefix is not None:
-        num_before, length = prefix[0].shape[2], query.shape[2]
-        unlimited = sliding_window is None or sliding_window >= num_before + length
-        if unlimited and kernel_takes(query, value):
-            return attend_with_prefix(query, key, value, prefix, scaling, takes)
+        num_before = prefix[0].shape[2]
+        if kernel_takes(query, value) and not call.slides(num_before + query.shape[2]):
+            return attend_with_prefix(query, key, value, prefix, call.scaling, takes)
         # the first query sees a window less itself of what is before it
-        seen = num_before if sliding_window is None else min(num_before, sliding_window - 1)
+        seen = num_before if call.sliding_window is None else min(num_before, call.sliding_window - 1)
         key, value = (
             torch.cat([p[:, :, num_before - seen :], x], 2) for p, x in zip(prefix, (key, value), strict=True)
         )
     length, key_length = query.shape[2], key.shape[2]
     mask = None
-    if length != key_length or (sliding_window is not None and sliding_window < length):
+    if length != key_length or call.slides(length):
         position = torch.arange(key_length, device=query.device)
         distance = position[key_length - length :, None] - position[None, :]
-        mask = distance >= 0 if sliding_window is None else (distance >= 0) & (distance < sliding_window)
+        mask = distance >= 0
+        if call.sliding_window is not None:
+            mask &= distance < call.sliding_window
     return functional.scaled_dot_product_attention(
         query,
         key,
         value,
         attn_mask=mask,
         is_causal=mask is None,
-        scale=scaling,
+        scale=call.scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
 

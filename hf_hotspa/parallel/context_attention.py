@@ -1,9 +1,9 @@
 """Attention among the ranks of cp, in the three ways of `costs.context`.
 
-* `UlyssesAttention` exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
-* `GatheredAttention` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
+* `_attend_by_heads` (Ulysses) exchanges tokens for heads, and runs the packed attention as it is on whole sequences.
+* `_attend_gathered` gathers the keys and values of the sequences that are cut, and runs each of this rank's pieces as a
   sequence with a prefix. Nothing that was gathered is kept: the backward gathers again.
-* `ring_attention.RingAttention` passes them from neighbour to neighbour instead.
+* `ring_attention.Ring` passes them from neighbour to neighbour instead.
 
 Promise: no position sees a token of another document, and what is kept for the backward is of this rank's tokens alone.
 
@@ -11,7 +11,8 @@ Shapes: t tokens of this rank's row, S of keys that its pieces see, H query head
 """
 
 from collections.abc import Sequence
-from functools import cached_property
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hf_hotspa.costs.context import RING, ULYSSES, head_repeats
 from hf_hotspa.data.collator import MicroBatch
 from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.context_cuts import Piece, Shares
-from hf_hotspa.parallel.attention import AttentionCall, PackedSequences, Prefix, packed_attention
+from hf_hotspa.parallel.attention import AttendsDivided, AttentionCall, PackedSequences, Prefix, attend
 from hf_hotspa.parallel.context import (
     ContextParallel,
     Division,
@@ -33,7 +34,7 @@ from hf_hotspa.parallel.context import (
 from hf_hotspa.parallel.context_kernels import Kernel, kernel_of
 from hf_hotspa.parallel.dropout import DropoutMasks
 from hf_hotspa.parallel.explicit_attention import SequenceLengths
-from hf_hotspa.parallel.ring_attention import RingAttention
+from hf_hotspa.parallel.ring_attention import Ring
 from hf_hotspa.parallel.waiting import CLOCK
 
 
@@ -53,61 +54,50 @@ def divided_pack(
         dropout: Learns of the whole pack, where attention will see it.
     """
     row = context.row_of(whole)
-    if context.way != ULYSSES:
-        before = [context.shares((tokens,)) for tokens in prefix.chunks] if prefix is not None else []
-        divided = RingAttention(division) if context.way == RING else GatheredAttention(division, before, prefix)
-        return row, PackedSequences(row.lengths, row.cu_seqlens, divided=divided)
-    for pad in division.pads:
-        whole = whole.padded_to(whole.num_tokens + pad, 0)
-    sequences = PackedSequences(whole.lengths, whole.cu_seqlens, prefix)
-    if dropout is not None:
-        dropout.begin_whole(sequences, whole, context.context.index)
-    return row, PackedSequences(row.lengths, row.cu_seqlens, divided=UlyssesAttention(division, sequences))
+    attends: AttendsDivided
+    keys = None
+    if context.way == ULYSSES:
+        for pad in division.pads:
+            whole = whole.padded_to(whole.num_tokens + pad, 0)
+        sequences = PackedSequences(whole.lengths, whole.cu_seqlens, prefix)
+        if dropout is not None:
+            dropout.let_attend(sequences, whole, context.context.index)
+        attends = partial(_attend_by_heads, division, sequences)
+    elif context.way == RING:
+        attends = Ring(division).attend
+    else:
+        tokens = _CutTokens(division, [context.shares((n,)) for n in prefix.chunks] if prefix is not None else [])
+        keys = tuple(seen for _, seen in tokens.lengths)
+        attends = partial(_attend_gathered, tokens, prefix)
+    return row, PackedSequences(row.lengths, row.cu_seqlens, divided=attends, gathered_keys=keys)
 
 
-class UlyssesAttention:
-    """Heads in the place of tokens while a layer attends.
-
-    Args:
-        division: The pack, divided.
-        whole: Its sequences, padding at the end.
-    """
-
-    key_lengths: tuple[int, ...] | None = None
-
-    def __init__(self, division: Division, whole: PackedSequences) -> None:
-        self._division, self.whole = division, whole
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
-    ) -> Tensor:
-        context, heads = self._division.context, query.shape[1]
-        if heads % context.size:
-            raise ModelError(
-                f"{type(module).__name__} has {heads} heads on this rank, no multiple of cp{context.size}",
-                why="heads are divided over the ranks of cp (ulysses)",
-                fix="use context_parallel='allgather' (hotspa_context_parallel), or another cp",
-            )
-        repeats = head_repeats(heads, key.shape[1], context.size)
-        if repeats > 1:
-            key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
-        query, key, value = tokens_to_heads(self._division, query, key, value)
-        mine = heads // context.size
-        sinks = None if call.sinks is None else call.sinks[context.index * mine : (context.index + 1) * mine]
-        out, _ = packed_attention(
-            module,
-            query,
-            key,
-            value,
-            None,
-            hotspa_pack=self.whole,
-            dropout=call.dropout,
-            scaling=call.scaling,
-            sliding_window=call.sliding_window,
-            softcap=call.softcap,
-            s_aux=sinks,
+def _attend_by_heads(
+    division: Division,
+    whole: PackedSequences,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    pack: PackedSequences,
+) -> Tensor:
+    """Ulysses: heads in the place of tokens while a layer attends to the `whole` pack, padding at the end."""
+    context, heads = division.context, query.shape[1]
+    if heads % context.size:
+        raise ModelError(
+            f"{type(module).__name__} has {heads} heads on this rank, no multiple of cp{context.size}",
+            why="heads are divided over the ranks of cp (ulysses)",
+            fix="use context_parallel='allgather' (hotspa_context_parallel), or another cp",
         )
-        return heads_to_tokens(self._division, out.transpose(1, 2))[0].transpose(1, 2).contiguous()
+    repeats = head_repeats(heads, key.shape[1], context.size)
+    if repeats > 1:
+        key, value = (x.repeat_interleave(repeats, 1) for x in (key, value))
+    if call.sinks is not None:
+        call = replace(call, sinks=call.sinks.chunk(context.size)[context.index])
+    query, key, value = tokens_to_heads(division, query, key, value)
+    out = attend(module, query, key, value, call, whole)
+    return heads_to_tokens(division, out.transpose(1, 2))[0].transpose(1, 2).contiguous()
 
 
 # -- keys and values gathered -------------------------------------------------------------------------------------------
@@ -222,41 +212,27 @@ class _Gathered(torch.autograd.Function):
         query, key, value, sinks, out, total = ctx.saved_tensors
         tokens: _CutTokens = ctx.tokens
         keys, values = tokens.gathered(key, value)
-        of_query, of_keys, of_values, of_sinks = ctx.kernel.backward(
-            gradients[0], query, keys, values, sinks, out, total
-        )
+        inputs = query, keys, values, sinks
+        of_query, of_keys, of_values, of_sinks = ctx.kernel.backward(gradients[0], inputs, out, total)
         given = [of_keys, of_values]
-        del keys, values, of_keys, of_values
+        del keys, values, inputs, of_keys, of_values
         return of_query, *tokens.returned(given), of_sinks, None, None
 
 
-class GatheredAttention:
-    """Keys and values of cut sequences from all ranks.
-
-    Args:
-        division: The pack, divided.
-        before: The chunks before it of its first sequence, divided.
-        prefix: Has what this rank keeps of their keys and values.
-    """
-
-    def __init__(self, division: Division, before: Sequence[Shares] = (), prefix: Prefix | None = None) -> None:
-        self._division, self._before, self._prefix = division, before, prefix
-
-    @cached_property
-    def _tokens(self) -> _CutTokens:
-        return _CutTokens(self._division, self._before)
-
-    @property
-    def key_lengths(self) -> tuple[int, ...]:
-        """Keys that each piece of this rank sees, its own among them."""
-        return tuple(keys for _, keys in self._tokens.lengths)
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
-    ) -> Tensor:
-        kernel = kernel_of(module, query, value, call, pack, self._tokens.lengths)
-        if self._prefix is not None:
-            kept = self._prefix.before(module, key, value)
-            key, value = (torch.cat([part, x], 2) for part, x in zip(kept, (key, value), strict=True))
-        out: Tensor = _Gathered.apply(query, key, value, call.sinks, self._tokens, kernel)
-        return out.transpose(1, 2).contiguous()  # families take views of it
+def _attend_gathered(
+    tokens: _CutTokens,
+    prefix: Prefix | None,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    call: AttentionCall,
+    pack: PackedSequences,
+) -> Tensor:
+    """With keys and values of cut sequences from all ranks; `prefix` has what this rank keeps of those of earlier chunks."""
+    kernel = kernel_of(module, query, value, call, pack, tokens.lengths)
+    if prefix is not None:
+        kept = prefix.before(module, key, value)
+        key, value = (torch.cat([part, x], 2) for part, x in zip(kept, (key, value), strict=True))
+    out: Tensor = _Gathered.apply(query, key, value, call.sinks, tokens, kernel)
+    return out.transpose(1, 2).contiguous()  # families take views of it

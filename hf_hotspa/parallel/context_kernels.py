@@ -22,21 +22,15 @@ from hf_hotspa.parallel.prefix_attention import (
     merged,
 )
 
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor | None]
+"""Queries, keys, values and sinks, or the gradients of these."""
+
 
 class Kernel(Protocol):
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """[1, H, t, D], and what the backward needs beside it: [1, H, t] sums, or nothing."""
 
-    def backward(
-        self,
-        of_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-        total: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         """The gradients of queries, keys, values and sinks."""
 
 
@@ -57,17 +51,9 @@ class Fused:
             by_piece.append((out.to(query.dtype), total))
         return torch.cat([out for out, _ in by_piece], 2), torch.cat([total for _, total in by_piece], 2)
 
-    def backward(
-        self,
-        of_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-        total: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         assert total is not None
+        query, key, value, _ = inputs
         of_query = torch.zeros_like(query, dtype=total.dtype)
         of_key, of_value = torch.empty_like(key), torch.empty_like(value)
         for queries, own, blocks in self._pieces():
@@ -100,16 +86,8 @@ class Explicit:
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
         return attend_explicitly(query[0], key[0], value[0], sinks, self._lengths, self._scores)[None], None
 
-    def backward(
-        self,
-        of_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-        total: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
+        query, key, value, sinks = inputs
         *gradients, of_sinks = explicit_gradients(
             of_out[0], query[0], key[0], value[0], sinks, self._lengths, self._scores
         )
@@ -120,24 +98,15 @@ class Explicit:
 class Varlen:
     """On CUDA in 16-bit: the variable-length kernel, which runs once more in the backward for what it keeps."""
 
-    def __init__(self, pack: PackedSequences, scaling: float | None, sliding_window: int | None) -> None:
-        self._pack, self._scaling, self._window = pack, scaling, sliding_window
+    def __init__(self, pack: PackedSequences, call: AttentionCall) -> None:
+        self._pack, self._call = pack, call
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        return varlen(query, key, value, self._pack, self._scaling, self._window).transpose(1, 2), None
+        return varlen(query, key, value, self._pack, self._call).transpose(1, 2), None
 
-    def backward(
-        self,
-        of_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        sinks: Tensor | None,
-        out: Tensor,
-        total: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def backward(self, of_out: Tensor, inputs: Inputs, out: Tensor, total: Tensor | None) -> Inputs:
         with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+            leaves = [x.detach().requires_grad_() for x in inputs[:3]]
             again = self.forward(leaves[0], leaves[1], leaves[2], None)[0]
             gradients = torch.autograd.grad(again, leaves, of_out)
         return gradients[0], gradients[1], gradients[2], None
@@ -159,10 +128,8 @@ def kernel_of(
         pack: The row.
         lengths: Queries and keys of its pieces.
     """
-    window = call.sliding_window
     if call.is_plain and varlen_takes(query, value):
-        return Varlen(pack, call.scaling, window)
-    sees_all = window is None or window >= max(keys for _, keys in lengths)
-    if call.is_plain and sees_all and kernel_takes(query, value):
+        return Varlen(pack, call)
+    if call.is_plain and kernel_takes(query, value) and not call.slides(max(keys for _, keys in lengths)):
         return Fused(lengths, call.scaling)
     return Explicit(lengths, call.scores(module, query, pack))

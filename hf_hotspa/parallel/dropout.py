@@ -8,12 +8,13 @@ others than torch's own generator would give: with the stock modules only the di
 
 `use_keyed_dropout` puts `KeyedDropout` in the place of every `nn.Dropout` of a replica: the model's own between its
 layers, and those of LoRA layers. Of attention probabilities, the hash is of the query token as above and of (module,
-head in the whole model, key token in the row): `DropoutMasks.of_call`, for attention that goes through the interface of
+head in the whole model, key token in the row): `_PairMasks`, for attention that goes through the interface of
 transformers. What draws from torch's generator in another way is refused.
 """
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -159,22 +160,6 @@ class _PairMasks:
         return self._keys[1]
 
 
-class HeadsOfRank:
-    """Dropout of attention probabilities where a rank has some heads of all tokens.
-
-    Args:
-        masks: Those of the replica.
-        pack: The whole pack, with token keys of its own.
-        place: Which heads, see `DropoutMasks.begin_whole`.
-    """
-
-    def __init__(self, masks: "DropoutMasks", pack: PackedSequences, place: int) -> None:
-        self._masks, self._pack, self._place = masks, pack, place
-
-    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
-        return self._masks.of_heads(module, p, range(self._place * heads, (self._place + 1) * heads), self._pack)
-
-
 class DropoutMasks:
     """What the dropout modules of a replica have in common.
 
@@ -200,33 +185,23 @@ class DropoutMasks:
 
     def begin(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
         """A forward of this pack begins."""
-        self._lay_keys(pack, micro_batch)
-        pack.attention_dropout = self if self.attentions else None
         self.pack = pack
+        self.let_attend(pack, micro_batch)
 
-    def begin_whole(self, pack: PackedSequences, micro_batch: MicroBatch, place: int) -> None:
-        """Attention will see some heads of this pack, of which the forward under way has some tokens of all heads.
+    def let_attend(self, pack: PackedSequences, micro_batch: MicroBatch, place: int = 0) -> None:
+        """Attention will see a pack, of which the forward under way may have some tokens of all heads.
 
         Args:
             place: Which heads: those of this place among the ranks that share the pack.
         """
-        self._lay_keys(pack, micro_batch)
-        pack.attention_dropout = HeadsOfRank(self, pack, place) if self.attentions else None
-
-    def _lay_keys(self, pack: PackedSequences, micro_batch: MicroBatch) -> None:
         pack.token_keys = token_keys(self._seed, self.step, micro_batch)
         pack.first_tokens = tuple(start for _, start in micro_batch.keys) or (0,) * len(pack.lengths)
+        pack.attention_dropout = partial(self._of_call, place) if self.attentions else None
 
-    def of_call(self, module: nn.Module, p: float, heads: int) -> AttentionDropout:
-        assert self.pack is not None
-        return self.of_heads(module, p, range(heads), self.pack)
-
-    def of_heads(self, module: nn.Module, p: float, heads: range, pack: PackedSequences) -> AttentionDropout:
-        """The dropout of the next call of an attention module with these of its heads on the rank, for a pack."""
+    def _of_call(self, place: int, module: nn.Module, p: float, heads: int, pack: PackedSequences) -> AttentionDropout:
         name, first = self.attentions[module]
-        call = self.next_call(f"{name} probabilities")
-        mine = range(first + heads.start, first + heads.stop)
-        return AttentionDropout(p, _PairMasks(f"{name} probabilities {call}", p, mine, pack))
+        call, first = self.next_call(f"{name} probabilities"), first + place * heads
+        return AttentionDropout(p, _PairMasks(f"{name} probabilities {call}", p, range(first, first + heads), pack))
 
     def keys_of(self, num_tokens: int) -> tuple[Tensor, Tensor] | None:
         """The keys of the tokens that a module sees; None when it does not see as many as it should."""

@@ -24,16 +24,16 @@ from hf_hotspa.parallel.prefix_attention import attend_to_block, gradients_of_bl
 from hf_hotspa.parallel.waiting import CLOCK
 
 
-class _Ring:
+class Ring:
     """The blocks of keys and values that go around, and which queries of this rank see which of their keys.
 
     Args:
         division: The pack, divided.
     """
 
-    def __init__(self, division: Division, scaling: float | None) -> None:
+    def __init__(self, division: Division) -> None:
         shares, context = division.shares, division.context
-        self.context, self.scaling, self.row = context, scaling, shares.rows[context.index]
+        self.context, self.longest = context, max(shares.lengths)
         cut = shares.cut
         self._blocks = [_placed([piece for piece in own if piece[0] in cut]) for own in shares.pieces]
         self.most = max(sum(stop - first for _, first, stop, _ in block) for block in self._blocks)
@@ -42,7 +42,21 @@ class _Ring:
         self.mine = torch.tensor(mine, dtype=torch.int64).to(division.device)
         self.steps = context.size if self.most else 1  # without a cut sequence nothing goes around
         end = self.own[-1][3] + self.own[-1][2] - self.own[-1][1] if self.own else 0
-        self.pads = [slice(end, self.row)] if end < self.row else []
+        row = shares.rows[context.index]
+        self.pads = [slice(end, row)] if end < row else []
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
+    ) -> Tensor:
+        """See `attention.AttendsDivided`."""
+        if call.slides(self.longest) or not call.is_plain or not kernel_takes(query, value):
+            raise UnsupportedError(
+                f"{type(module).__name__} on a ring",
+                why="its blocks are full attention with plain scores, by a kernel for CPU and equal widths of keys and values",
+                fix="use context_parallel='allgather' (hotspa_context_parallel), or leave it at 'auto'",
+            )
+        out: Tensor = _RingFunction.apply(query, key, value, self, call.scaling)
+        return out.transpose(1, 2).contiguous()  # families take views of it
 
     def pairs(self, step: int) -> list[tuple[slice, slice, bool]]:
         """Queries of the row, keys of the block at hand, and whether these are their own tokens.
@@ -96,7 +110,7 @@ def _wait(works: Any) -> None:
 
 class _RingFunction(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: _Ring) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scaling: float | None) -> Tensor:
         wide = torch.promote_types(query.dtype, torch.float32)
         out = torch.zeros(*query.shape[:3], value.shape[3], dtype=wide)
         total = torch.full(query.shape[:3], -torch.inf, dtype=wide)
@@ -107,7 +121,7 @@ class _RingFunction(torch.autograd.Function):
             works, following = ((), at_hand) if last else ring.passed(at_hand)
             for queries, block, causal in ring.pairs(step):
                 part, sums = attend_to_block(
-                    query[:, :, queries], keys[:, :, block], values[:, :, block], causal, ring.scaling
+                    query[:, :, queries], keys[:, :, block], values[:, :, block], causal, scaling
                 )
                 if step == 0 and causal:
                     out[:, :, queries], total[:, :, queries] = part, sums
@@ -119,13 +133,13 @@ class _RingFunction(torch.autograd.Function):
             keys, values = at_hand[0][None], at_hand[1][None]
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, total)
-        ctx.ring = ring
+        ctx.ring, ctx.scaling = ring, scaling
         return out
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, out, total = ctx.saved_tensors
-        ring: _Ring = ctx.ring
+        ring: Ring = ctx.ring
         of_out = gradients[0]
         of_query = torch.zeros_like(query, dtype=total.dtype)
         of_row = torch.zeros(2, *key.shape[1:], dtype=total.dtype)
@@ -144,7 +158,7 @@ class _RingFunction(torch.autograd.Function):
                     out[:, :, queries],
                     total[:, :, queries].contiguous(),
                     causal,
-                    ring.scaling,
+                    ctx.scaling,
                 )
                 of_query[:, :, queries] += part
                 own[0][:, block] += of_key[0]
@@ -162,33 +176,4 @@ class _RingFunction(torch.autograd.Function):
             _wait(returning[0])
             of_row.index_add_(2, ring.mine, returning[1][:, :, : len(ring.mine)])
         of_key, of_value = of_row.to(key.dtype)
-        return of_query.to(query.dtype), of_key[None], of_value[None], None
-
-
-class RingAttention:
-    """Keys and values of cut sequences from neighbour to neighbour.
-
-    Args:
-        division: The pack, divided.
-    """
-
-    key_lengths: tuple[int, ...] | None = None
-
-    def __init__(self, division: Division) -> None:
-        self._division, self._ring = division, dict[float | None, _Ring]()
-
-    def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, call: AttentionCall, pack: PackedSequences
-    ) -> Tensor:
-        longest = max(self._division.shares.lengths)
-        windowed = call.sliding_window is not None and call.sliding_window < longest
-        if windowed or not call.is_plain or not kernel_takes(query, value):
-            raise UnsupportedError(
-                f"{type(module).__name__} on a ring",
-                why="its blocks are full attention with plain scores, by a kernel for CPU and equal widths of keys and values",
-                fix="use context_parallel='allgather' (hotspa_context_parallel), or leave it at 'auto'",
-            )
-        if call.scaling not in self._ring:
-            self._ring[call.scaling] = _Ring(self._division, call.scaling)
-        out: Tensor = _RingFunction.apply(query, key, value, self._ring[call.scaling])
-        return out.transpose(1, 2).contiguous()  # families take views of it
+        return of_query.to(query.dtype), of_key[None], of_value[None], None, None

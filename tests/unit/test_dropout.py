@@ -172,7 +172,7 @@ def pair_mask(p=0.3, seed=1, step=2, row=3, module="layers.0.self_attn", heads=(
     masks.attentions = {attention: (module, heads[0])}
     pack = PackedSequences((length,), torch.tensor([0, length]))
     masks.begin(pack, pack_of([length], [(row, first)]))
-    drawn = pack.attention_dropout.of_call(attention, p, heads[1] - heads[0])
+    drawn = pack.attention_dropout(attention, p, heads[1] - heads[0], pack)
     return drawn.keep(0, (0, length), (0, length))
 
 
@@ -209,9 +209,9 @@ def test_a_pair_of_tokens_keeps_its_mask_in_every_pack_shard_and_block():
     masks.step, masks.attentions = 2, {attention: ("layers.0.self_attn", 0)}
     pack = PackedSequences((5, 192, 7), torch.tensor([0, 5, 197, 204]))
     masks.begin(pack, pack_of([5, 192, 7], [(8, 0), (3, 0), (-1, 0)]))
-    drawn = pack.attention_dropout.of_call(attention, 0.5, 4)
+    drawn = pack.attention_dropout(attention, 0.5, 4, pack)
     assert torch.equal(drawn.keep(1, (10, 20), (3, 20)), whole[:, 10:20, 3:20])
-    again = pack.attention_dropout.of_call(attention, 0.5, 4)  # a module that attends twice draws anew
+    again = pack.attention_dropout(attention, 0.5, 4, pack)  # a module that attends twice draws anew
     assert not torch.equal(again.keep(1, (10, 20), (3, 20)), whole[:, 10:20, 3:20])
 
 
