@@ -17,7 +17,7 @@ from torch import Tensor
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.measures import synchronize
 from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork, Part, Product
-from hf_hotspa.parallel.resized_linear import Resized
+from hf_hotspa.parallel.resized_linear import OwnColumns
 from hf_hotspa.parallel.waiting import PRODUCTS
 from hf_hotspa.stragglers.giving import Giving
 from hf_hotspa.stragglers.migration import migrate
@@ -85,13 +85,13 @@ def _sample(
     )
     count = max(round(columns * share), 1)
     kept = torch.arange(max(columns - count, 1), device=device)
-    resized = Resized(kept)
+    resized = OwnColumns(columns, columns, kept)
 
     def extract() -> None:
         for _ in range(2):  # forward and backward
             resized.take(x), resized.take(w)
-        resized.of_input(x[:, : len(kept)], columns)
-        resized.of_weight(w[:, : len(kept)], columns)
+        resized.of_input(x[:, : len(kept)])
+        resized.of_weight(w[:, : len(kept)])
 
     def compute() -> None:
         PRODUCTS.of(x[:, :count], w[:, :count].t())

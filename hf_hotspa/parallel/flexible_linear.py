@@ -20,7 +20,6 @@ Shapes: T tokens, L columns, N local outputs, C columns given away, c those of o
 """
 
 from collections.abc import Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from torch.nn import functional
 from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.flexible_work import Exchange, FlexibleWork, Part, Product
 from hf_hotspa.parallel.mesh import TensorGroup
-from hf_hotspa.parallel.resized_linear import GradientMemory, Resized, ResizedProduct
+from hf_hotspa.parallel.resized_linear import OwnColumns
 from hf_hotspa.parallel.tensor_parallel import COLWISE, ROWWISE
 from hf_hotspa.parallel.waiting import PRODUCTS
 
@@ -39,9 +38,9 @@ class _WholeProduct(torch.autograd.Function):
     """A linear of which nothing is given away: the operations of `functional.linear` and its backward, timed."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, memory: GradientMemory | None) -> Tensor:
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor | None, own: OwnColumns) -> Tensor:
         ctx.save_for_backward(x, w)
-        ctx.memory = memory
+        ctx.own = own
         return PRODUCTS.linear(x, w, bias)
 
     @staticmethod
@@ -50,8 +49,7 @@ class _WholeProduct(torch.autograd.Function):
         needs_x, needs_w, needs_bias = ctx.needs_input_grad[:3]
         dx = PRODUCTS.of(grad, w) if needs_x else None
         dw = _weight_gradient(grad, x, w) if needs_w else None
-        if dw is not None and ctx.memory is not None:
-            ctx.memory.add(dw)
+        _remember(ctx.own, dw)
         return dx, dw, grad.sum(0) if needs_bias else None, None
 
 
@@ -60,44 +58,17 @@ def _weight_gradient(grad: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return PRODUCTS.of(x.t(), grad).t() if w.stride(0) == 1 and w.shape[0] > 1 else PRODUCTS.of(grad.t(), x)
 
 
-class _OwnColumns:
-    """The columns of a product that this rank computes: the first ones, or some of them.
-
-    Args:
-        parts: What is given away.
-        columns: L.
-        resized: Which of them, where columns are left out.
-    """
-
-    def __init__(self, parts: list[Part], columns: int, resized: Resized | None) -> None:
-        self.count, self._columns, self._resized = kept_columns(parts, columns), columns, resized
-
-    def take(self, x: Tensor) -> Tensor:
-        """Of [rows, L] what is computed here."""
-        return x[:, : self.count] if self._resized is None else self._resized.take(x)
-
-    def of_input(self, product: Tensor) -> Tensor:
-        """[rows, L]: the gradient of an input, with zeros for what was given away."""
-        return self._widened(product if self._resized is None else self._resized.of_input(product, self.count))
-
-    def of_weight(self, product: Tensor) -> Tensor:
-        """The same of a weight."""
-        return self._widened(product if self._resized is None else self._resized.of_weight(product, self.count))
-
-    def _widened(self, x: Tensor) -> Tensor:
-        return x if x.shape[1] == self._columns else functional.pad(x, (0, self._columns - x.shape[1]))
+def _remember(own: OwnColumns, dw: Tensor | None) -> None:
+    if dw is not None and own.memory is not None:
+        own.memory.add(dw)
 
 
 class _ColumnProduct(torch.autograd.Function):
     """`x @ w.T` of a column-parallel linear. x [T, L] on all ranks, w [N, L]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, parts: list[Part], outputs: tuple[int, ...], resized: Resized | None,
-        memory: GradientMemory | None,
-    ) -> Tensor:  # fmt: skip
+    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns, outputs: tuple[int, ...]) -> Tensor:
         """`outputs`: N of each position."""
-        own = _OwnColumns(parts, x.shape[1], resized)
         taken = [
             part.columns(w[:, part.migration.first :] if part.gives else None, outputs[part.migration.giver], w)
             for part in parts
@@ -109,7 +80,7 @@ class _ColumnProduct(torch.autograd.Function):
             else:
                 part.sum_to_giver(PRODUCTS.of(x[:, part.span], columns.t()))
         ctx.save_for_backward(x, w, *[columns.contiguous() for columns in taken])
-        ctx.parts, ctx.outputs, ctx.own, ctx.memory = parts, outputs, own, memory
+        ctx.parts, ctx.outputs, ctx.own = parts, outputs, own
         return y
 
     @staticmethod
@@ -133,9 +104,8 @@ class _ColumnProduct(torch.autograd.Function):
                 collected = part.collect(mine, ctx.outputs[part.migration.giver], w)
                 if part.gives:
                     dw[:, part.migration.first :] = collected
-        if dw is not None and ctx.memory is not None:
-            ctx.memory.add(dw)
-        return dx, dw, None, None, None, None
+        _remember(own, dw)
+        return dx, dw, None, None, None
 
 
 def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
@@ -149,14 +119,14 @@ def _merge(part: Part, dx: Tensor, mine: Tensor | None) -> None:
         dx[:, part.migration.first :] = collected
 
 
-class _RowProduct(torch.autograd.Function):
-    """This rank's part of the sum of a row-parallel linear: `x @ w.T`. x [T, L], w [N, L], each rank its own L."""
+class RowProduct(torch.autograd.Function):
+    """This rank's part of the sum of a row-parallel linear: `x @ w.T`. x [T, L], w [N, L], each rank its own L.
+
+    Where nothing is given away, and columns are left out alone, it is the product of any linear.
+    """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, w: Tensor, parts: list[Part], resized: Resized | None, memory: GradientMemory | None
-    ) -> Tensor:
-        own = _OwnColumns(parts, x.shape[1], resized)
+    def forward(ctx: Any, x: Tensor, w: Tensor, parts: list[Part], own: OwnColumns) -> Tensor:
         taken = []
         for part in parts:
             first = part.migration.first
@@ -171,7 +141,7 @@ class _RowProduct(torch.autograd.Function):
             if merged != part.gives:
                 y = y + mine
         ctx.save_for_backward(x, w, *taken)
-        ctx.parts, ctx.own, ctx.memory = parts, own, memory
+        ctx.parts, ctx.own = parts, own
         return y
 
     @staticmethod
@@ -194,14 +164,8 @@ class _RowProduct(torch.autograd.Function):
                     dx[:, part.migration.first :] = collected[:tokens]
                 if dw is not None:
                     dw[:, part.migration.first :] = collected[rows - w.shape[0] :]
-        if dw is not None and ctx.memory is not None:
-            ctx.memory.add(dw)
-        return dx, dw, None, None, None
-
-
-def kept_columns(parts: list[Part], columns: int) -> int:
-    """How many columns this rank does not give away: the first ones."""
-    return next((part.migration.first for part in parts if part.gives), columns)
+        _remember(own, dw)
+        return dx, dw, None, None
 
 
 class FlexibleLinear:
@@ -233,27 +197,23 @@ class FlexibleLinear:
         weight = self._linear.weight
         if not torch.is_grad_enabled():
             return functional.linear(x, weight, bias)
-        work, name = self._work, self._name
-        parts = [Part(migration, work) for migration in work.migrations(self._columns)]
+        parts = [Part(migration, self._work) for migration in self._work.migrations(self._columns)]
         rows = x.reshape(-1, x.shape[-1])
-        memory = work.memory(name)
-        resized = work.resize(name, rows, weight.shape[0], kept_columns(parts, rows.shape[1]))
+        own = self._work.own_columns(self._name, rows, weight.shape[0], parts)
         added = bias
-        if parts and self._outputs is None:
-            y = _RowProduct.apply(rows, weight, parts, resized, memory)
-        elif parts:
-            y = _ColumnProduct.apply(rows, weight, parts, self._outputs, resized, memory)
-        elif resized is not None:
-            y = ResizedProduct.apply(rows, weight, resized)
+        if parts and self._outputs is not None:
+            y = _ColumnProduct.apply(rows, weight, parts, own, self._outputs)
+        elif parts or own.kept is not None:
+            y = RowProduct.apply(rows, weight, parts, own)
         else:
             added = None
-            y = _WholeProduct.apply(rows, weight, bias, memory)
+            y = _WholeProduct.apply(rows, weight, bias, own)
         whole: Tensor = y.view(*x.shape[:-1], y.shape[-1])
         return whole if added is None else whole + added
 
-
-def _with_bias(x: Tensor, *, flexible: FlexibleLinear, linear: nn.Linear) -> Tensor:
-    return flexible(x, linear.bias)
+    def with_bias(self, x: Tensor) -> Tensor:
+        """The linear's own forward."""
+        return self(x, self._linear.bias)
 
 
 def make_flexible(
@@ -283,6 +243,7 @@ def make_flexible(
         if style == ROWWISE:
             linear.hotspa_product = FlexibleLinear(name, linear, work, cut, None)  # type: ignore[assignment]
         else:
-            flexible = FlexibleLinear(name, linear, work, (linear.in_features,) * tensor_group.size, cut)
-            linear.forward = partial(_with_bias, flexible=flexible, linear=linear)
+            linear.forward = FlexibleLinear(
+                name, linear, work, (linear.in_features,) * tensor_group.size, cut
+            ).with_bias
     return work

@@ -5,7 +5,8 @@ A column is an index of the contraction of a product. A rank that gives leaves i
 or PriDiff (`stragglers/columns.py`). A rank may do both. The products are in `flexible_linear`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from hf_hotspa.parallel.mesh import TensorGroup
-from hf_hotspa.parallel.resized_linear import GradientMemory, Resized
+from hf_hotspa.parallel.resized_linear import GradientMemory, OwnColumns
 from hf_hotspa.parallel.waiting import CLOCK
 from hf_hotspa.stragglers.columns import LayerColumns, Resizing, choose_columns
 from hf_hotspa.stragglers.migration import Migration, migrate
@@ -102,14 +103,30 @@ class FlexibleWork:
         """Columns are chosen by these statistics from now on."""
         self.variation, self.lineage, self.left_out = variation, {}, {}
 
-    def kept(self, name: str, own: int, columns: int) -> LayerColumns:
+    def own_columns(self, name: str, x: Tensor, outputs: int, parts: "Sequence[Part]") -> OwnColumns:
         """The columns that this rank computes of a product.
 
         Args:
             name: Of the linear.
-            own: How many columns it has not given away: the first ones.
-            columns: All of its columns; the share that is left out counts on these.
+            x: [T, L], its input. The share that is left out counts on L.
+            parts: What is given away.
         """
+        columns = x.shape[1]
+        own = OwnColumns(
+            next((part.migration.first for part in parts if part.gives), columns),
+            columns,
+            imputation=self.resizing.imputation,
+            memory=self.memory(name),
+        )
+        if self.resized <= 0.0:
+            return own
+        kept = self.kept(name, own.count, columns).kept
+        self._all += float(x.numel() * outputs)
+        self._left += float(x.shape[0] * (own.count - len(kept)) * outputs)
+        return replace(own, kept=torch.tensor(kept, device=x.device))
+
+    def kept(self, name: str, own: int, columns: int) -> LayerColumns:
+        """What is kept of the first `own` of the columns of a product, where a share of all of them is left out."""
         if name not in self.lineage:
             known = self.variation.get(name)
             self.lineage[name] = choose_columns(
@@ -122,20 +139,6 @@ class FlexibleWork:
             )
             self.left_out.setdefault(name, set()).update(self.lineage[name].pruned)
         return self.lineage[name]
-
-    def resize(self, name: str, x: Tensor, outputs: int, own: int) -> Resized | None:
-        """How a product is resized; None where it is not.
-
-        Args:
-            x: [T, L], its input.
-            own: See `kept`.
-        """
-        if self.resized <= 0.0:
-            return None
-        kept = self.kept(name, own, x.shape[1]).kept
-        self._all += float(x.numel() * outputs)
-        self._left += float(x.shape[0] * (own - len(kept)) * outputs)
-        return Resized(torch.tensor(kept, device=x.device), self.resizing.imputation, self.memory(name))
 
     def memory(self, name: str) -> GradientMemory | None:
         """What keeps the gradient of a weight from one mini-batch to the next, where that is asked for."""

@@ -8,12 +8,10 @@ Shapes: T tokens, L columns, K kept columns, N local outputs.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
+from torch.nn import functional
 
-from hf_hotspa.parallel.waiting import PRODUCTS
 from hf_hotspa.stragglers.columns import IMPUTATIONS
 
 
@@ -47,55 +45,43 @@ class GradientMemory:
 
 
 @dataclass(frozen=True)
-class Resized:
-    """How a product is resized.
+class OwnColumns:
+    """The columns of a product that this rank computes: the first ones, or some of these.
 
     Args:
-        kept: int64 [K], ascending: among the columns that this rank would compute itself.
-        imputation: What the others' gradients are: one of `IMPUTATIONS`.
+        count: How many columns it does not give away: the first ones.
+        columns: L.
+        kept: int64 [K], ascending: of the first ones those that are not left out; None for all.
+        imputation: What the gradients of those left out are: one of `IMPUTATIONS`.
         memory: Of the weight's gradient, for "same".
     """
 
-    kept: Tensor
+    count: int
+    columns: int
+    kept: Tensor | None = None
     imputation: str = IMPUTATIONS[0]
     memory: GradientMemory | None = None
 
     def take(self, x: Tensor) -> Tensor:
-        """[rows, K] of [rows, L]."""
-        return x.index_select(1, self.kept)
+        """Of [rows, L] what is computed here."""
+        return x[:, : self.count] if self.kept is None else x.index_select(1, self.kept)
 
-    def of_input(self, product: Tensor, columns: int) -> Tensor:
-        """[rows, L], the gradient of an input: see `imputed`."""
-        return imputed(product, self.kept, columns, self.imputation)
+    def of_input(self, product: Tensor) -> Tensor:
+        """[rows, L]: the gradient of an input, imputed where columns were left out, and 0 where they were given away."""
+        return self._whole(product, None)
 
-    def of_weight(self, product: Tensor, columns: int) -> Tensor:
-        """[N, L], the gradient of a weight."""
-        before = self.memory.columns_left() if self.memory is not None else None
-        return imputed(product, self.kept, columns, self.imputation, before)
+    def of_weight(self, product: Tensor) -> Tensor:
+        """[N, L]: the same of a weight."""
+        return self._whole(product, None if self.memory is None else self.memory.columns_left())
 
-
-class ResizedProduct(torch.autograd.Function):
-    """`x[:, K] @ w[:, K].T`. x [T, L], w [N, L]."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, resized: Resized) -> Tensor:
-        """`resized`: which columns, and what becomes of the others."""
-        ctx.save_for_backward(x, w)
-        ctx.resized = resized
-        return PRODUCTS.of(resized.take(x), resized.take(w).t())
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, w = ctx.saved_tensors
-        resized = ctx.resized
-        dx = dw = None
-        if ctx.needs_input_grad[0]:
-            dx = resized.of_input(PRODUCTS.of(grad, resized.take(w)), x.shape[1])
-        if ctx.needs_input_grad[1]:
-            dw = resized.of_weight(PRODUCTS.of(grad.t(), resized.take(x)), w.shape[1])
-            if resized.memory is not None:
-                resized.memory.add(dw)
-        return dx, dw, None
+    def _whole(self, product: Tensor, before: Tensor | None) -> Tensor:
+        if self.kept is not None:
+            product = imputed(product, self.kept, self.count, self.imputation, before)
+        return (
+            product
+            if product.shape[1] == self.columns
+            else functional.pad(product, (0, self.columns - product.shape[1]))
+        )
 
 
 def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before: Tensor | None = None) -> Tensor:

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from hf_hotspa.parallel.resized_linear import GradientMemory, Resized, ResizedProduct, imputed
+from hf_hotspa.parallel.flexible_linear import RowProduct
+from hf_hotspa.parallel.resized_linear import GradientMemory, OwnColumns, imputed
 from hf_hotspa.stragglers.columns import LayerColumns, random_columns
 
 TOKENS, COLUMNS, OUTPUTS = 7, 12, 5
@@ -21,7 +22,7 @@ def tensors():
 
 def run(x, w, grad, kept, imputation="zero", memory=None):
     x, w = x.clone().requires_grad_(), w.clone().requires_grad_()
-    y = ResizedProduct.apply(x, w, Resized(torch.tensor(kept), imputation, memory))
+    y = RowProduct.apply(x, w, [], OwnColumns(COLUMNS, COLUMNS, torch.tensor(kept), imputation, memory))
     y.backward(grad)
     return y.detach(), x.grad, w.grad
 
