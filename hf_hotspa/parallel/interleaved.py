@@ -57,11 +57,10 @@ class InterleavedRun:
         Returns:
             fp64 scalar: the sum of the scaled losses where the pipeline ends, 0 elsewhere.
         """
-        is_trained = any(turn.is_backward for turn in order)
         for turn in order:
             target = turn.stage + (-1 if turn.is_backward else 1)
             if turn.stage % self._num_ranks == self._index:
-                made = self._backward(turn) if turn.is_backward else self._forward(turn, is_trained)
+                made = self._backward(turn) if turn.is_backward else self._forward(turn)
                 if made is not None:
                     self._post(dist.isend, made, turn, target)
             elif 0 <= target < self._num_stages and target % self._num_ranks == self._index:
@@ -106,9 +105,9 @@ class InterleavedRun:
             work.wait()
         return tensor
 
-    def _forward(self, turn: Turn, is_trained: bool) -> Tensor | None:
+    def _forward(self, turn: Turn) -> Tensor | None:
         stage, chunk, key = self._stage(turn.stage), self._chunk(turn), (turn.stage, turn.unit)
-        hidden = None
+        hidden, is_trained = None, torch.is_grad_enabled()
         if not stage.is_first:
             hidden = self._take(Turn(turn.stage - 1, turn.unit, False)).requires_grad_(is_trained)
         out = chunk.forward(stage, hidden, self._scale)

@@ -23,7 +23,6 @@ Every rank of a pipeline sees the same micro-batches and therefore makes the sam
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -110,7 +109,7 @@ class PipelineRunner:
         chains = self._packs.chains(micro_batches)
         if self._group is None:
             return self._run_alone(chains, scale)
-        chunks = [chunk for chain in chains for chunk in chain]
+        chunks = _joined(chains)
         tokens = [chunk.micro_batch.num_tokens for chunk in chunks]
         sizes = [len(chain) for chain in chains] if len(chunks) > len(micro_batches) else []
         if self._rounds > 1:
@@ -119,23 +118,22 @@ class PipelineRunner:
                 self._say_once(turns, most_tokens)
                 return self._interleaved(micro_batches, scale).run(turns.order)
             padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, turns.tokens, strict=True)]
-            return self._torch.run_all(turns.kind, padded, scale)
+            loss = self._torch.run(turns.kind, padded, scale)
+            assert loss is not None  # it has got so many packs
+            return loss
         if joint is not None:
-            return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, joint)
+            return self._own(chunks, scale, joint)
         passes = choose_passes(self._schedule, tokens, self._num_stages, most_tokens, sizes)
         if passes.kind == "own":
             self._say_once(passes, most_tokens)
-            own = OneForwardOneBackward(self._stage, self._group, self._index)
-            return own.run(chunks, scale, passes.operations(self._index))
+            return self._own(chunks, scale, passes.operations(self._index))
         loss = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         padded = [m.padded_to(n, self._pad_token_id) for m, n in zip(micro_batches, passes.tokens, strict=True)]
         for first, end in passes.groups:
             of_passes = self._torch.run(passes.kind, padded[first:end], scale)
             if of_passes is None:  # ours holds as much with fewer packs than stages
-                own = OneForwardOneBackward(self._stage, self._group, self._index)
-                alone = [chunk for chain in self._packs.chains(padded[first:end]) for chunk in chain]
                 order = choose_passes("own", passes.tokens[first:end], self._num_stages).operations(self._index)
-                of_passes = own.run(alone, scale, order)
+                of_passes = self._own(_joined(self._packs.chains(padded[first:end])), scale, order)
             loss += of_passes
         return loss
 
@@ -143,13 +141,13 @@ class PipelineRunner:
     def run_forward(self, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         """Forward only, in our own order whatever the schedule; arguments and result as for `run`."""
         chains = self._packs.chains(micro_batches)
-        chunks = [chunk for chain in chains for chunk in chain]
+        chunks = _joined(chains)
         if self._rounds > 1:
             tokens, sizes = [chunk.micro_batch.num_tokens for chunk in chunks], list(map(len, chains))
             order = interleaved_order(tokens, self._num_stages, self._rounds, None, sizes, is_trained=False)
             return self._interleaved(micro_batches, scale).run(order)
         if self._group is not None:
-            return OneForwardOneBackward(self._stage, self._group, self._index).run_forward(chunks, scale)
+            return self._own(chunks, scale, [(i, False) for i in range(len(chunks))])
         total = torch.zeros((), dtype=torch.float64, device=self._stage.device)
         for chunk in chunks:
             total += chunk.forward(self._stage, None, scale)
@@ -157,9 +155,13 @@ class PipelineRunner:
         loss_of_packs(chunks, self._stage.losses)
         return total
 
+    def _own(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
+        assert self._group is not None
+        return OneForwardOneBackward(self._stage, self._group, self._index).run(chunks, scale, order)
+
     def _interleaved(self, micro_batches: Sequence[MicroBatch], scale: float) -> InterleavedRun:
         assert self._group is not None
-        of_stages = [[c for chain in self._packs.chains(micro_batches) for c in chain] for _ in self._stages]
+        of_stages = [_joined(self._packs.chains(micro_batches)) for _ in self._stages]
         return InterleavedRun(self._stages, self._group, self._index, of_stages, scale)
 
     def _say_once(self, passes: Passes | InterleavedPasses, most_tokens: int | None) -> None:
@@ -182,16 +184,12 @@ class PipelineRunner:
         return total
 
 
+def _joined(chains: Sequence[list[Chunk]]) -> list[Chunk]:
+    return [chunk for chain in chains for chunk in chain]
+
+
 _Message = tuple[Tensor, int, int]
 """Tensor, neighbour, tag; tags keep forward and backward of each chunk apart on gloo."""
-
-
-@dataclass
-class _InFlight:
-    """A chunk, or a whole micro-batch, between its forward and its backward."""
-
-    hidden: Tensor | None
-    out: Tensor
 
 
 class OneForwardOneBackward:
@@ -199,13 +197,13 @@ class OneForwardOneBackward:
 
     What a stage sends to a neighbour and receives from the same neighbour next is posted as one batch: two blocking
     operations on a pair's NCCL communicator could wait for each other. Sends stay pending until the end, so that a
-    stage never waits for its receiver.
+    stage never waits for its receiver. Without gradients nothing is kept for a backward.
     """
 
     def __init__(self, stage: Stage, group: dist.ProcessGroup, index: int) -> None:
         self._stage, self._group, self._index = stage, group, index
         self._pending: list[tuple[Any, Tensor | None]] = []
-        self._in_flight: dict[int, _InFlight] = {}
+        self._in_flight: dict[int, tuple[Tensor | None, Tensor]] = {}  # what went into a forward, and what came out
         self._loss = torch.zeros((), dtype=torch.float64, device=stage.device)
 
     def run(self, chunks: Sequence[Chunk], scale: float, order: Sequence[Operation]) -> Tensor:
@@ -216,20 +214,9 @@ class OneForwardOneBackward:
             if is_backward:
                 message = self._backward(chunks[i], i, received)
             else:
-                message = self._forward_message(self._forward(chunks, i, received, scale), i)
+                out = self._forward(chunks, i, received, scale)
+                message = None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
         self._exchange(message, None)
-        return self._end(chunks)
-
-    def run_forward(self, chunks: Sequence[Chunk], scale: float) -> Tensor:
-        for i, chunk in enumerate(chunks):
-            hidden = self._exchange(None, self._wanted_hidden(chunks, i))
-            out = self._forward(chunks, i, hidden, scale)
-            del self._in_flight[i]
-            chunk.forget()
-            self._exchange(self._forward_message(out, i), None)
-        return self._end(chunks)
-
-    def _end(self, chunks: Sequence[Chunk]) -> Tensor:
         with CLOCK.waiting:
             for work, _ in self._pending:
                 work.wait()
@@ -255,28 +242,28 @@ class OneForwardOneBackward:
     def _wanted_gradient(self, i: int) -> _Message | None:
         if self._stage.is_last:
             return None
-        out = self._in_flight[i].out
-        return torch.empty(out.shape, dtype=out.dtype, device=out.device), self._index + 1, 2 * i + 1
-
-    def _forward_message(self, out: Tensor, i: int) -> _Message | None:
-        return None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
+        gradient = torch.empty_like(self._in_flight[i][1], memory_format=torch.contiguous_format)
+        return gradient, self._index + 1, 2 * i + 1
 
     def _forward(self, chunks: Sequence[Chunk], i: int, hidden: Tensor | None, scale: float) -> Tensor:
         if hidden is not None:
             hidden.requires_grad_()
         out = chunks[i].forward(self._stage, hidden, scale)
-        self._in_flight[i] = _InFlight(hidden, out)
+        if torch.is_grad_enabled():
+            self._in_flight[i] = hidden, out
+        else:
+            chunks[i].forget()
         if self._stage.is_last:
             self._loss += out.detach()
         return out
 
     def _backward(self, chunk: Chunk, i: int, grad: Tensor | None) -> _Message | None:
-        state = self._in_flight.pop(i)
-        chunk.backward(self._stage, state.out, grad)
-        if state.hidden is None:
+        hidden, out = self._in_flight.pop(i)
+        chunk.backward(self._stage, out, grad)
+        if hidden is None:
             return None
-        assert state.hidden.grad is not None
-        return state.hidden.grad.contiguous(), self._index - 1, 2 * i + 1
+        assert hidden.grad is not None
+        return hidden.grad.contiguous(), self._index - 1, 2 * i + 1
 
     def _exchange(self, send: _Message | None, receive: _Message | None) -> Tensor | None:
         """Posts a send and a receive together; returns what was received."""
@@ -340,13 +327,6 @@ class _TorchSchedules:
             if len(micro_batches) >= self._mesh.strategy.pp:
                 raise
             return None
-        return self._run(schedule, micro_batches, scale)
-
-    def run_all(self, kind: str, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
-        """The loss, of a schedule that takes so many packs."""
-        return self._run(self._make(kind, micro_batches), micro_batches, scale)
-
-    def _run(self, schedule: Any, micro_batches: Sequence[MicroBatch], scale: float) -> Tensor:
         for module in self._modules:
             module.micro_batches, module.scale = micro_batches, scale
         is_first, is_last = self._stages[0].is_first, self._stages[-1].is_last
