@@ -41,7 +41,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
-from hf_hotspa.parallel.router_loss import AttachLoss, ChunkPrefix, RouterLoss
+from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
 from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_heads
@@ -332,7 +332,7 @@ class Replica:
         else:
             out = self._base(**inputs).last_hidden_state
             beside = self._balance(whole, division, scale, prefix)
-            out = out if beside is None else AttachLoss.apply(out, beside)
+            out = out if beside is None else attach_loss(out, beside)
         self._after_forward()
         if self.experts is not None:
             self.experts.is_counting = False  # a layer that is computed again in the backward has been counted

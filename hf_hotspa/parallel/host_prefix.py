@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_hotspa.parallel.collectives import with_gradient
+
 Pair = tuple[Tensor, Tensor]
 """Keys and values, [1, K, P, D] each."""
 
@@ -92,7 +94,7 @@ class PrefixFetcher:
             current.wait_event(copies.there)
             for copy in copies.pair:
                 copy.record_stream(current)  # was allocated on the other stream
-        keys, values = (_Fetched.apply(host, copy) for host, copy in zip(pair, copies.pair, strict=True))
+        keys, values = map(_in_graph, pair, copies.pair)
         return keys, values
 
     def _after(self, index: int, count: int) -> int | None:
@@ -121,12 +123,7 @@ def _to_device(host: Tensor, device: torch.device) -> Tensor:
     return copy
 
 
-class _Fetched(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, host: Tensor, copy: Tensor) -> Tensor:
-        ctx.device = host.device
-        return copy.view_as(copy)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, None]:
-        return gradients[0].to(ctx.device), None
+def _in_graph(host: Tensor, copy: Tensor) -> Tensor:
+    """A copy whose gradient goes to the tensor in host memory."""
+    device = host.device
+    return with_gradient(lambda _, copy: copy.view_as(copy), lambda grad: (grad.to(device), None), host, copy)

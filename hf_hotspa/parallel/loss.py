@@ -7,12 +7,14 @@ transformers computes: `(1 - e) * -log p[label] + e * mean over the vocabulary o
 Shapes: T packed tokens, V local vocabulary rows.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.waiting import CLOCK
 
 IGNORE = -100
@@ -116,18 +118,7 @@ def vocab_parallel_log_probabilities(
     return log_probabilities
 
 
-class _Nothing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor) -> Tensor:
-        ctx.save_for_backward(logits)
-        return torch.zeros((), dtype=torch.float64, device=logits.device)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        return torch.zeros_like(ctx.saved_tensors[0])
-
-
 def of_nothing(logits: Tensor, tokens: slice) -> Tensor:
     """The loss 0 of logits [t, V] that are of no token of a pack; its gradient is 0, whatever they are."""
-    loss: Tensor = _Nothing.apply(logits)
-    return loss
+    zeros = partial(torch.zeros, logits.shape, dtype=logits.dtype, device=logits.device)
+    return with_gradient(lambda x: torch.zeros((), dtype=torch.float64, device=x.device), lambda _: zeros(), logits)

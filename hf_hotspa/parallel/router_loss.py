@@ -19,7 +19,6 @@ summed is exactly the gradient of the whole (`ChunkRouters`).
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
@@ -29,6 +28,7 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.attention import Prefix, names_in_forward
+from hf_hotspa.parallel.collectives import with_gradient
 from hf_hotspa.parallel.loss import IGNORE
 
 _FUNCTION = "load_balancing_loss_func"
@@ -73,17 +73,9 @@ def _recorder(model: PreTrainedModel) -> Any:
     return None
 
 
-@dataclass
-class SequenceRouters:
-    """What the chunks of one sequence leave of their routers.
-
-    Args:
-        logits: By chunk, of each router [tokens, E], without a graph.
-        num_labels: By chunk, its label tokens.
-    """
-
-    logits: dict[int, list[Tensor]] = field(default_factory=dict)
-    num_labels: dict[int, int] = field(default_factory=dict)
+RoutersOfChunks = dict[int, tuple[list[Tensor], int]]
+"""What the chunks of one sequence leave, by chunk: of each router its logits [tokens, E], without a graph, and the chunk's
+label tokens."""
 
 
 class ChunkRouters:
@@ -95,7 +87,7 @@ class ChunkRouters:
         is_last: Whether the sequence ends in it.
     """
 
-    def __init__(self, sequence: SequenceRouters, index: int, is_last: bool) -> None:
+    def __init__(self, sequence: RoutersOfChunks, index: int, is_last: bool) -> None:
         self.is_last = is_last
         self._sequence, self._index = sequence, index
         self._in_graph: list[Tensor] = []
@@ -104,7 +96,7 @@ class ChunkRouters:
     @property
     def num_labels(self) -> int:
         """Of the sequence, as far as its chunks have run."""
-        return sum(self._sequence.num_labels.values())
+        return sum(num_labels for _, num_labels in self._sequence.values())
 
     def leave(self, logits: Sequence[Tensor], num_labels: int, loss_of: Callable[[Tensor, int], Tensor]) -> None:
         """Takes what the forward gave.
@@ -114,13 +106,12 @@ class ChunkRouters:
             num_labels: The chunk's.
             loss_of: The loss of the logits [T, E] of a router for a sequence with so many label tokens.
         """
-        self._sequence.logits[self._index] = [own.detach() for own in logits]
-        self._sequence.num_labels[self._index] = num_labels
+        self._sequence[self._index] = [own.detach() for own in logits], num_labels
         self._in_graph, self._loss_of = list(logits), loss_of
 
     def whole(self, router: int, own: Tensor) -> Tensor:
         """[T, E] of the sequence, in which this chunk's are `own`."""
-        parts = {**{i: logits[router] for i, logits in self._sequence.logits.items()}, self._index: own}
+        parts = {**{i: logits[router] for i, (logits, _) in self._sequence.items()}, self._index: own}
         return torch.cat([parts[i] for i in sorted(parts)])
 
     def roots(self) -> list[tuple[Tensor, Tensor]]:
@@ -233,15 +224,7 @@ class RouterLoss:
         return loss.double() * (num_labels * scale * self._coefficient / self._num_layers)
 
 
-class AttachLoss(torch.autograd.Function):
+def attach_loss(hidden: Tensor, loss: Tensor) -> Tensor:
     """A hidden state that carries a loss: passed on as it is, and the loss gets the gradient 1 in the backward."""
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, loss: Tensor) -> Tensor:
-        ctx.loss = loss.dtype, loss.device
-        return hidden.view_as(hidden)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
-        dtype, device = ctx.loss
-        return grad, torch.ones((), dtype=dtype, device=device)
+    one = torch.ones_like(loss)
+    return with_gradient(lambda hidden, _: hidden.view_as(hidden), lambda grad: (grad, one), hidden, loss)

@@ -33,7 +33,7 @@ from hf_hotspa.errors import ModelError
 from hf_hotspa.packing.chunk_cuts import Chain, cut_for
 from hf_hotspa.parallel.host_prefix import HostBytes, Pair, PrefixFetcher
 from hf_hotspa.parallel.prefix_attention import TakesGradients
-from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, SequenceRouters
+from hf_hotspa.parallel.router_loss import ChunkPrefix, ChunkRouters, RoutersOfChunks
 from hf_hotspa.strategy import Strategy
 
 
@@ -70,17 +70,6 @@ class Stage(Protocol):
 
 
 @dataclass
-class _Pair:
-    """Something of the keys and of the values of one attention: [1, K, S, D] each, of S tokens from a sequence's first."""
-
-    keys: Tensor
-    values: Tensor
-
-    def both(self) -> tuple[Tensor, Tensor]:
-        return self.keys, self.values
-
-
-@dataclass
 class _CutSequence:
     """What the chunks of one sequence leave for each other.
 
@@ -88,25 +77,25 @@ class _CutSequence:
         chunks: Tokens of each chunk but the last.
         num_tokens: Of them, those that are kept on this rank.
         host: Counts what is in host memory; None where it is on the device.
-        kept: Keys and values by attention module.
+        kept: Keys and values by attention module, of the tokens from the first one on.
         sums: The gradients that later chunks have added to them, in fp32 or wider.
-        routers: The logits of its routers.
+        routers: What they leave of its routers.
         fetcher: Brings what is in host memory to another device.
     """
 
     chunks: tuple[int, ...]
     num_tokens: int = 0
     host: HostBytes | None = None
-    kept: dict[nn.Module, _Pair] = field(default_factory=dict)
-    sums: dict[nn.Module, _Pair] = field(default_factory=dict)
-    routers: SequenceRouters = field(default_factory=SequenceRouters)
+    kept: dict[nn.Module, Pair] = field(default_factory=dict)
+    sums: dict[nn.Module, Pair] = field(default_factory=dict)
+    routers: RoutersOfChunks = field(default_factory=dict)
     fetcher: PrefixFetcher | None = None
 
     def keep(self, module: nn.Module, first: int, key: Tensor, value: Tensor) -> None:
         """Takes the keys and values of the tokens from `first` on."""
         if module not in self.kept:
-            self.kept[module] = _Pair(*(self._storage(x, x.dtype) for x in (key, value)))
-        for storage, x in zip(self.kept[module].both(), (key, value), strict=True):
+            self.kept[module] = self._storage(key, key.dtype), self._storage(value, value.dtype)
+        for storage, x in zip(self.kept[module], (key, value), strict=True):
             storage[:, :, first : first + x.shape[2]] = x.detach()
 
     def add(self, module: nn.Module, is_value: bool, leaf: Tensor) -> None:
@@ -130,7 +119,7 @@ class _CutSequence:
         def prefix_of(index: int) -> Pair:
             if index == at:
                 return before
-            keys, values = (x[:, :, :tokens] for x in self.kept[modules[index]].both())
+            keys, values = (x[:, :, :tokens] for x in self.kept[modules[index]])
             return keys, values
 
         return self.fetcher.fetch(at, len(modules), prefix_of)
@@ -138,8 +127,9 @@ class _CutSequence:
     def _sums_of(self, module: nn.Module, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         if module not in self.sums:
             wide = torch.promote_types(dtype, torch.float32)
-            self.sums[module] = _Pair(*(self._storage(x, wide).zero_() for x in self.kept[module].both()))
-        return self.sums[module].both()
+            keys, values = (self._storage(x, wide).zero_() for x in self.kept[module])
+            self.sums[module] = keys, values
+        return self.sums[module]
 
     def _storage(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         shape = *x.shape[:2], self.num_tokens, x.shape[3]
@@ -196,7 +186,7 @@ class _Carry:
         if not before:
             return key[:, :, :0], value[:, :, :0]
         # `data`: what later chunks write behind these tokens is no change of them, which autograd would refuse
-        leaves = [x.data[:, :, :before] for x in self._sequence.kept[module].both()]
+        leaves = [x.data[:, :, :before] for x in self._sequence.kept[module]]
         for is_value, (leaf, own) in enumerate(zip(leaves, (key, value), strict=True)):
             if own.requires_grad:
                 leaf.requires_grad_()
@@ -219,7 +209,7 @@ class _Carry:
         place, roots = slice(self.lengths[0], self.lengths[0] + self._own), []
         for module, pair in self._in_graph.items():
             if module in self._sequence.sums:
-                for own, total in zip(pair, self._sequence.sums[module].both(), strict=True):
+                for own, total in zip(pair, self._sequence.sums[module], strict=True):
                     if own.requires_grad:
                         roots.append((own, total[:, :, place].to(own)))
         return roots
