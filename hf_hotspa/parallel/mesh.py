@@ -12,7 +12,6 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from hf_hotspa.parallel import backends
@@ -116,21 +115,15 @@ class ProcessGroups:
 
     def mesh(self, strategy: Strategy) -> StrategyMesh:
         """The mesh of a strategy as this rank sees it. A collective call for all ranks of the world."""
-        me = strategy.coord(self.rank)
-        own = {axis: self._own(strategy, axis) for axis in ("tp", "pp", "cp")}
-        everyone = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
-        mesh = self._device_mesh(everyone[:, me.dp], {axis: own[axis] for axis in ("pp", "cp", "tp")})
-        axes = mesh.mesh_dim_names or () if mesh is not None else ()
-        tensor = pipeline = context = None
-        if mesh is not None and "tp" in axes:
+        mesh = self._device_mesh(strategy, ("pp", "cp", "tp"))
+        groups = dict(zip(mesh.mesh_dim_names or (), mesh.get_all_groups(), strict=True)) if mesh is not None else {}
+        tensor = None
+        if mesh is not None and "tp" in groups:
             shard_of = [strategy.shard_index(t) for t in range(strategy.tp)]
             order = tuple(shard_of.index(i) for i in range(strategy.tp))
-            tensor = TensorGroup(mesh.get_group("tp"), strategy.tp, shard_of[mesh.get_local_rank("tp")], order)
-        if mesh is not None and "pp" in axes:
-            pipeline = mesh.get_group("pp")
-        if mesh is not None and "cp" in axes:
-            context = mesh.get_group("cp")
-        return StrategyMesh(strategy, self.rank, me, tensor, pipeline, context, self._experts(strategy))
+            tensor = TensorGroup(groups["tp"], strategy.tp, shard_of[mesh.get_local_rank("tp")], order)
+        coord, experts = strategy.coord(self.rank), self._experts(strategy)
+        return StrategyMesh(strategy, self.rank, coord, tensor, groups.get("pp"), groups.get("cp"), experts)
 
     def _experts(self, strategy: Strategy) -> ExpertGroup | None:
         """This rank's group of ep, made with those of all ranks; None without ep."""
@@ -152,27 +145,19 @@ class ProcessGroups:
         A collective call for all ranks of the world: the first time for a strategy it makes the groups of replicas, which
         nothing here needs. The other groups are those that the strategy runs on.
         """
-        ranks = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
-        return self._device_mesh(ranks, {axis: self._own(strategy, axis) for axis in ("pp", "dp", "cp", "tp")})
+        return self._device_mesh(strategy, ("pp", "dp", "cp", "tp"))
 
-    def _device_mesh(self, ranks: Tensor, groups: dict[str, dist.ProcessGroup | None]) -> DeviceMesh | None:
-        """A torch mesh on groups that exist already, over the axes of degree above 1.
-
-        Args:
-            ranks: The global ranks, int64, one dim for each axis.
-            groups: This rank's group on each axis, outermost first; None where the degree is 1.
-        """
-        joined = {name: group for name, group in groups.items() if group is not None}
-        if not joined:
+    def _device_mesh(self, strategy: Strategy, axes: tuple[str, ...]) -> DeviceMesh | None:
+        """A torch mesh over those of some axes, outermost first, that are above 1: of all ranks, or without dp of a replica's."""
+        groups = {axis: group for axis in axes if (group := self._own(strategy, axis)) is not None}
+        if not groups:
             return None
-        shape = [size for size in ranks.shape if size > 1]
-        mesh = ranks.reshape(shape).int()
-        return DeviceMesh.from_group(
-            list(joined.values()) if len(joined) > 1 else next(iter(joined.values())),
-            self.device.type,
-            mesh=mesh,
-            mesh_dim_names=tuple(joined),
-        )
+        ranks = torch.arange(strategy.world_size).view(strategy.pp, strategy.dp, strategy.cp, strategy.tp)
+        if "dp" not in axes:
+            ranks = ranks[:, strategy.coord(self.rank).dp]
+        mesh = ranks.reshape([size for size in ranks.shape if size > 1]).int()
+        own = list(groups.values()) if len(groups) > 1 else next(iter(groups.values()))
+        return DeviceMesh.from_group(own, self.device.type, mesh=mesh, mesh_dim_names=tuple(groups))
 
     @staticmethod
     def _joined(*groups: dist.ProcessGroup | None) -> list[dist.ProcessGroup]:
