@@ -24,7 +24,6 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
     """Compares the model with what its class builds from its config.
 
     Args:
-        description: What was read from it.
         weights: The folder that its weights will be read from; None where it holds them.
 
     Raises:

@@ -14,9 +14,6 @@ from hf_hotspa.parallel.attention import ATTENTION
 def build_skeleton(description: ModelDescription) -> Any:
     """The whole model with parameters on the meta device and buffers as the class computes them.
 
-    Args:
-        description: The model as plain data.
-
     Returns:
         An instance of `description.model_class` that attends with the packed attention, without a PEFT wrapper.
     """

@@ -230,14 +230,8 @@ def describe_model(
     head = _module_name(bare, bare.get_output_embeddings(), "output embedding (language-model head)")
     prefixes = tuple(f"{base}.{name}." for name in layers)
     modules = [layer for name in layers for layer in base_model.get_submodule(name).children()]
-    layer_units = {
-        f"{prefix}{index}.": unit
-        for unit, (prefix, index) in enumerate(
-            (prefix, index)
-            for prefix, name in zip(prefixes, layers, strict=True)
-            for index, _ in base_model.get_submodule(name).named_children()
-        )
-    }
+    names_of_layers = [f"{base}.{n}.{i}." for n in layers for i, _ in base_model.get_submodule(n).named_children()]
+    layer_units = {name: unit for unit, name in enumerate(names_of_layers)}
     plan, counted = TensorPlan(bare, prefixes, embedding, head), counting_from(base_model, text.model_type)
     kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
     fused = experts.fused_experts(plan.modules, prefixes)

@@ -8,7 +8,6 @@ reason is kept, so that a user can see what tp does not divide.
 """
 
 import re
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,14 +29,8 @@ from hf_hotspa.parallel.tensor_parallel import (
     VOCABULARY_HEAD,
 )
 
-PLAN_STYLES = {
-    "colwise": COLWISE,
-    "colwise_rep": COLWISE_GATHER,
-    "colwise_gather_output": COLWISE_GATHER,
-    "rowwise": ROWWISE,
-    "rowwise_rep": ROWWISE_SPLIT,
-    "rowwise_split_input": ROWWISE_SPLIT,
-}
+_OLDER_NAMES = {"colwise_rep": COLWISE_GATHER, "rowwise_rep": ROWWISE_SPLIT}
+"""Of styles in plans; others are as in `parallel.tensor_parallel`."""
 PARTIAL_GRADIENT, LATENT_STYLE = "replicated_with_grad_allreduce", "mla_kv_a_proj"
 EXPERTS_STYLE, IDENTITY_STYLE, LOCAL_STYLE = "moe_tp_experts", "moe_identity_expert", "local_params"
 PACKED_COLWISE, PACKED_ROWWISE = "packed_colwise", "packed_rowwise"
@@ -125,7 +118,7 @@ class TensorPlan:
         self.modules = without_adapters(model)
         self.layer_prefixes = layer_prefixes
         self.has_plan = bool(model.config.get_text_config().base_model_tp_plan)
-        self._plan: Mapping[str, str] = dict(model.tp_plan or {})
+        self._plan = {name: _OLDER_NAMES.get(style, style) for name, style in (model.tp_plan or {}).items()}
         self._num_heads, self._num_kv_heads = head_counts(model.config)
         self.styles = {embedding: VOCABULARY_EMBEDDING, head: VOCABULARY_HEAD}
         self.cuts: dict[str, Cut] = {}
@@ -177,8 +170,7 @@ class TensorPlan:
             return self._cut_experts(name, block)
         cut = _Found()
         local: dict[str, str] = {}
-        for leaf, planned in block.modules.items():
-            style = PLAN_STYLES.get(planned, planned)
+        for leaf, style in block.modules.items():
             if style in _GATHERED and self._stays_local(name, leaf):
                 style = COLWISE if style == COLWISE_GATHER else ROWWISE
             if style in _GATHERED:
@@ -232,8 +224,7 @@ class TensorPlan:
         return leaf in ("gate_up_proj", "down_proj") and self._fused_mlp(name)
 
     def _gathered_pair(self, first: str, second: str) -> bool:
-        styles = [PLAN_STYLES.get(self._planned(name) or "") for name in (first, second)]
-        return styles == [COLWISE_GATHER, ROWWISE_SPLIT]
+        return (self._planned(first), self._planned(second)) == (COLWISE_GATHER, ROWWISE_SPLIT)
 
     def _fused_attention(self, name: str) -> bool:
         attention, qkv = self.modules[name], self.modules.get(f"{name}.qkv_proj")

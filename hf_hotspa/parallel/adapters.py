@@ -264,12 +264,7 @@ def _scalings(bare: Any, name: str) -> dict[str, float]:
 
 
 def inject(model: Any, adapters: Adapters) -> None:
-    """Puts the LoRA layers into a fresh model of the same class, with parameters on the meta device.
-
-    Args:
-        model: As its class builds it from its config; changed in place.
-        adapters: Of the model to copy.
-    """
+    """Puts the LoRA layers into a fresh model as its class builds it from its config, with parameters on the meta device."""
     from peft import inject_adapter_in_model
 
     # a copy: injection writes the target modules that it found into the config
@@ -277,12 +272,7 @@ def inject(model: Any, adapters: Adapters) -> None:
 
 
 def save_config(model: Any, folder: Path) -> None:
-    """Writes `adapter_config.json` as `PeftModel.save_pretrained` does.
-
-    Args:
-        model: The `PeftModel`.
-        folder: An existing directory.
-    """
+    """Writes `adapter_config.json` of a `PeftModel` into an existing folder, as its `save_pretrained` does."""
     [config] = copy.deepcopy(list(model.peft_config.values()))
     bare, _ = bare_model(model)
     config.base_model_name_or_path = config.base_model_name_or_path or bare.__dict__.get("name_or_path") or None

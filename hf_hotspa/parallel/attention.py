@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import accumulate, zip_longest
+from types import CodeType
 from typing import Any, Protocol
 
 import torch
@@ -198,6 +199,11 @@ class PackedSequences:
             )
 
 
+def code_of_forward(module: nn.Module) -> CodeType | None:
+    """The code of a module's own forward, inside of decorators; None where it is not Python."""
+    return getattr(inspect.unwrap(type(module).forward), "__code__", None)
+
+
 def calls_attention(module: nn.Module) -> bool:
     """Whether a module's own forward goes through the attention interface of transformers, hence comes here."""
     return "ALL_ATTENTION_FUNCTIONS" in names_in_forward(module)
@@ -206,14 +212,14 @@ def calls_attention(module: nn.Module) -> bool:
 def num_attends(module: nn.Module) -> int:
     """How often the forward of a module that `calls_attention` names the function that it got from the interface, hence
     calls it; 1 where that cannot be seen."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = code_of_forward(module)
     loads = [] if code is None else [i for i in dis.get_instructions(code) if i.opname.startswith("LOAD_FAST")]
     return max(sum(i.argval == "attention_interface" for i in loads), 1)
 
 
 def names_in_forward(module: nn.Module) -> frozenset[str]:
     """The names that a module's own forward uses: globals, attributes, and keywords of calls."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
+    code = code_of_forward(module)
     if code is None:
         return frozenset()
     keywords = (name for const in code.co_consts if isinstance(const, tuple) for name in const if isinstance(name, str))

@@ -90,15 +90,11 @@ def world_for_host_tensors(timeout: timedelta | None = None) -> dist.ProcessGrou
     return host_group(timeout=timeout)
 
 
-def abort(groups: Iterable[dist.ProcessGroup]) -> int:
+def abort(groups: Iterable[dist.ProcessGroup]) -> None:
     """Aborts the groups whose ranks would wait for a peer for ever, after a failure. Not collective.
 
     Nothing can be done with such a group afterwards. Groups that wake their ranks are left alone.
-
-    Returns:
-        How many were aborted.
     """
-    stuck = [group for group in groups if not abilities(group).wakes_ranks]
-    for group in stuck:
-        group.abort()
-    return len(stuck)
+    for group in groups:
+        if not abilities(group).wakes_ranks:
+            group.abort()

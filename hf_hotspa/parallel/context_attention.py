@@ -48,7 +48,6 @@ def divided_pack(
     """This rank's row of a pack, and the row as attention sees it.
 
     Args:
-        division: The pack, divided.
         whole: The pack.
         prefix: What comes before its first sequence.
         dropout: Learns of the whole pack, where attention will see it.
@@ -107,8 +106,7 @@ class _CutTokens:
     """Where the tokens of cut sequences are, on this rank and among those of all ranks.
 
     Args:
-        division: The pack, divided.
-        before: The chunks before it of its first sequence, divided.
+        before: The chunks before the pack of its first sequence, divided.
     """
 
     def __init__(self, division: Division, before: Sequence[Shares] = ()) -> None:

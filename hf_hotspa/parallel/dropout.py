@@ -165,7 +165,6 @@ class DropoutMasks:
 
     Args:
         seed: Of the run.
-        tensor: The tensor-parallel group, if there is one.
         sequence_parallel: Whether tensors between blocks hold this rank's share of the tokens only.
 
     Attributes:
@@ -301,12 +300,9 @@ def use_keyed_dropout(
     """Replaces the dropout modules of a replica; whether there are any.
 
     Args:
-        model: The replica's model; changed.
-        masks: What its dropout modules will have in common.
         specs: The parameters by their names in the model: A of a LoRA layer tells which features the layer sees.
         rows: What this rank holds of a parameter along its cut dim (`layout.shares.shard_rows`).
         hidden_size: The width of what dropout between layers sees.
-        tensor: The tensor-parallel group, if there is one.
     """
     dropouts = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Dropout) and m.p > 0]
     for name, module in dropouts:
@@ -324,8 +320,6 @@ def use_attention_dropout(model: PreTrainedModel, masks: DropoutMasks, first_hea
     """Lets the attention modules of a replica draw from the masks; whether any of them drops.
 
     Args:
-        model: The replica's model.
-        masks: What its dropout modules have in common; learns of the attention modules.
         first_heads: For modules of which this rank computes some of the heads, the first of them.
     """
     attentions = {m: (name, first_heads.get(name, 0)) for name, m in model.named_modules() if calls_attention(m)}

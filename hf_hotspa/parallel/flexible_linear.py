@@ -222,13 +222,9 @@ def make_flexible(
     widths: Mapping[str, tuple[int, ...]],
     tensor_group: TensorGroup,
 ) -> FlexibleWork:
-    """Gives the linears of a group products that can migrate. Before their forwards are wrapped for tp.
+    """Gives the column- and row-parallel linears of a group products that can migrate. Before their forwards are wrapped for tp.
 
-    Args:
-        modules: The replica's modules by name.
-        styles: Tensor-parallel style by module name; others than column- and row-parallel are left as they are.
-        widths: By name, the size of every shard along the dim that is cut.
-        tensor_group: The group and this rank's shard.
+    Arguments as for `apply_tensor_parallel`.
     """
     work = FlexibleWork(tensor_group)
     for name, style in styles.items():

@@ -25,10 +25,8 @@ class InterleavedRun:
 
     Args:
         stages: This rank's, in the order of the pipeline.
-        group: The ranks of the pipeline.
-        index: This rank's place in it.
+        group: The ranks of the pipeline; this one's place there is `index`.
         chunks: For each of its stages the chunks (or whole packs) of the replica; the same on every rank.
-        scale: 1 / (label tokens of the mini-batch).
     """
 
     def __init__(

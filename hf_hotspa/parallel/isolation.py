@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
-from hf_hotspa.parallel.attention import PackedSequences, calls_attention, names_in_forward
+from hf_hotspa.parallel.attention import PackedSequences, calls_attention, code_of_forward, names_in_forward
 
 _PACKABLE = {"full_attention", "sliding_attention", "attention", "dense", "sparse"}
 _SLIDING = {"sliding_attention", "hybrid_sliding"}
@@ -98,7 +98,7 @@ def layer_kinds(base: nn.Module, layers: Sequence[nn.Module], config: PreTrained
 
 def _passes_arguments_on(layer: nn.Module) -> bool:
     """Whether a layer's forward uses the keyword arguments that it has no name for."""
-    code = getattr(inspect.unwrap(type(layer).forward), "__code__", None)
+    code = code_of_forward(layer)
     if code is None or not code.co_flags & inspect.CO_VARKEYWORDS:
         return False
     name = code.co_varnames[code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)]

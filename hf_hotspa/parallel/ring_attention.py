@@ -25,11 +25,7 @@ from hf_hotspa.parallel.waiting import CLOCK
 
 
 class Ring:
-    """The blocks of keys and values that go around, and which queries of this rank see which of their keys.
-
-    Args:
-        division: The pack, divided.
-    """
+    """The blocks of keys and values of a pack that go around, and which queries of this rank see which of their keys."""
 
     def __init__(self, division: Division) -> None:
         shares, context = division.shares, division.context

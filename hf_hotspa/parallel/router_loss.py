@@ -188,7 +188,6 @@ class RouterLoss:
         Args:
             lengths: Of the pack's sequences.
             labels: int64 [T], `IGNORE` where there is none.
-            scale: 1 / (label tokens of the mini-batch).
             tokens: Of the logits [t, E] of the tokens that are here, those of the pack [T, E].
             is_counted: Whether this rank's value counts; else it is 0, with the same gradients.
             chunk: Where the first sequence is a part of one; None where all are whole.

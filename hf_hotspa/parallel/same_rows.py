@@ -32,11 +32,7 @@ def check_mini_batch(
     """Returns when all ranks may begin a mini-batch: no error, one plan, and in each replica the same rows.
 
     Args:
-        mini_batch: That of this rank.
-        held: What ranks must have in common before a load.
-        error: What this rank found wrong, or None.
-        where: The place, for messages: `mini-batch 12`.
-        facts: See `Agreement.check`.
+        held: What ranks must have in common before a load. The others are as in `Agreement.check`.
 
     Raises:
         HotspaError: on every rank.
@@ -64,12 +60,7 @@ def balance_of(mini_batch: MiniBatch, rank: int) -> int:
 
 
 def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: str) -> DataError:
-    """What differs, where the numbers do not add up to 0. A collective call.
-
-    Args:
-        mini_batch: That of this rank; its plan is the same on all.
-        where: The place, for the message: `mini-batch 12`.
-    """
+    """What differs, where the numbers do not add up to 0 and the plan is the same on all ranks. A collective call."""
     mine = [[s for pack in phase.micro_batches for s in _sequences(pack)] for phase in mini_batch.phases]
     everyone = [json.loads(text) for text in agreement.texts(json.dumps(mine))]
     for index, phase in enumerate(mini_batch.phases):

@@ -133,11 +133,7 @@ def apply_sequence_parallel(
 ) -> None:
     """Wraps the forward of every block, row-parallel projection, module of cut experts, and embedding.
 
-    Args:
-        modules: The replica's modules by name; those of other stages are missing.
-        styles: Tensor-parallel style by module name.
-        widths: By module name, the size of every shard along the dim that is cut.
-        tensor_group: The group and this rank's shard.
+    Arguments as for `apply_tensor_parallel`.
     """
     enter = partial(gather_tokens, group=tensor_group.group)
     leave = partial(_scatter_sum, group=tensor_group.group)

@@ -246,12 +246,10 @@ class Chunk:
     ) -> Tensor:
         """What the stage makes of the chunk; with a graph where gradients are enabled.
 
+        Arguments as for `Stage.forward`, and
+
         Args:
-            stage: This rank's.
-            hidden: See `Stage`.
-            scale: 1 / (label tokens of the mini-batch).
             keeps: Whether keys and values are kept for the chunks behind: not where an earlier forward did.
-            with_loss: See `Stage`.
         """
         stage.begin_pass()
         carry = self._carry_of(stage, self._sequence, keeps) if self._sequence is not None else None
@@ -272,9 +270,7 @@ class Chunk:
         """From the result of the last forward, and from the keys and values in it; later chunks went before.
 
         Args:
-            stage: This rank's.
-            out: The result.
-            gradient: Of the loss to it; None where it is the loss.
+            gradient: Of the loss to the result; None where it is the loss.
         """
         roots: list[tuple[Tensor, Tensor | None]] = [(out, gradient)] if out.requires_grad else []  # else all is frozen
         if self._carry is not None:
@@ -350,9 +346,6 @@ def run_chain(stage: Stage, chain: list[Chunk], scale: float, graphs: int = 0) -
     """Forward and backward of a chain on a stage that has all layers.
 
     Args:
-        stage: The stage.
-        chain: Its chunks.
-        scale: 1 / (label tokens of the mini-batch).
         graphs: How many chunks before the last one keep their graphs and run forward once.
 
     Returns:
