@@ -91,11 +91,15 @@ class Replica:
         self._vocab_size, self._own_loss = vocabulary_of_logits(description), options.loss
         self._gradients, self._counts_from = options.gradients, description.counts_from
         strategy, coord = mesh.strategy, mesh.coord
+        # who shares the tokens between blocks, with sequence parallelism
+        self._sharers = mesh.tensor.group if mesh.tensor is not None and strategy.sp else None
+        self._num_shares = strategy.tp if strategy.sp else 1
         stage = part * strategy.pp + coord.pp
         self.is_first, self.is_last = stage == 0, stage == strategy.num_stages - 1
         self.hidden_size, self.compute_dtype = description.shape.hidden_size, description.compute_dtype
         self.slots = rank_slots(description.vector, strategy, mesh.rank, stage)
-        self.context = ContextParallel.of(mesh, description.shape, options.context_parallel, options.pair_costs, device)
+        context = description.shape, options.context_parallel, options.pair_costs, device
+        self.context = ContextParallel(mesh, *context) if mesh.context is not None else None
         self._mine = description.vector.stage_costs.stages(strategy.num_stages)[stage]
         kinds = [description.layer_kinds[index] for index in self._mine]
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
@@ -122,7 +126,7 @@ class Replica:
         self.flexible: FlexibleWork | None = None
         factor = options.expert_capacity
         self.capacity = None if factor is None else ExpertCapacity(factor)
-        self.experts = ExpertParallel.of(mesh, self.capacity)
+        self.experts = ExpertParallel(mesh, self.capacity) if mesh.experts is not None else None
         if self.experts is not None:
             self.experts.divide(self.model, description.experts)
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
@@ -363,15 +367,12 @@ class Replica:
 
     def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
         """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
-        tensor = self.mesh.tensor
-        tail, sp = self._tail, self.mesh.strategy.sp
-        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
-        if in_chunks or sp:
+        tail, in_chunks = self._tail, self.logits is None and num_tokens > self._chunk_tokens
+        if in_chunks or self._sharers is not None:
             assert tail is not None
             hidden = self._base(**inputs).last_hidden_state
-            if sp:
-                assert tensor is not None
-                hidden = gather_tokens(hidden, tensor.group)
+            if self._sharers is not None:
+                hidden = gather_tokens(hidden, self._sharers)
             if in_chunks:
                 most = self._chunk_tokens
                 if isinstance(self._own_loss, SequenceLoss):
@@ -391,18 +392,17 @@ class Replica:
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
         """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
-        sharers = self.mesh.strategy.tp if self.mesh.strategy.sp else 1
-        return micro_batch.padded_to(-(-micro_batch.num_tokens // sharers) * sharers, 0)
+        shares = self._num_shares
+        return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
 
     def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
         if self._router_loss is None:
             return None
         chunk = None if prefix is None else prefix.routers
         loss_of = partial(self._router_loss.of, whole.lengths, whole.labels[0], scale, chunk=chunk)
-        group = self.mesh.tensor.group if self.mesh.tensor is not None and self.mesh.strategy.sp else None
         if division is None:
-            return loss_of(partial(same_tokens, group=group, num_tokens=whole.num_tokens))
-        row = partial(same_tokens, group=group, num_tokens=division.shares.rows[division.context.index])
+            return loss_of(partial(same_tokens, group=self._sharers, num_tokens=whole.num_tokens))
+        row = partial(same_tokens, group=self._sharers, num_tokens=division.shares.rows[division.context.index])
         # each rank computes the loss of the pack, which counts once
         return loss_of(lambda logits: all_tokens(row(logits), division), is_counted=self.mesh.coord.cp == 0)
 
@@ -413,7 +413,6 @@ class Replica:
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of what travels between stages."""
-        sharers, num_tokens = self.mesh.strategy.tp if self.mesh.strategy.sp else 1, micro_batch.num_tokens
-        if self.context is not None:
-            num_tokens = self.context.row_tokens(micro_batch.lengths)
-        return (1, -(-num_tokens // sharers), self.hidden_size)
+        context, num_tokens = self.context, micro_batch.num_tokens
+        row = num_tokens if context is None else context.row_tokens(micro_batch.lengths)
+        return (1, -(-row // self._num_shares), self.hidden_size)

@@ -50,8 +50,7 @@ def start_gather(x: Tensor, most: int, group: dist.ProcessGroup) -> tuple[Any, T
 def gather_rows(x: Tensor, rows: Sequence[int], group: dist.ProcessGroup) -> Tensor:
     """[sum of rows, ...] of all ranks, of which rank i has `rows[i]`."""
     work, whole = start_gather(x, max(rows), group)
-    with CLOCK.waiting:
-        work.wait()
+    CLOCK.wait(work)
     return torch.cat([part[:own] for part, own in zip(whole, rows, strict=True)])
 
 

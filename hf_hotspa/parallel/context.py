@@ -26,7 +26,6 @@ from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_token
 from hf_hotspa.parallel.collectives import gather_rows, start_gather, with_gradient
 from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.waiting import CLOCK
-from hf_hotspa.strategy import Strategy
 
 
 @dataclass
@@ -104,43 +103,29 @@ class ContextParallel:
     """What a replica's rank needs to know of cp.
 
     Args:
-        strategy: The strategy of the replica.
+        mesh: Of a strategy with cp.
+        way: How it attends, as the options of the engine say.
+        pair_costs: See the options of the engine: what chunks are cut by.
+        device: Where this rank computes.
+
+    Attributes:
         way: How it attends, see `costs.context`.
         context: The ranks that share each pack.
-        quadratic_cost: Cost of a pair of tokens relative to the cost of one token.
-        pair_cost: The same as chunks are cut by, see `token_chunks.ChunkedPacks`.
-        device: Where this rank computes.
+
+    Raises:
+        StrategyError: the way cannot run the model, see `choose_way`.
     """
 
     def __init__(
-        self,
-        strategy: Strategy,
-        way: str,
-        context: ContextGroup,
-        quadratic_cost: float,
-        pair_cost: float,
-        device: torch.device,
+        self, mesh: StrategyMesh, shape: ModelShape, way: str, pair_costs: Mapping[int, float], device: torch.device
     ) -> None:
-        self.way, self.context, self.device = way, context, device
-        self._strategy, self._quadratic_cost, self._pair_cost = strategy, quadratic_cost, pair_cost
+        assert mesh.context is not None
+        self._strategy = strategy = mesh.strategy
+        self.way, self.device = choose_way(strategy, shape, way), device
+        self.context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)
+        self._quadratic_cost = shape.quadratic_cost
+        self._pair_cost = pair_costs.get(strategy.tp, shape.quadratic_cost)
         self._multiple = strategy.tp if strategy.sp else 1
-
-    @classmethod
-    def of(
-        cls, mesh: StrategyMesh, shape: ModelShape, way: str, pair_costs: Mapping[int, float], device: torch.device
-    ) -> "ContextParallel | None":
-        """That of a replica; None where its strategy has no cp.
-
-        Raises:
-            StrategyError: the way cannot run the model, see `choose_way`.
-        """
-        strategy = mesh.strategy
-        if mesh.context is None:
-            return None
-        context = ContextGroup(mesh.context, strategy.cp, mesh.coord.cp)
-        quadratic = shape.quadratic_cost
-        pair_cost = pair_costs.get(strategy.tp, quadratic)
-        return cls(strategy, choose_way(strategy, shape, way), context, quadratic, pair_cost, device)
 
     def shares(self, lengths: Sequence[int]) -> Shares:
         """What each rank has of a pack."""
@@ -220,8 +205,7 @@ def _to_heads(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
         )
     by_heads = []
     for (work, out, _), x in zip(started, tensors, strict=True):
-        with CLOCK.waiting:
-            work.wait()
+        CLOCK.wait(work)
         heads, width = x.shape[1] // context.size, x.shape[3]
         parts = out.split([heads * row * width for row in rows])
         whole = torch.cat([part.view(heads, row, width) for part, row in zip(parts, rows, strict=True)], 1)
@@ -244,8 +228,7 @@ def _to_tokens(*tensors: Tensor, division: Division) -> tuple[Tensor, ...]:
         started.append((_start(out, sent, [mine] * context.size, sizes, context), out, sent))
     by_tokens = []
     for (work, out, _), x in zip(started, tensors, strict=True):
-        with CLOCK.waiting:
-            work.wait()
+        CLOCK.wait(work)
         by_tokens.append(out.view(1, -1, rows[context.index], x.shape[3]))
     return tuple(by_tokens)
 

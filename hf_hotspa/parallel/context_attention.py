@@ -154,8 +154,7 @@ class _CutTokens:
         all_tokens = []
         for x in tensors:
             work, whole = started.pop(0)  # is let go of as soon as it was used
-            with CLOCK.waiting:
-                work.wait()
+            CLOCK.wait(work)
             rows = torch.cat([x[0].transpose(0, 1), whole.flatten(0, 1)])
             del work, whole
             all_tokens.append(rows.index_select(0, self.keys).transpose(0, 1)[None])
@@ -182,8 +181,7 @@ class _CutTokens:
         own_gradients = []
         while started:
             work, parts, _, own = started.pop(0)
-            with CLOCK.waiting:
-                work.wait()
+            CLOCK.wait(work)
             total = parts.sum(0, dtype=wide)[: len(self.mine)]
             own_gradients.append(own.index_add_(0, self.mine, total).transpose(0, 1)[None].to(dtype))
         return own_gradients

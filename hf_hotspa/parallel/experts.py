@@ -29,7 +29,7 @@ from hf_hotspa.errors import ModelError
 from hf_hotspa.parallel.collectives import gather_rows, with_gradient
 from hf_hotspa.parallel.expert_capacity import ExpertCapacity, arguments_of
 from hf_hotspa.parallel.isolation import LayerKind
-from hf_hotspa.parallel.mesh import ExpertGroup, StrategyMesh, TensorGroup
+from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.waiting import CLOCK
 
 
@@ -141,8 +141,7 @@ class ExpertParallel:
     """The experts of a replica on this rank.
 
     Args:
-        group: The ranks that hold the experts between them.
-        shared: The tensor-parallel group, where its ranks hold the same tokens; None where each has its own.
+        mesh: Of a strategy with ep.
         capacity: The most tokens of a pack that an expert computes; None for all.
 
     Attributes:
@@ -151,29 +150,23 @@ class ExpertParallel:
         is_idle: Whether this rank's own tokens are padding, which is not counted anywhere.
     """
 
-    def __init__(self, group: ExpertGroup, shared: TensorGroup | None, capacity: ExpertCapacity | None = None) -> None:
-        self._group, self._shared, self._capacity = group, shared, capacity
+    def __init__(self, mesh: StrategyMesh, capacity: ExpertCapacity | None = None) -> None:
+        assert mesh.experts is not None
+        self._group, self._capacity = mesh.experts, capacity
+        # the ranks that hold the same tokens
+        self._shared = mesh.tensor.group if mesh.tensor is not None and not mesh.strategy.sp else None
         self.num_rows = 0
         self.is_counting = self.is_idle = False
 
-    @classmethod
-    def of(cls, mesh: StrategyMesh, capacity: ExpertCapacity | None = None) -> "ExpertParallel | None":
-        """That of a replica; None where its strategy has no ep."""
-        if mesh.experts is None:
-            return None
-        return cls(mesh.experts, None if mesh.strategy.sp else mesh.tensor, capacity)
-
     def divide(self, model: nn.Module, names: Iterable[str]) -> None:
-        """Makes some modules of experts those of this rank; a name without a module is of another stage."""
-        modules = dict(model.named_modules())
-        for name in names:
-            if name in modules:
-                self._wrap(modules[name])
+        """Makes modules of experts, whose parameters are (or become) those of this rank's shard, compute those of all.
 
-    def _wrap(self, module: Any) -> None:
-        """Makes a module of experts, whose parameters are (or become) those of this rank's shard, compute those of all."""
-        module.num_experts = int(module.num_experts) // self._group.size
-        module.forward = partial(self._run, module, module.forward)
+        A name without a module is of another stage.
+        """
+        modules: dict[str, Any] = dict(model.named_modules())
+        for module in (modules[name] for name in names if name in modules):
+            module.num_experts = int(module.num_experts) // self._group.size
+            module.forward = partial(self._run, module, module.forward)
 
     def _run(self, module: Any, forward: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         """What the module makes of all tokens here: see its forward."""
@@ -188,7 +181,7 @@ class ExpertParallel:
         kept = None if self._capacity is None else self._capacity.kept(index, num_experts)
         shares = None
         if self._shared is not None:
-            shares = _Shares(len(x), self._shared.group)
+            shares = _Shares(len(x), self._shared)
             x, weights = shares.own_rows(x, weights)
             index, kept = index[shares.own], None if kept is None else kept[shares.own]
         y = self._of_tokens(x, index, weights, kept, partial(_compute, module, forward), num_experts)

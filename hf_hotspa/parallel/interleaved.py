@@ -64,9 +64,7 @@ class InterleavedRun:
             elif 0 <= target < self._num_stages and target % self._num_ranks == self._index:
                 room = self._room(turn, target)
                 self._received[turn] = room, self._post(dist.irecv, room, turn, turn.stage)
-        with CLOCK.waiting:
-            for work, _ in self._pending:
-                work.wait()
+        CLOCK.wait(*(work for work, _ in self._pending))
         loss_of_packs(self._chunks[-1], self._stages[-1].losses)
         return self._loss
 
@@ -99,8 +97,7 @@ class InterleavedRun:
     def _take(self, turn: Turn) -> Tensor:
         """What a pass of another rank has made."""
         tensor, work = self._received.pop(turn)
-        with CLOCK.waiting:
-            work.wait()
+        CLOCK.wait(work)
         return tensor
 
     def _forward(self, turn: Turn) -> Tensor | None:

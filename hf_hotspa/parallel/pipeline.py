@@ -217,9 +217,7 @@ class OneForwardOneBackward:
                 out = self._forward(chunks, i, received, scale)
                 message = None if self._stage.is_last else (out.detach().contiguous(), self._index + 1, 2 * i)
         self._exchange(message, None)
-        with CLOCK.waiting:
-            for work, _ in self._pending:
-                work.wait()
+        CLOCK.wait(*(work for work, _ in self._pending))
         loss_of_packs(chunks, self._stage.losses)
         return self._loss
 

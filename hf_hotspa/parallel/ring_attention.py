@@ -98,12 +98,6 @@ def _placed(pieces: Sequence[Piece]) -> list[tuple[int, int, int, int]]:
     return placed
 
 
-def _wait(works: Any) -> None:
-    with CLOCK.waiting:
-        for work in works:
-            work.wait()
-
-
 class _RingFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, scaling: float | None) -> Tensor:
@@ -124,7 +118,7 @@ class _RingFunction(torch.autograd.Function):
                 else:
                     both = merged(out[:, :, queries], total[:, :, queries], part, sums)
                     out[:, :, queries], total[:, :, queries] = both
-            _wait(works)
+            CLOCK.wait(*works)
             at_hand = following
             keys, values = at_hand[0][None], at_hand[1][None]
         out = out.to(query.dtype)
@@ -160,16 +154,16 @@ class _RingFunction(torch.autograd.Function):
                 own[0][:, block] += of_key[0]
                 own[1][:, block] += of_value[0]
             if returning is not None:  # what others have added to this block so far
-                _wait(returning[0])
+                CLOCK.wait(*returning[0])
                 own += returning[1]
             if step:
                 returning = ring.passed(own)
-            _wait(works)
+            CLOCK.wait(*works)
             at_hand = following
             keys, values = at_hand[0][None], at_hand[1][None]
             own = torch.zeros_like(at_hand, dtype=total.dtype)
         if returning is not None:
-            _wait(returning[0])
+            CLOCK.wait(*returning[0])
             of_row.index_add_(2, ring.mine, returning[1][:, :, : len(ring.mine)])
         of_key, of_value = of_row.to(key.dtype)
         return of_query.to(query.dtype), of_key[None], of_value[None], None, None

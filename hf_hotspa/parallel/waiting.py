@@ -49,6 +49,12 @@ class WaitClock:
         self._spans: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
         self._spare: list[torch.cuda.Event] = []
 
+    def wait(self, *works: Any) -> None:
+        """Waits for operations with other ranks that are under way."""
+        with self.waiting:
+            for work in works:
+                work.wait()
+
     def restart(self, device: torch.device) -> None:
         """Begins to count, for a phase on a device."""
         self.counts, self._seconds, self._on_cuda = True, 0.0, device.type == "cuda"
