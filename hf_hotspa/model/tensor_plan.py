@@ -254,7 +254,9 @@ class TensorPlan:
         heads, kv_heads = self._num_heads, self._num_kv_heads
         if latent:
             heads = kv_heads = getattr(attention, "num_heads", heads)
-        self._check_heads(name, attention, kv_heads, latent)
+        else:
+            self._check_heads(name, attention)
+        cut.heads[name] = (heads, kv_heads)
         for leaf, style in local.items():
             full = f"{name}.{leaf}"
             if style == LATENT_STYLE:
@@ -263,7 +265,7 @@ class TensorPlan:
                 cut.styles[full] = LATENT
             elif style == PARTIAL_GRADIENT:
                 for inner, parameter in self.modules[full].named_parameters():
-                    self._cut_norm(cut, f"{full}.{inner}", parameter, leaf, attention, heads, kv_heads)
+                    self._cut_norm(cut, name, f"{leaf}.{inner}", parameter)
             elif style in (COLWISE, ROWWISE):
                 module = self._linear(full)
                 rows = module.in_features if style == ROWWISE else module.out_features
@@ -281,37 +283,31 @@ class TensorPlan:
                 continue
             if not _HEAD_NORM.fullmatch(first):
                 raise _WholeError(f"the plan says nothing of {leaf}")
-            self._cut_norm(cut, f"{name}.{leaf}", parameter, first, attention, heads, kv_heads)
+            self._cut_norm(cut, name, leaf, parameter)
         if not {COLWISE, ROWWISE} <= set(cut.styles.values()):
             raise _WholeError("the plan names no projections on both sides of it")
         for leaf, buffer in attention.named_buffers():
             if buffer.numel() > 1 and "rotary" not in leaf:
                 raise _WholeError(f"its buffer {leaf} may belong to heads")
-        cut.heads[name] = (heads, kv_heads)
 
-    def _check_heads(self, name: str, attention: nn.Module, kv_heads: int, latent: bool) -> None:
+    def _check_heads(self, name: str, attention: nn.Module) -> None:
         """Refuses layers with other heads than the config says, which would be cut through a head."""
         key = self.modules.get(f"{name}.k_proj")
-        head_dim = getattr(attention, "head_dim", None)
-        if latent or not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
+        head_dim, kv_heads = getattr(attention, "head_dim", None), self._num_kv_heads
+        if not isinstance(key, nn.Linear) or not isinstance(head_dim, int):
             return
         if key.out_features != kv_heads * head_dim:
             raise _WholeError(f"it has {key.out_features / head_dim:g} key/value heads where the config has {kv_heads}")
 
-    def _cut_norm(
-        self,
-        cut: _Found,
-        name: str,
-        parameter: nn.Parameter,
-        leaf: str,
-        attention: nn.Module,
-        heads: int,
-        kv_heads: int,
-    ) -> None:
+    def _cut_norm(self, cut: _Found, name: str, path: str, parameter: nn.Parameter) -> None:
         """A norm of queries, keys or values between the cut projections: per head, or with weights for each head."""
+        attention, leaf = self.modules[name], path.partition(".")[0]
+        heads, kv_heads = cut.heads[name]
         count = heads if leaf.startswith("q") else kv_heads
         if parameter.ndim == 2 and parameter.shape[0] == count:
-            cut.cuts[name] = Cut(0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),))
+            cut.cuts[f"{name}.{path}"] = Cut(
+                0, (_kv_part(count, kv_heads) if count != heads else Part(count, kv_heads, heads),)
+            )
             return
         linear = base_layer(getattr(attention, f"{leaf[0]}_proj", None))
         width = getattr(attention, "head_dim", None) or getattr(attention, "head_size", None)
@@ -319,7 +315,7 @@ class TensorPlan:
             width = linear.out_features // count
         if parameter.ndim != 1 or (count > 1 and width is not None and parameter.numel() > width):
             raise _WholeError(f"{leaf} is over all heads")
-        cut.partial.add(name)
+        cut.partial.add(f"{name}.{path}")
 
     # -- MLP and experts ----------------------------------------------------------------------------------------------
 
