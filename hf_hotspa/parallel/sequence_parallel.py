@@ -37,9 +37,11 @@ _LOCAL = frozenset({EXPERTS, LATENT})
 """Styles whose parameters have a gradient that is a part of the sum on each rank, whatever gathers its input."""
 
 
-def _on_rows(x: Tensor, of_rows: Callable[[Tensor], Tensor]) -> Tensor:
-    """Of the tokens of a row [1, T, ...], or of what a mixture of experts has made of it [T, ...]."""
-    return of_rows(x[0])[None] if x.dim() == 3 else of_rows(x)
+def _of_row(
+    collective: Callable[[Tensor, dist.ProcessGroup], Tensor], group: dist.ProcessGroup
+) -> Callable[[Tensor], Tensor]:
+    """A collective for the tokens of a row [1, T, ...], or of what a mixture of experts has made of it [T, ...]."""
+    return lambda x: collective(x[0], group)[None] if x.dim() == 3 else collective(x, group)
 
 
 def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -52,14 +54,12 @@ def gather_tokens(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     Returns:
         [1, T, h] or [T, h], for column-parallel consumers: their gradients are summed over the group.
     """
-    forward, backward = (partial(_on_rows, of_rows=partial(f, group=group)) for f in (gather, scatter_sum))
-    return with_gradient(forward, backward, x)
+    return with_gradient(_of_row(gather, group), _of_row(scatter_sum, group), x)
 
 
 def _scatter_sum(x: Tensor, group: dist.ProcessGroup) -> Tensor:
     """This rank's tokens of the sum; the inverse of `gather_tokens`."""
-    forward, backward = (partial(_on_rows, of_rows=partial(f, group=group)) for f in (scatter_sum, gather))
-    return with_gradient(forward, backward, x)
+    return with_gradient(_of_row(scatter_sum, group), _of_row(gather, group), x)
 
 
 def same_tokens(x: Tensor, group: dist.ProcessGroup | None, num_tokens: int) -> Tensor:
