@@ -34,12 +34,7 @@ class SettingsCallback(TrainerCallback):
 
 
 def settings_text(facts: RunFacts, args: Any, num_steps: int) -> str:
-    """The block of lines.
-
-    Args:
-        facts: What the run's record says of it.
-        num_steps: Optimizer steps of the run.
-    """
+    """The block of lines."""
     model, machine, used = facts.model, facts.machine, facts.settings
     mode = used.get("pipeline_mode", "synchronous")  # records of earlier versions do not say it
     strategies = ", ".join(f"{b['strategy']}:{b['longest']}@{b['pack_tokens']}" for b in facts.buckets)

@@ -22,10 +22,10 @@ from torch.optim import Optimizer
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.tensors import bare_optimizer
-from hf_hotspa.errors import DataError, HotspaError
 from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.rows import unreadable
 
 _SAMPLED_ROWS = 4
 
@@ -100,7 +100,6 @@ def data_facts(dataset: Any, table: SequenceTable | None, rules: RowRules) -> di
     Args:
         dataset: The data set, with token ids where it is no stream.
         table: Its scan; None for a stream, of which no more than a length may be known.
-        rules: What rows are read by.
 
     Raises:
         HotspaError: a row cannot be read.
@@ -124,12 +123,8 @@ def _digest(dataset: Any, rows: list[int], rules: RowRules) -> str:
     for row in rows:
         try:
             parsed = read_row(dataset[row], row, rules)
-        except HotspaError:
-            raise
-        except Exception as error:  # whatever a data set raises is carried to all ranks
-            raise DataError(
-                f"the dataset failed to give rows: {type(error).__name__}: {error}", where=f"dataset row {row}"
-            ) from error
+        except Exception as error:
+            raise unreadable(error, "the dataset", f"dataset row {row}") from error
         for array in (parsed.ids, parsed.ids[:0] if parsed.labels is None else parsed.labels, parsed.cuts):
             digest.update(len(array).to_bytes(8, "little") + array.astype("<i8").tobytes())
     return digest.hexdigest()[:16]

@@ -277,12 +277,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self._deepspeed = None
 
     def complete(self) -> None:
-        """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up.
-
-        Raises:
-            HotspaConfigError: a flag does not fit.
-            UnsupportedError: a setting cannot be honoured.
-        """
+        """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up."""
         self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
         check_processes(self.world_size)
         if not self.hotspa_strategies:

@@ -63,8 +63,6 @@ class AutoStrategies:
     """The plan of a run, and its choice of phases.
 
     Args:
-        cost: The cost model that it was made with.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
         singles: Gives the single strategies that fit, the fastest as predicted first.
         stage_costs: What stages are cut by, as the plan has it.
         fits: Raises where a device cannot hold the pool, for a description with another cut of stages.
@@ -94,11 +92,6 @@ class AutoStrategies:
     def predicted_bytes(self) -> dict[Strategy, float]:
         """What each strategy of the pool takes on its fullest rank with full packs."""
         return {bucket.strategy: m.total for bucket, m in zip(self.plan.pool, self.plan.memory, strict=True)}
-
-    @property
-    def buckets(self) -> tuple[Bucket, ...]:
-        """The pool: what the engine must know."""
-        return self.plan.pool
 
     def start(self, table: SequenceTable) -> PhaseChooser:
         """The chooser for a walk through a data set from its beginning; what an earlier one learnt stays."""
@@ -172,7 +165,6 @@ def prepare_auto(
 
     Args:
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
-        mini_batch_size: Rows of a mini-batch.
         may_chunk: Whether the loss can be computed of parts of sequences: in chunks of tokens (`+ck`), and divided (cp).
 
     Raises:

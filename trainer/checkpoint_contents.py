@@ -47,12 +47,7 @@ class CheckpointContents:
     """Everything that training changes is taken when this is made; it is written later, perhaps by a thread. Collective.
 
     Args:
-        folder: Where checkpoints are.
-        step: The optimizer step.
-        model: The model of the trainer.
         optimizer: The optimizer; None where only the model is saved.
-        scheduler: The schedule of learning rates.
-        tokenizer: The tokenizer, or None.
         rank_tensors: What only this rank needs to go on, by name, in host memory; perhaps nothing.
         texts: Gives the JSON files that one rank writes for all, by name; what it raises is raised where all ranks are
             together.

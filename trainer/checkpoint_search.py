@@ -35,8 +35,6 @@ def find_checkpoint(
 
     Args:
         asked: True for the newest of the folder that verifies, or the path of one.
-        folder: The output directory.
-        agreement: How the ranks agree.
 
     Raises:
         ResumeError: on every rank: there is none.
@@ -113,11 +111,6 @@ def check_data_order(
     resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, args: HotSPaTrainingArguments
 ) -> None:
     """Whether the mini-batches of a run are those of the checkpoint that it goes on from.
-
-    Args:
-        resumption: The checkpoint.
-        order: What decides them in this run, see `data_order`.
-        loader: The train data loader.
 
     Raises:
         ResumeError: they are not.

@@ -25,7 +25,6 @@ class Checkpoints:
     """Saves. Collective.
 
     Args:
-        ranks: How the ranks agree.
         in_use: Gives the checkpoints that must not be removed now, beside the best one.
         committed: Told of the folder of each checkpoint that is complete.
 
@@ -75,13 +74,7 @@ class Checkpoints:
             writer.folder.rotate(Path(best), 1)
 
     def save(self, folder: Path, state: TrainerState, contents: Callable[[RunFolder], CheckpointContents]) -> None:
-        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row.
-
-        Args:
-            folder: The directory of checkpoints.
-            state: The trainer's.
-            contents: Takes what is saved.
-        """
+        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
         self._best_before = state.best_model_checkpoint
         if state.best_global_step:
             best = folder / checkpoint_name(state.best_global_step)

@@ -69,25 +69,13 @@ def _is_known(collator: Any) -> bool:
     return collator is None or type(collator) in (*kinds, PackedBucketCollator) or collator in _FUNCTIONS
 
 
-def per_row(collator: Any, columns: list[str] | None, loss_columns: tuple[str, ...] = ()) -> PerRow | None:
-    """A collator of the user's own as it is run here; None where it is one of those whose rules are known.
-
-    Args:
-        columns: The columns that it is given; None for all.
-        loss_columns: Columns that a loss of the user's own reads.
-    """
-    return None if _is_known(collator) else PerRow(collator, columns, loss_columns)
-
-
 def row_rules(
     collator: Any, args: HotSPaTrainingArguments, config: Any, signature: list[str], vocab_size: int | None
 ) -> RowRules:
     """What rows are read by under a collator.
 
     Args:
-        config: The config of the model.
         signature: The arguments of the model's forward: a column of one of these names would be given to it.
-        vocab_size: That of the model, where it is known.
 
     Raises:
         HotspaError: what `check_collator` refuses.
@@ -168,7 +156,9 @@ class CollatorMixin(TrainerBase):
         return replace(rules, columns=self.loss_columns)
 
     def _per_row(self) -> PerRow | None:
-        """A data collator of the user's own, as it is run; None where there is none to run."""
+        """A data collator of the user's own, as it is run; None for those whose rules are known."""
+        if _is_known(self.data_collator):
+            return None
         self._set_signature_columns_if_needed()
         columns = self._signature_columns if self.args.remove_unused_columns else None
-        return per_row(self.data_collator, columns, self.loss_columns)
+        return PerRow(self.data_collator, columns, self.loss_columns)

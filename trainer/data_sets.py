@@ -24,13 +24,7 @@ _EVALUATED_KEPT = 8
 
 
 class DataSets:
-    """Data sets as their rows are read.
-
-    Args:
-        tokenizer: Gives the tokenizer, for rows without token ids.
-        rules: Gives what rows are read by.
-        collate: Gives a collator of the user's own, as it is run; or None.
-    """
+    """Data sets as their rows are read."""
 
     def __init__(
         self,

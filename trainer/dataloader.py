@@ -17,7 +17,6 @@ Owns the order of rows and what one item of the loader is. Promises:
 * What is wrong with rows comes back in `MiniBatch.error`; it is never raised on some ranks only.
 """
 
-import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -30,7 +29,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler, SequentialSampler
 from transformers import TrainingArguments
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
-from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError
 from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.rows.arrow import arrow_view, is_plain_arrow, rows_of_columns
@@ -40,7 +39,7 @@ from hf_hotspa.search.chooser import PhaseChooser
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.older_transformers import workers_context
-from hf_hotspa.trainer.rows import as_it_is
+from hf_hotspa.trainer.rows import as_it_is, unreadable
 from hf_hotspa.trainer.worker_processes import worker_context
 
 
@@ -62,10 +61,7 @@ class MiniBatchSampler(Sampler[list[int]]):
     """The rows of one mini-batch after the other.
 
     Args:
-        num_rows: Rows of the dataset.
-        mini_batch_size: Rows of a mini-batch.
         seed: Seed of the order; the order of epoch e depends on ``seed + e`` only. None keeps the rows in their order.
-        drop_last: Leave out a last mini-batch that is not full.
         chooser: Chooses the buckets of each mini-batch; None for those of the planner.
         row_sampler: Gives the order instead of the seed.
         speeds: By which the packs of each mini-batch are divided over replicas; None divides evenly.
@@ -168,7 +164,6 @@ class RankRows(Dataset[Any]):
         try:
             examples = self._arrow_rows(wanted) if self._arrow is not None else self._rows(wanted)
         except Exception as error:
-            # Whatever a dataset raises is carried to all ranks, as one of our own errors: it travels between them.
             return {"mini_batch": self.collator.failed(plan, self._unreadable(error, wanted))}
         return {"mini_batch": self.collator.of_plan(plan, examples)}
 
@@ -194,16 +189,9 @@ class RankRows(Dataset[Any]):
         columns = {name: table.column(name).combine_chunks() for name in table.column_names}
         return dict(zip(rows, rows_of_columns(columns, len(rows)), strict=True))
 
-    def _unreadable(self, error: Exception, rows: tuple[int, ...]) -> DataError:
-        if isinstance(error, DataError):
-            return error
-        last = traceback.extract_tb(error.__traceback__)[-1]
+    def _unreadable(self, error: Exception, rows: tuple[int, ...]) -> HotspaError:
         shown = f"{', '.join(map(str, rows[:8]))}{', ...' if len(rows) > 8 else ''}"
-        return DataError(
-            f"the dataset failed to give rows: {type(error).__name__}: {error}",
-            where=f"dataset rows {shown}, rank {self.collator.rank}, at {last.filename}:{last.lineno}",
-            fix="read these rows without the trainer to see the whole traceback",
-        )
+        return unreadable(error, "the dataset", f"dataset rows {shown}, rank {self.collator.rank}")
 
 
 def loader_options(

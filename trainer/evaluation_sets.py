@@ -10,7 +10,7 @@ import numpy as np
 from torch.utils.data import DataLoader, Sampler
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.errors import DataError, HotspaConfigError
+from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.rows.features import read_row
 from hf_hotspa.rows.table import SequenceTable
@@ -31,7 +31,6 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
     Args:
         choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
             length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
-        buckets: The buckets of the engine.
 
     Raises:
         HotspaConfigError: `choice` is none of these.
@@ -111,7 +110,6 @@ class EvaluationLoader(DataLoader[Any]):
     """Mini-batches of an evaluation set, the same on all ranks. Its `dataset` is the user's.
 
     Args:
-        dataset: The set as the user gave it.
         options: As for `loader_options`.
     """
 
@@ -135,17 +133,22 @@ class EvaluationLoader(DataLoader[Any]):
         return self.batch_sampler.mini_batch_size
 
 
-def is_own_loader(loader: Any) -> bool:
-    """Whether a data loader is one that `evaluation_loop` can walk through."""
-    return isinstance(loader, EvaluationLoader | StreamLoader)
+def check_evaluation_loader(loader: Any) -> None:
+    """Refuses a data loader that `evaluation_loop` cannot walk through.
+
+    Raises:
+        UnsupportedError: it is none of this trainer's.
+    """
+    if not isinstance(loader, EvaluationLoader | StreamLoader):
+        raise UnsupportedError(
+            f"get_eval_dataloader is overridden and returns a {type(loader).__name__} of its own",
+            why="mini-batches are read, packed and dealt out to the ranks by super().get_eval_dataloader()",
+            fix="return super().get_eval_dataloader(dataset) of the rows to evaluate",
+        )
 
 
 class EvaluationSets:
-    """What is evaluated.
-
-    Args:
-        data: The data sets.
-    """
+    """What is evaluated."""
 
     def __init__(self, args: HotSPaTrainingArguments, data: DataSets) -> None:
         self._args, self._data = args, data
@@ -158,8 +161,6 @@ class EvaluationSets:
         """The mini-batches of a set: `per_device_eval_batch_size` x processes rows each. Collective.
 
         Args:
-            engine: The engine that will run them.
-            dataset: The set.
             facts: What all ranks must have in common, beside the set.
             keep: Whether the loader, with its workers, is the one of the last time.
 

@@ -82,11 +82,6 @@ class CallbackEvents(CallbackHandler):
         self._error: HotspaError | None = None
         self._cause: Exception | None = None
 
-    @property
-    def total_s(self) -> float:
-        """Seconds inside all callbacks."""
-        return sum(self.seconds.values())
-
     # -- whom to call ---------------------------------------------------------------------------------------------
 
     @property
@@ -211,9 +206,10 @@ class CallbackEvents(CallbackHandler):
         for callback in self.every:
             if hasattr(callback, "pop_metrics"):
                 metrics.update(self._call(callback, "pop_metrics", step) or {})
+        total_s = sum(self.seconds.values())
         if self._steps_since_log:
-            metrics["hotspa/callback_s"] = round((self.total_s - self._logged_s) / self._steps_since_log, 6)
-        self._logged_s, self._steps_since_log = self.total_s, 0
+            metrics["hotspa/callback_s"] = round((total_s - self._logged_s) / self._steps_since_log, 6)
+        self._logged_s, self._steps_since_log = total_s, 0
         return metrics
 
 

@@ -10,11 +10,7 @@ from hf_hotspa.trainer.out_of_memory import note
 
 
 def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
-    """What to raise for a `save_model` that failed.
-
-    Args:
-        failure: What the disk, the model or the tokenizer raised.
-    """
+    """What to raise for a `save_model` that failed."""
     return CheckpointError(
         f"the model cannot be saved: {type(failure).__name__}: {failure}",
         where=str(target),
@@ -30,7 +26,6 @@ def broadcast_error(trainer: Any, what: str) -> Iterator[None]:
 
     Args:
         trainer: The `HotSPaTrainer`; without an engine nothing is done.
-        what: What is being done, for messages.
     """
     try:
         yield

@@ -13,11 +13,7 @@ MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate,
 
 
 class FlagParser(HfArgumentParser):
-    """Reads data classes. A flag that none of them has ends the program, with the name that was meant.
-
-    Args:
-        options: As for `argparse.ArgumentParser`.
-    """
+    """Reads data classes. A flag that none of them has ends the program, with the name that was meant."""
 
     def __init__(self, dataclass_types: Iterable[Any], **options: Any) -> None:
         kinds = list(dataclass_types)

@@ -3,7 +3,7 @@
 import logging
 import os
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from difflib import get_close_matches
 
 logger = logging.getLogger(__name__)
@@ -27,17 +27,13 @@ def nearest(flag: str, known: Collection[str]) -> str | None:
     return next(iter(get_close_matches(_name(flag), sorted(known), n=1, cutoff=0.6)), None)
 
 
-def warn_of_misspelt(fields: Collection[str], words: Sequence[str] | None = None) -> None:
+def warn_of_misspelt(fields: Collection[str]) -> None:
     """Warns of flags of the command line that begin as ours do and are none: a parser that a script has made may call them
     unused, or drop them. Each is told once, by one process.
-
-    Args:
-        fields: The names of the arguments' fields.
-        words: The command line; that of this process when None.
     """
     if os.environ.get("RANK", "0") != "0":
         return
-    for word in sys.argv[1:] if words is None else words:
+    for word in sys.argv[1:]:
         flag = word.partition("=")[0]
         if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _warned:
             continue

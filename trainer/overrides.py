@@ -18,7 +18,7 @@ from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
-from hf_hotspa.trainer.evaluation_sets import is_own_loader
+from hf_hotspa.trainer.evaluation_sets import check_evaluation_loader
 from hf_hotspa.trainer.row_order import LengthGroupedRows, order_seed, rows_of
 from hf_hotspa.trainer.stale_weights import structure_only
 from hf_hotspa.trainer.streaming import StreamLoader
@@ -30,6 +30,10 @@ _NEVER_CALLED = {
     "_get_eval_sampler": (
         "rows are evaluated in the order of the data set, each once",
         "pass the rows as eval_dataset",
+    ),
+    "prediction_step": (
+        "evaluation runs under a parallel strategy, and no rank has a model that could be called",
+        "use compute_metrics and preprocess_logits_for_metrics",
     ),
     "_get_dataloader": ("mini-batches are packed by this trainer's own data loader", _IN_THE_DATA),
     "_remove_unused_columns": ("columns are read where rows are packed", _IN_THE_DATA),
@@ -112,15 +116,6 @@ class OverridesMixin(TrainerBase):
         for name in self.eval_dataset if isinstance(self.eval_dataset, dict) else (None,):
             check_evaluation_loader(self.get_eval_dataloader() if name is None else self.get_eval_dataloader(name))
 
-    def evaluation_loop(self, dataloader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
-        """One pass over an evaluation set; see `EvaluationMixin`. Collective.
-
-        Raises:
-            UnsupportedError: the data loader is none of this trainer's.
-        """
-        check_evaluation_loader(dataloader)
-        return super().evaluation_loop(dataloader, *args, **kwargs)
-
     def _run_epoch(self, **kwargs: Any) -> None:
         with structure_only():  # those that were there at the start were found with the model
             self._running.agreement.run("beginning of an epoch", lambda: check_hooks(self.model))
@@ -152,17 +147,3 @@ class OverridesMixin(TrainerBase):
         if args.train_sampling_strategy == "group_by_length":
             return LengthGroupedRows(table, self.get_total_train_batch_size(args), seed)
         return None
-
-
-def check_evaluation_loader(loader: Any) -> None:
-    """Refuses a data loader that is none of this trainer's.
-
-    Raises:
-        UnsupportedError: as said.
-    """
-    if not is_own_loader(loader):
-        raise UnsupportedError(
-            f"get_eval_dataloader is overridden and returns a {type(loader).__name__} of its own",
-            why="mini-batches are read, packed and dealt out to the ranks by super().get_eval_dataloader()",
-            fix="return super().get_eval_dataloader(dataset) of the rows to evaluate",
-        )

@@ -31,9 +31,6 @@ class ModelOfSequence:
     """What a `compute_loss` override gets for the model: called with its `inputs`, it returns their logits.
 
     The model is spread over ranks and has run already, so it cannot be called with anything else, and has no parameters.
-
-    Args:
-        model: The model that was given to the Trainer.
     """
 
     def __init__(self, model: Any, sequence: WholeSequence) -> None:

@@ -53,7 +53,6 @@ class PerRow:
 
         Args:
             examples: Rows by number, as the data set gives them.
-            rules: What rows are read by.
 
         Raises:
             UnsupportedError: a row comes out otherwise beside another.
@@ -125,10 +124,6 @@ def _same(collated: Mapping[str, Any], own: Row, row: int, rules: RowRules) -> b
 
 class CollatedRows(Dataset[Any]):
     """A map-style data set whose rows are what a collator makes of them.
-
-    Args:
-        dataset: The data set as the user has it.
-        rules: What rows are read by.
 
     Raises:
         HotspaError: the collator cannot be run row by row.

@@ -62,11 +62,6 @@ class Known:
 class Predictions:
     """The time model of a run with given strategies.
 
-    Args:
-        engine: Knows the model and the buckets.
-        known: What is known of the machine.
-        may_divide: Whether the loss can be computed of parts of sequences (cp).
-
     Attributes:
         single: The best single strategy that fits; None before `compare_with_single`, and where none does.
         singles: Gives all that fit, the fastest as predicted first; none before `compare_with_single`.
@@ -90,12 +85,7 @@ class Predictions:
         self._cost = replace(cost, time=replace(cost.time, cut_by=description.shape.quadratic_cost))
 
     def compare_with_single(self, table: SequenceTable, mini_batch_size: int) -> None:
-        """Looks for the best single strategy for a data set, whatever strategies were given.
-
-        Args:
-            table: The scan of the data set.
-            mini_batch_size: Rows of a mini-batch.
-        """
+        """Looks for the best single strategy for a data set, whatever strategies were given."""
         shape, longest = self._engine.description.shape, self._engine.buckets[-1].longest
 
         def planned(among: list[Strategy]) -> Plan:

@@ -63,9 +63,7 @@ class Restorer:
     """Puts what was saved into a run. Collective.
 
     Args:
-        model: The model of the trainer.
         source: Where its weights are: they go stale.
-        base: The digest of the base model of an adapter.
     """
 
     def __init__(self, engine: HotSPaEngine, model: PreTrainedModel, source: ModelSource, base: BaseDigest) -> None:

@@ -18,7 +18,7 @@ from hf_hotspa.trainer.checkpoint_search import Resumption, check_data_order, da
 from hf_hotspa.trainer.model_source import ModelSource
 from hf_hotspa.trainer.restoring import BaseDigest, Restorer, load_random_state, load_scheduler
 from hf_hotspa.trainer.slow_devices import DeviceWatch
-from hf_hotspa.trainer.stream_place import StreamProgress
+from hf_hotspa.trainer.streaming import StreamProgress
 
 logger = logging.getLogger(__name__)
 

@@ -53,7 +53,6 @@ class RowsOfUser(Sampler[int]):
 
     Args:
         sampler: What `_get_train_sampler` returned.
-        num_rows: Rows of the data set.
         texts: Every rank's text; a collective call.
 
     Raises:
@@ -101,9 +100,6 @@ def rows_of(sampler: Any, num_rows: int, seed: int, texts: Callable[[str], list[
 
     Args:
         sampler: What `_get_train_sampler` returned; None for the order of the data set.
-        num_rows: Rows of the data set.
-        seed: See `order_seed`.
-        texts: See `RowsOfUser`.
 
     Raises:
         UnsupportedError: it has no length.

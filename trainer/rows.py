@@ -3,6 +3,7 @@
 Owns the decision between map-style data sets, which are tokenised and scanned as a whole, and streams, which are not.
 """
 
+import traceback
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from torch.utils.data import IterableDataset
 from transformers import TrainingArguments
 
 from hf_hotspa.data.prepare import check_masks, prepare_dataset, tokenize_rows
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.rows.features import LABEL_COLUMNS, RowRules
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
@@ -20,6 +21,18 @@ from hf_hotspa.trainer.per_row import CollatedRows, PerRow
 def as_it_is(item: dict[str, Any]) -> dict[str, Any]:
     """The collate function of data sets whose items are collated already. Module-level: workers unpickle it."""
     return item
+
+
+def unreadable(error: Exception, source: str, where: str) -> HotspaError:
+    """Whatever a data set raises, as one of our own errors: it travels to all ranks."""
+    if isinstance(error, HotspaError):
+        return error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return DataError(
+        f"{source} failed to give rows: {type(error).__name__}: {error}",
+        where=f"{where}, at {last.filename}:{last.lineno}",
+        fix=f"read {source} without the trainer to see the whole traceback",
+    )
 
 
 def is_stream(dataset: Any) -> bool:
@@ -35,10 +48,7 @@ def scanned(
     """The data set with token ids, and its scan. One process scans, the others read its cache: a collective call.
 
     Args:
-        dataset: The data set as the user has it.
         processing_class: The tokenizer, for rows without token ids.
-        rules: What rows are read by.
-        collate: A collator of the user's own, which makes the rows; None where there is none to run.
 
     Raises:
         HotspaError: the data set cannot be used as it is.

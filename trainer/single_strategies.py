@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from hf_hotspa.data.collator import MiniBatch
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
@@ -89,7 +88,7 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
     batches = list(islice(order, steps))
     trainer._update_model()
     engine = _engine(trainer, sides)
-    readers = [_reader(trainer, engine, side, dataset, table) for side in sides]
+    readers = [RankRows(dataset, trainer._data.collator(engine, side.buckets, table)) for side in sides]
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences = []
     for number in range(-1, steps):
@@ -100,7 +99,7 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
         losses = []
         for turn in range(len(sides)):
             at = (number + turn) % len(sides)
-            mini_batch = readers[at](rows)
+            mini_batch = readers[at].__getitems__(sides[at].rows(rows))["mini_batch"]
             engine.agreement.barrier()
             begin = time.perf_counter()
             losses.append(engine.forward_backward(mini_batch).loss)
@@ -127,7 +126,7 @@ def _switching(trainer: "HotSPaTrainer") -> Side:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser
     return Side(
-        SWITCHING, auto.buckets, lambda rows: chooser.choose(chooser.num_trained, rows, chooser.previous).buckets
+        SWITCHING, auto.plan.pool, lambda rows: chooser.choose(chooser.num_trained, rows, chooser.previous).buckets
     )
 
 
@@ -147,11 +146,3 @@ def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
     time = trainer._auto.time if trainer._auto is not None else None
     options = engine_options(trainer.args, trainer._own_loss(), measured, time)
     return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
-
-
-def _reader(
-    trainer: "HotSPaTrainer", engine: HotSPaEngine, side: Side, dataset: object, table: SequenceTable
-) -> Callable[[Sequence[int]], MiniBatch]:
-    """Rows in, this rank's part of the side's mini-batch out."""
-    source = RankRows(dataset, trainer._data.collator(engine, side.buckets, table))
-    return lambda rows: source.__getitems__(side.rows(rows))["mini_batch"]

@@ -41,11 +41,10 @@ class DeviceWatch:
     """The slow devices of a run.
 
     Args:
-        engine: The engine of the run.
         mode: `hotspa_stragglers`, not `off`.
         delay: How many mini-batches are planned ahead of training.
         resizing: How products are resized, in `resize` and `semi`.
-        stages: Cuts pipelines and MLPs in `balance`; None where their cut stays.
+        stages: Cuts pipelines and MLPs in `balance`.
 
     Attributes:
         decides: Whether the run depends on what is found; a checkpoint then holds it.
@@ -62,13 +61,13 @@ class DeviceWatch:
         engine: HotSPaEngine,
         mode: str,
         delay: int,
-        resizing: Resizing | None = None,
-        stages: StageCuts | None = None,
+        resizing: Resizing,
+        stages: StageCuts,
     ) -> None:
         self.mode, self.decides, self._engine = mode, mode != "watch", engine
         if mode == "balance":
             why = "packs are divided over the replicas of dp, layers over the stages of pp, and dense MLPs over the shards of tp"
-            shares = stages is not None and stages.can_share
+            shares = stages.can_share
             lacking = "no strategy has replicas, stages or shards" if shares else "no strategy has replicas or stages"
             if not shares and any(strategy.tp > 1 for strategy in engine.phases):
                 lacking += ", and no layer has a dense MLP that its plan divides"
@@ -88,17 +87,16 @@ class DeviceWatch:
         self._has_replicas = any(strategy.dp > 1 for strategy in engine.phases)
         self._speaks, self._said = engine.rank == 0, 0
         self._last: list[float] = []
-        self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY and resizing is not None else None
+        self._statistics = ColumnStatistics(engine, resizing) if mode in LOSSY else None
         if mode == "semi":
             assert self._pace.giving is not None
             pretest(engine, self._pace.giving)
         if mode in LOSSY and self._speaks:
-            imputation = resizing.imputation if resizing is not None else "zero"
             logger.warning(
                 "hotspa_stragglers=%s: this run is not exact. While a device is slow, columns of its products are left out, "
                 "and their gradients are %s (migrate and balance are exact)",
                 mode,
-                _IMPUTED[imputation],
+                _IMPUTED[resizing.imputation],
             )
 
     def start(self) -> SpeedHistory | None:
@@ -138,8 +136,8 @@ class DeviceWatch:
     def _answer(self, step: int) -> str:
         """What is done from some later mini-batch on; empty where nothing changes."""
         devices = self._pace.devices
-        if self.speeds is not None:
-            return self._balanced(step, self.speeds)
+        if self.speeds is not None and self._stages is not None:
+            return self._balanced(step, self.speeds, self._stages)
         giving = self._pace.giving
         if giving is None or not giving.decide(devices.known, devices.slow):
             return ""
@@ -159,13 +157,12 @@ class DeviceWatch:
             said += [f"rank {rank} {' and '.join(does)}"] if does else []
         return ", ".join(said) or "all columns are computed where they lie"
 
-    def _balanced(self, step: int, history: SpeedHistory) -> str:
+    def _balanced(self, step: int, history: SpeedHistory, stages: StageCuts) -> str:
         ranks, said = self._pace.devices.speeds(), list[str]()
-        if self._stages is not None and (of_stages := self._stages.decide(ranks)):
+        if of_stages := stages.decide(ranks):
             self._take_cut()
             said.append(of_stages)
-        loads, works = (self._stages.loads, self._stages.works) if self._stages is not None else ((), ())
-        first = history.trained(step - 1, Speeds(ranks, loads, works) if ranks is not None else None)
+        first = history.trained(step - 1, Speeds(ranks, stages.loads, stages.works) if ranks is not None else None)
         if first is not None and self._has_replicas:
             said.append(f"from mini-batch {first + 1} on packs are divided {'evenly' if ranks is None else 'by speed'}")
         return "; ".join(said)
@@ -175,14 +172,8 @@ class DeviceWatch:
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs, JSON-ready."""
-        state: dict[str, Any] = {"devices": self._pace.devices.state_dict()}
-        if self.speeds is not None:
-            state["speeds"] = self.speeds.state_dict()
-        if self._stages is not None:
-            state["stages"] = self._stages.state_dict()
-        if self._pace.giving is not None:
-            state["giving"] = self._pace.giving.state_dict()
-        return state
+        of_mode = {name: part.state_dict() for name, part in self._parts().items()}
+        return {"devices": self._pace.devices.state_dict(), **of_mode}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state; one of another number of ranks is left, as those are other devices.
@@ -190,14 +181,18 @@ class DeviceWatch:
         Raises:
             HotspaConfigError: it is damaged.
         """
-        same = self._pace.devices.load_state_dict(state.get("devices", {}))
-        if same and self.speeds is not None and "speeds" in state:
-            self.speeds.load_state_dict(state["speeds"])
-        if same and self._stages is not None and "stages" in state:
-            self._stages.load_state_dict(state["stages"])
-        if same and self._pace.giving is not None and "giving" in state:
-            self._pace.giving.load_state_dict(state["giving"])
+        if not self._pace.devices.load_state_dict(state.get("devices", {})):
+            return
+        for name, part in self._parts().items():
+            if name in state:
+                part.load_state_dict(state[name])
+        if self._pace.giving is not None and "giving" in state:
             self._engine.give(self._pace.giving.shares, self._pace.giving.resized)
+
+    def _parts(self) -> dict[str, Any]:
+        """What the mode goes by, by its name in the state; each has a state of its own."""
+        parts = {"speeds": self.speeds, "stages": self._stages, "giving": self._pace.giving}
+        return {name: part for name, part in parts.items() if part is not None}
 
     def rank_tensors(self) -> dict[str, Tensor]:
         """What this rank alone needs to go on bit for bit, in host memory."""
@@ -219,7 +214,6 @@ def watch_devices(
 
     Args:
         fits: Raises where a device cannot hold the pool in a cut of stages and MLPs.
-        predictions: Told of every new cut.
 
     Raises:
         HotspaConfigError: see `DeviceWatch`.

@@ -29,7 +29,6 @@ class StageCuts:
     """Who cuts the pipelines of an engine, and the MLPs of its tensor-parallel groups.
 
     Args:
-        engine: The engine of the run.
         fits: Raises where a device cannot hold the pool in a cut.
         takes: Told of every new cut.
     """

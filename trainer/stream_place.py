@@ -1,13 +1,11 @@
-"""How far a run has come in a stream, so that a resumed one goes on there, in whichever pass that is.
+"""A place in a stream, so that a resumed run goes on there, in whichever pass that is.
 
 The Trainer counts passes by their length, which a stream need not have. Here the mini-batches of each pass are counted
 as they are trained, and go into the checkpoint with a digest of the last one.
 """
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from hf_hotspa.errors import ResumeError
 
@@ -64,56 +62,3 @@ class StreamPlace:
                 fix="resume a checkpoint that HotSPaTrainer wrote while it trained a stream, or use a data set with random "
                 "access",
             ) from None
-
-
-class _Rows(Protocol):
-    """What is asked of `StreamRows`."""
-
-    ended: set[int]
-
-    def go_on_from(self, place: StreamPlace) -> None: ...
-
-
-class StreamProgress:
-    """How far this run has come in its stream."""
-
-    def __init__(self, rows: _Rows) -> None:
-        self._rows, self._place = rows, StreamPlace()
-
-    def trained(self, inputs: Mapping[str, Any]) -> None:
-        """A mini-batch of the loader is trained."""
-        epoch, number = inputs["place"]
-        self._place = self._place.behind(epoch, number, inputs["mini_batch"].content)
-
-    def state(self, steps_a_pass: int, pass_is_over: bool) -> dict[str, Any]:
-        """What a resumed run goes on from, as JSON-ready plain data.
-
-        Args:
-            steps_a_pass: The most steps of a pass.
-            pass_is_over: Whether a callback ends the pass here.
-        """
-        place = dataclasses.replace(self._place, ended=frozenset(self._rows.ended))
-        if pass_is_over or place.epoch in place.ended or place.mini_batches[-1] >= steps_a_pass:
-            place = dataclasses.replace(place, mini_batches=(*place.mini_batches, 0))
-        return place.state()
-
-    def go_on(self, state: Any, *, skip: bool, compare: bool) -> tuple[int, int]:
-        """Goes on from `state`.
-
-        Args:
-            state: What the checkpoint has.
-            skip: Whether the mini-batches of the pass that were trained are left out (not `ignore_data_skip`).
-            compare: Whether the stream must give the last of them again.
-
-        Returns:
-            The pass, and the mini-batches that were trained in it.
-
-        Raises:
-            ResumeError: the checkpoint does not say where to go on.
-        """
-        self._place = place = StreamPlace.from_state(state)
-        if not skip:
-            self._place = dataclasses.replace(place, mini_batches=(*place.mini_batches[:-1], 0))
-            return place.epoch, 0
-        self._rows.go_on_from(place if compare else dataclasses.replace(place, content=""))
-        return place.epoch, place.mini_batches[-1]

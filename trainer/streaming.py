@@ -16,8 +16,8 @@ The loader has the shape that accelerate's `skip_first_batches` expects: the bat
 mini-batches, and the dataset turns a number into a mini-batch by reading on.
 """
 
+import dataclasses
 import itertools
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -32,7 +32,7 @@ from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.rows.features import Row, read_row
 from hf_hotspa.stragglers.speeds import SpeedHistory
 from hf_hotspa.trainer.per_row import PerRow
-from hf_hotspa.trainer.rows import as_it_is, tokenized_rows
+from hf_hotspa.trainer.rows import as_it_is, tokenized_rows, unreadable
 from hf_hotspa.trainer.stream_place import StreamPlace
 
 
@@ -40,10 +40,6 @@ class StreamRows(Dataset[Any]):
     """The rows of a stream as mini-batches, by number. Numbers must grow; a smaller one begins the stream again.
 
     Args:
-        dataset: The stream.
-        collator: Makes mini-batches of rows.
-        collate: A collator of the user's own, which makes the rows; None where there is none to run.
-        drop_last: Leave out a last mini-batch that is not full.
         tokenizer: Tokenises rows without `input_ids`.
         any_rank: Whether any rank says so; a collective call.
         speeds: By which the packs of each mini-batch are divided over replicas; None divides evenly.
@@ -113,7 +109,7 @@ class StreamRows(Dataset[Any]):
             skipped = (number - self._next) * self.mini_batch_size
             examples = list(itertools.islice(self._stream, skipped, skipped + self.mini_batch_size))
         except Exception as failure:  # whatever a stream raises is carried to all ranks
-            error = self._unreadable(failure, number)
+            error = unreadable(failure, "the stream", f"mini-batch {number + 1} of the stream, rank {self._rank}")
         self._next = number + 1
         if error is None and number == 0 and not examples:
             error = DataError("the stream is empty", fix="check the split and the filters that were applied to it")
@@ -200,15 +196,49 @@ class StreamRows(Dataset[Any]):
         data["where"] = f"{data['where'] or 'a row'}, counted from row {first} of the stream"
         return HotspaError.from_dict(data)
 
-    def _unreadable(self, error: Exception, number: int) -> HotspaError:
-        if isinstance(error, HotspaError):
-            return error
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        return DataError(
-            f"the stream failed to give rows: {type(error).__name__}: {error}",
-            where=f"mini-batch {number + 1} of the stream, rank {self._rank}, at {last.filename}:{last.lineno}",
-            fix="read the stream without the trainer to see the whole traceback",
-        )
+
+class StreamProgress:
+    """How far this run has come in its stream."""
+
+    def __init__(self, rows: StreamRows) -> None:
+        self._rows, self._place = rows, StreamPlace()
+
+    def trained(self, inputs: Mapping[str, Any]) -> None:
+        """A mini-batch of the loader is trained."""
+        epoch, number = inputs["place"]
+        self._place = self._place.behind(epoch, number, inputs["mini_batch"].content)
+
+    def state(self, steps_a_pass: int, pass_is_over: bool) -> dict[str, Any]:
+        """What a resumed run goes on from, as JSON-ready plain data.
+
+        Args:
+            steps_a_pass: The most steps of a pass.
+            pass_is_over: Whether a callback ends the pass here.
+        """
+        place = dataclasses.replace(self._place, ended=frozenset(self._rows.ended))
+        if pass_is_over or place.epoch in place.ended or place.mini_batches[-1] >= steps_a_pass:
+            place = dataclasses.replace(place, mini_batches=(*place.mini_batches, 0))
+        return place.state()
+
+    def go_on(self, state: Any, *, skip: bool, compare: bool) -> tuple[int, int]:
+        """Goes on from `state`.
+
+        Args:
+            skip: Whether the mini-batches of the pass that were trained are left out (not `ignore_data_skip`).
+            compare: Whether the stream must give the last of them again.
+
+        Returns:
+            The pass, and the mini-batches that were trained in it.
+
+        Raises:
+            ResumeError: the checkpoint does not say where to go on.
+        """
+        self._place = place = StreamPlace.from_state(state)
+        if not skip:
+            self._place = dataclasses.replace(place, mini_batches=(*place.mini_batches[:-1], 0))
+            return place.epoch, 0
+        self._rows.go_on_from(place if compare else dataclasses.replace(place, content=""))
+        return place.epoch, place.mini_batches[-1]
 
 
 class StreamSampler(Sampler[list[int]]):
@@ -232,11 +262,6 @@ class StreamSampler(Sampler[list[int]]):
 
 class StreamLoader(DataLoader[dict[str, Any]]):
     """The dataloader of a stream on one rank.
-
-    Args:
-        rows: The stream.
-        num_workers: Must be 0.
-        pin_memory: As for torch's DataLoader.
 
     Raises:
         HotspaConfigError: workers are asked for.

@@ -60,8 +60,7 @@ from hf_hotspa.trainer.rows import is_stream
 from hf_hotspa.trainer.run_facts import run_facts
 from hf_hotspa.trainer.skipping import SkippedMiniBatches
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
-from hf_hotspa.trainer.stream_place import StreamProgress
-from hf_hotspa.trainer.streaming import StreamLoader
+from hf_hotspa.trainer.streaming import StreamLoader, StreamProgress
 from hf_hotspa.trainer.views import ViewsMixin
 
 
@@ -112,7 +111,9 @@ class HotSPaTrainer(
         kwargs = named(rest, kwargs)
         args = completed(args)
         check_collator(kwargs.get("data_collator"), args)
-        self._refuse(kwargs)
+        refuse_overrides(type(self))
+        if (chosen := kwargs.get("optimizer_cls_and_kwargs")) is not None:
+            check_elementwise(*chosen)
         if isinstance(model, nn.Module):
             refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
         self.engine = None
@@ -148,18 +149,6 @@ class HotSPaTrainer(
         # gloo processes that leave with a live group abort now and then, after a correct run
         atexit.register(_destroy_default_group)
 
-    def _refuse(self, kwargs: dict[str, Any]) -> None:
-        refuse_overrides(type(self))
-        if type(self).prediction_step is not Trainer.prediction_step:
-            raise UnsupportedError(
-                "a prediction step of your own (prediction_step is overridden) cannot be honoured",
-                why="evaluation runs under a parallel strategy, and no rank has a model that could be called",
-                fix="use compute_metrics and preprocess_logits_for_metrics",
-            )
-        chosen = kwargs.get("optimizer_cls_and_kwargs")
-        if chosen is not None:
-            check_elementwise(*chosen)
-
     # -- set-up -------------------------------------------------------------------------------------------------------
 
     def _start_engine(self, training: bool = True) -> HotSPaEngine:
@@ -180,7 +169,7 @@ class HotSPaTrainer(
             self._auto = prepare_auto(
                 self.model, args, self._agreement(), self._tables_for_auto, size, may_chunk=in_parts
             )
-        buckets = self._auto.buckets if self._auto is not None else given_buckets(args)
+        buckets = self._auto.plan.pool if self._auto is not None else given_buckets(args)
         known_costs = self._auto or calibration
         stage_costs = known_costs.stage_costs if known_costs is not None else None
         options = engine_options(args, loss, stage_costs, self._auto.time if self._auto is not None else None)

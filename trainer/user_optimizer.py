@@ -41,8 +41,6 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
 
     Args:
         optimizer: The optimizer, perhaps in accelerate's wrapper; changed in place.
-        engine: Has the master store.
-        model: The model that the engine was made of.
         saved: Whether checkpoints will hold its state and options.
 
     Returns:

@@ -63,11 +63,6 @@ class ViewsMixin(TrainerBase):
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
         return metrics
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """One pass over an evaluation set; see `EvaluationMixin`. Collective."""
-        self._show_model(EVALUATION)
-        return super().evaluation_loop(*args, **kwargs)
-
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         self._show_model(SAVE)
