@@ -66,6 +66,16 @@ class HotspaConfigError(HotspaError, ValueError):
     code = "HSP-010"
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuses a value that is none of the choices.
+
+    Raises:
+        HotspaConfigError: naming them.
+    """
+    if value not in choices:
+        raise HotspaConfigError(f"{name} is {value!r}", fix=f"use one of {', '.join(choices)}")
+
+
 class LaunchError(HotspaConfigError):
     """The number of processes is not the one the configuration needs (usually the wrong launch line)."""
 

@@ -9,14 +9,14 @@ from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.costs.context import WAYS, check_way
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.costs.context import WAYS
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError, check_choice
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
-from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, check_policy
-from hf_hotspa.packing.pipeline_order import SCHEDULES, check_schedule
-from hf_hotspa.plan.planner import PLANNERS, check_planner
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
+from hf_hotspa.packing.pipeline_order import SCHEDULES
+from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
 from hf_hotspa.trainer.fsdp_arguments import take_fsdp
@@ -32,12 +32,19 @@ from hf_hotspa.uncaught import show_errors_once
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
 
-_NOT_NEGATIVE = {
-    "hotspa_max_failed_saves": "use 0 to stop at the first one",
-    "hotspa_trace_steps": "use 0 for no trace, or some; 3 is the default",
-    "hotspa_skip_non_finite": "use 0 to skip none, or a small number",
-    "hotspa_expert_capacity": "use 0 for no limit, or 1.25, say",
+_AT_LEAST = {
+    "hotspa_longest": (1, "use at least 1 token, or leave it out"),
+    "hotspa_max_buckets": (1, "use 3, say"),
+    "hotspa_mini_batch_size": (1, "use at least 1"),
+    "hotspa_staging_mb": (1, "use at least 1; 16 is fast"),
+    "hotspa_memory_limit_mb": (1, "leave it out for no limit"),
+    "hotspa_max_failed_saves": (0, "use 0 to stop at the first one"),
+    "hotspa_trace_steps": (0, "use 0 for no trace, or some; 3 is the default"),
+    "hotspa_skip_non_finite": (0, "use 0 to skip none, or a small number"),
+    "hotspa_expert_capacity": (0, "use 0 for no limit, or 1.25, say"),
+    "hotspa_resize_period": (0, "use some mini-batches, or 0 for a pass"),
 }
+"""Flag -> the least value, and what to use instead of a smaller one."""
 
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
@@ -272,10 +279,6 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self.deepspeed = given
         self.complete()
 
-    def without_deepspeed(self) -> None:
-        """There is no DeepSpeed config."""
-        self._deepspeed = None
-
     def complete(self) -> None:
         """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up."""
         self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
@@ -286,26 +289,12 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 fix="use auto, or give strategy:longest sequence[@tokens per pack], shortest first, such as "
                 f"dp{self.world_size}:2048@8192 for plain data parallelism on these {self.world_size} processes",
             )
-        if self.hotspa_auto:
-            self._check_auto()
-        else:
+        if not self.hotspa_auto:
             check_launch(self.hotspa_buckets, self.world_size)
-        check_policy(self.hotspa_overlong)
-        check_schedule(self.hotspa_pipeline_schedule)
-        check_way(self.hotspa_context_parallel)
-        if self.hotspa_staging_mb < 1:
-            raise HotspaConfigError(f"hotspa_staging_mb is {self.hotspa_staging_mb}", fix="use at least 1; 16 is fast")
-        check_planner(self.hotspa_planner)
+        for flag in fields(self):
+            if flag.name.startswith("hotspa_") and "choices" in flag.metadata:
+                check_choice(flag.name, getattr(self, flag.name), flag.metadata["choices"])
         self.check_stragglers(self.world_size, self.full_determinism)
-        if self.hotspa_memory_limit_mb is not None and self.hotspa_memory_limit_mb < 1:
-            raise HotspaConfigError(
-                f"hotspa_memory_limit_mb is {self.hotspa_memory_limit_mb}", fix="leave it out for no limit"
-            )
-        on_off = dict.fromkeys(("hotspa_overlap_load", "hotspa_overlap_return", "hotspa_second_source"), tuple(ON_OFF))
-        for name, choices in {**on_off, "hotspa_offload": OFFLOADS}.items():
-            if getattr(self, name) not in choices:
-                raise HotspaConfigError(f"{name} is {getattr(self, name)!r}", fix=f"use one of {', '.join(choices)}")
-        _ = self.hotspa_gradients
         if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
             raise HotspaConfigError(
                 f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
@@ -315,22 +304,20 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
                 fix="use 0 for none, or leave it out and set the probability in the model's config",
             )
-        for name, fix in _NOT_NEGATIVE.items():
-            if getattr(self, name) < 0:
-                raise HotspaConfigError(f"{name} is {getattr(self, name)}", fix=fix)
         refuse_arguments(self)
         explain_arguments(self)
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
         self.check_pipeline_mode(self.hotspa_buckets)
         read_accelerator_config(self)
-        if self._deepspeed is not None:
-            self._deepspeed = with_batch_size(self._deepspeed, vars(self), self.world_size)
+        if (mapping := self.hotspa_deepspeed) is not None:
+            self._deepspeed = with_batch_size(mapping, vars(self), self.world_size)
         if self.hotspa_mini_batch_size is None:
             accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
-        if self.hotspa_mini_batch_size < 1:
-            raise HotspaConfigError(f"hotspa_mini_batch_size is {self.hotspa_mini_batch_size}", fix="use at least 1")
+        for name, (least, fix) in _AT_LEAST.items():
+            if (value := getattr(self, name)) is not None and value < least:
+                raise HotspaConfigError(f"{name} is {value}", fix=fix)
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""
@@ -344,7 +331,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     @property
     def hotspa_deepspeed(self) -> DeepSpeedMapping | None:
         """What the config given as `deepspeed` comes to; None without one."""
-        return self._deepspeed
+        return vars(self).get("_deepspeed")
 
     @property
     def hotspa_auto(self) -> bool:
@@ -358,11 +345,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     @property
     def hotspa_gradients(self) -> GradientDtypes:
-        """`hotspa_grad_accum_dtype` and `hotspa_grad_wire_dtype`.
-
-        Raises:
-            HotspaConfigError: one of them is no dtype that gradients can have.
-        """
+        """`hotspa_grad_accum_dtype` and `hotspa_grad_wire_dtype`."""
         return GradientDtypes(self.hotspa_grad_accum_dtype, self.hotspa_grad_wire_dtype)
 
     def _check_types(self) -> None:
@@ -377,12 +360,6 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 raise HotspaConfigError(
                     f"{name} is {value!r:.200}, which is no {shown}", fix=f"give a value of type {shown}"
                 )
-
-    def _check_auto(self) -> None:
-        fixes = {"hotspa_longest": "use at least 1 token, or leave it out", "hotspa_max_buckets": "use 3, say"}
-        for name, fix in fixes.items():
-            if (value := getattr(self, name)) is not None and value < 1:
-                raise HotspaConfigError(f"{name} is {value}", fix=fix)
 
     @property
     def place_model_on_device(self) -> bool:

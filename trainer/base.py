@@ -4,17 +4,19 @@ Each part overrides methods of `Trainer` in a file of its own. Here are the attr
 methods that one of them has and others call.
 """
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch.optim import Optimizer
 from transformers import PreTrainedModel, Trainer
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.parallel import backends
+from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.events import CallbackEvents
-from hf_hotspa.trainer.host_agreement import HostAgreement
 
 
 class TrainerBase(Trainer):
@@ -25,7 +27,8 @@ class TrainerBase(Trainer):
     model: PreTrainedModel
     optimizer: Optimizer | None
     engine: HotSPaEngine | None
-    _ranks: HostAgreement
+    _channel: tuple[dist.ProcessGroup, Mailbox] | None = None
+    """What ranks agree over, before there is an engine and beside it."""
 
     if TYPE_CHECKING:  # methods of the parts
 
@@ -44,5 +47,13 @@ class TrainerBase(Trainer):
         return self.engine
 
     def _agreement(self) -> Agreement:
-        """Over the host, also before the engine exists."""
-        return self._ranks()
+        """Of all ranks over the host, also before the engine exists; of one process before there are others. Collective
+        the first time."""
+        rank, world_size = self.args.process_index, self.args.world_size
+        if world_size == 1 or not dist.is_initialized():
+            return Agreement(None, 0)
+        if self._channel is None:
+            timeout = timedelta(seconds=float(self.args.ddp_timeout))
+            self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
+        group, mailbox = self._channel
+        return Agreement(group, rank, mailbox)

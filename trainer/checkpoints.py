@@ -14,9 +14,9 @@ from transformers import TrainerState
 from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name
 from hf_hotspa.checkpoint.saving import CheckpointWriter
 from hf_hotspa.errors import CheckpointError
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.checkpoint_contents import CheckpointContents
-from hf_hotspa.trainer.host_agreement import HostAgreement
 
 logger = logging.getLogger(__name__)
 
@@ -35,11 +35,11 @@ class Checkpoints:
     def __init__(
         self,
         args: HotSPaTrainingArguments,
-        ranks: HostAgreement,
+        agreement: Callable[[], Agreement],
         in_use: Callable[[], Collection[Path]],
         committed: Callable[[Path], None],
     ) -> None:
-        self._args, self._ranks, self._in_use, self._committed = args, ranks, in_use, committed
+        self._args, self._agreement, self._in_use, self._committed = args, agreement, in_use, committed
         self.writer: CheckpointWriter | None = None
         self._failed = 0  # saves in a row
         self._best_before: str | None = None
@@ -50,7 +50,7 @@ class Checkpoints:
             self.writer.close()
             self.writer = None
         if self.writer is None:
-            self.writer = CheckpointWriter(RunFolder(folder), self._ranks())
+            self.writer = CheckpointWriter(RunFolder(folder), self._agreement())
         return self.writer
 
     def close(self) -> None:
@@ -79,7 +79,7 @@ class Checkpoints:
         if state.best_global_step:
             best = folder / checkpoint_name(state.best_global_step)
             exists = state.best_global_step == state.global_step or best.is_dir()
-            if json.loads(self._ranks().texts(json.dumps(exists))[0]):
+            if json.loads(self._agreement().texts(json.dumps(exists))[0]):
                 state.best_model_checkpoint = str(best)
         self.into(folder)
 

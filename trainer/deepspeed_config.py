@@ -46,31 +46,21 @@ class DeepSpeedMapping:
     stage: int = 0
 
     def schedule(self, learning_rate: float, num_steps: int, warmup_steps: int) -> DeepSpeedSchedule:
-        """The learning rates.
-
-        Args:
-            learning_rate: That of the arguments, where the config says `auto`.
-            num_steps: The optimizer steps of the run, likewise.
-            warmup_steps: Those of the arguments, likewise.
-        """
+        """The learning rates. What the config leaves open is as the training arguments say."""
         assert self.scheduler is not None
         kind = self.scheduler["type"]
         known = TYPES[kind]
-        given = {name: self.scheduler.get(name, known[name]) for name in known}
-
-        def value(name: str, instead: Any) -> Any:
-            return instead if given.get(name) in (None, AUTO) else given[name]
-
-        cosine = kind == "WarmupCosineLR"
-        return DeepSpeedSchedule(
-            kind,
-            value("warmup_num_steps", max(1, warmup_steps)),
-            value("total_num_steps", num_steps),
-            learning_rate if cosine else value("warmup_max_lr", learning_rate),
-            value("warmup_min_ratio" if cosine else "warmup_min_lr", 0.0),
-            value("cos_min_ratio", known.get("cos_min_ratio")) if cosine else 0.0,
-            value("warmup_type", LOG),
-        )
+        of_arguments = {
+            "warmup_num_steps": max(1, warmup_steps),
+            "total_num_steps": num_steps,
+            "warmup_max_lr": learning_rate,
+            "warmup_min_lr": 0.0,
+        }
+        given = {name: self.scheduler.get(name, default) for name, default in known.items()}
+        params: dict[str, Any] = {
+            n: of_arguments.get(n, known[n]) if value in (None, AUTO) else value for n, value in given.items()
+        }
+        return DeepSpeedSchedule(kind, params, params.get("warmup_max_lr", learning_rate))
 
     def __str__(self) -> str:
         width = max((len(left) for left, _ in self.rows), default=0)

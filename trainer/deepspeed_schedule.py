@@ -6,7 +6,9 @@ engine sets the rate of iteration 0 only after the first step.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 LOG, LINEAR = "log", "linear"
 
@@ -30,44 +32,39 @@ class DeepSpeedSchedule:
 
     Args:
         type: One of `TYPES`.
-        warmup_steps: `warmup_num_steps`.
-        total_steps: `total_num_steps`; not used by WarmupLR.
+        params: Those of its type, all of them.
         peak: The learning rate after the warm-up.
-        low: Where the warm-up starts: a learning rate, or with WarmupCosineLR a share of `peak`.
-        end_ratio: Where the cosine ends, as a share of `peak`.
-        warmup_type: `log` or `linear`.
     """
 
     type: str
-    warmup_steps: int
-    total_steps: int
+    params: Mapping[str, Any]
     peak: float
-    low: float = 0.0
-    end_ratio: float = 0.0001
-    warmup_type: str = LOG
 
     def rate(self, step: int) -> float:
         """The learning rate of an optimizer step, of which `step` came before."""
         iteration = step - 1  # DeepSpeed counts from the end of the first step
         cosine = self.type == "WarmupCosineLR"
+        low = 0.0 if cosine else self.params["warmup_min_lr"]
         if iteration < 0:
-            return 0.0 if cosine else self.low
-        warmup = max(2, self.warmup_steps)
+            return low
+        warmup = max(2, self.params["warmup_num_steps"])
         if iteration < warmup:
-            linear = self.warmup_type == LINEAR
+            linear = self.params["warmup_type"] == LINEAR
             share = iteration / warmup if linear else 1.0 / math.log(warmup) * math.log(iteration + 1)
         else:
             share = self._after(iteration, warmup)
         if not cosine:
-            return self.low + (self.peak - self.low) * share
-        return self.peak * (self.low + share * (1.0 - self.low) if iteration < warmup else share)
+            return low + (self.peak - low) * share
+        begin = self.params["warmup_min_ratio"]
+        return self.peak * (begin + share * (1.0 - begin) if iteration < warmup else share)
 
     def _after(self, iteration: int, warmup: int) -> float:
         """The share of the peak when the warm-up is over."""
         if self.type == "WarmupLR":
             return 1.0
+        total = self.params["total_num_steps"]
         if self.type == "WarmupDecayLR":
-            return max(0.0, float(self.total_steps - iteration) / float(max(1.0, self.total_steps - warmup)))
-        progress = min(1.0, (iteration - warmup + 1) / max(1, self.total_steps - warmup))
-        share = (1 + math.cos(math.pi * progress)) / 2
-        return max(0.0, self.end_ratio + (1.0 - self.end_ratio) * share)
+            return max(0.0, float(total - iteration) / float(max(1.0, total - warmup)))
+        progress = min(1.0, (iteration - warmup + 1) / max(1, total - warmup))
+        share, end = (1 + math.cos(math.pi * progress)) / 2, self.params["cos_min_ratio"]
+        return max(0.0, end + (1.0 - end) * share)

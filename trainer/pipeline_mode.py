@@ -66,13 +66,9 @@ class PipelineModeArguments:
             buckets: Those that were given; none with `auto`.
 
         Raises:
-            HotspaConfigError: a value that there is not, or a flag without a meaning.
+            HotspaConfigError: a flag without a meaning.
             UnsupportedError: something that the mode cannot honour.
         """
-        if self.hotspa_pipeline_mode not in PIPELINE_MODES:
-            raise HotspaConfigError(
-                f"hotspa_pipeline_mode is {self.hotspa_pipeline_mode!r}", fix=f"use one of {', '.join(PIPELINE_MODES)}"
-            )
         if self.hotspa_pipeline_mode == SYNCHRONOUS:
             for name in ("hotspa_vertical_sync", "hotspa_clip_per_stage"):
                 if getattr(self, name):

@@ -87,7 +87,6 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
             own.__dict__.setdefault(field.name, field.default)
     own.hotspa_mini_batch_size = None  # anew from the batch size, which may have changed since another trainer
     refuse_launcher_settings()
-    own.without_deepspeed()
     own.complete()
     if own.process_index == 0:
         logger.warning(

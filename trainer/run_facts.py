@@ -18,6 +18,10 @@ from hf_hotspa.trainer.predictions import Predictions
 from hf_hotspa.versions import version_of
 
 _LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
+_FLAGS = (
+    "strategies", "mini_batch_size", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
+    "stragglers",
+)  # fmt: skip
 
 
 def run_facts(
@@ -56,15 +60,8 @@ def run_facts(
             "compute_dtype": dtype_name(engine.description.compute_dtype),
         },
         settings={
-            "strategies": args.hotspa_strategies,
-            "mini_batch_size": args.hotspa_mini_batch_size,
-            "overlong": args.hotspa_overlong,
-            "planner": args.hotspa_planner,
-            "pipeline_schedule": args.hotspa_pipeline_schedule,
+            **{name: getattr(args, f"hotspa_{name}") for name in _FLAGS},
             "pipeline_mode": pipeline_mode(args),
-            "context_parallel": args.hotspa_context_parallel,
-            "expert_capacity": args.hotspa_expert_capacity,
-            "stragglers": args.hotspa_stragglers,
             "overlap_load": engine.overlap.load,
             "overlap_return": engine.overlap.return_gradients,
             "max_steps": args.max_steps,

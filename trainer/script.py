@@ -11,7 +11,7 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, set_seed
@@ -94,14 +94,11 @@ class ScriptArguments:
     )
 
 
-S = TypeVar("S", bound=ScriptArguments)
-
-
 @dataclass(frozen=True)
-class Settings(Generic[S]):
+class Settings:
     """A command line, read."""
 
-    script: S
+    script: Any
     args: HotSPaTrainingArguments
 
 
@@ -129,7 +126,7 @@ def fine_tuning_defaults(given: Namespace) -> dict[str, Any]:
 
 def parse(
     parser: FlagParser, words: Sequence[str], defaults: Callable[[Namespace], dict[str, Any]] = fine_tuning_defaults
-) -> Settings[Any]:
+) -> Settings:
     """Reads a command line in a process that trains.
 
     Raises:
@@ -312,7 +309,7 @@ def _with_adapter(model: Any, script: Any, args: HotSPaTrainingArguments) -> Any
     return peft.get_peft_model(model, config)
 
 
-def run(settings: Settings[Any]) -> None:
+def run(settings: Settings) -> None:
     """Trains and saves; in each process.
 
     Raises:

@@ -43,7 +43,6 @@ from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
 from hf_hotspa.trainer.failures import broadcast_error
-from hf_hotspa.trainer.host_agreement import HostAgreement
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
 from hf_hotspa.trainer.optimization import OptimizationMixin
@@ -124,8 +123,8 @@ class HotSPaTrainer(
         self._devices: DeviceWatch | None = None
         self._loaded_state: dict[str, Any] = {}
         self._stream_progress: StreamProgress | None = None
-        self._ranks, self._source, self._base = HostAgreement(args), ModelSource(args), BaseDigest()
-        self._checkpoints = Checkpoints(args, self._ranks, self._being_pushed, self._committed)
+        self._source, self._base = ModelSource(args), BaseDigest()
+        self._checkpoints = Checkpoints(args, self._agreement, self._being_pushed, self._committed)
         self._data = DataSets(args, lambda: self.processing_class, self._row_rules, self._per_row)
         self._evaluation_sets = EvaluationSets(args, self._data)
         self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)

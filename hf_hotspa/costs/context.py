@@ -14,22 +14,12 @@ Plain data, no torch: the engine, the cost models and `auto` ask the same functi
 import math
 
 from hf_hotspa.costs.coefficients import Exchanges, Hop
-from hf_hotspa.errors import HotspaConfigError, StrategyError
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 
 AUTO, ULYSSES, GATHER, RING = "auto", "ulysses", "allgather", "ring"
 WAYS = (AUTO, ULYSSES, GATHER, RING)
-
-
-def check_way(way: str) -> None:
-    """Refuses an unknown way.
-
-    Raises:
-        HotspaConfigError: it is not one of `WAYS`.
-    """
-    if way not in WAYS:
-        raise HotspaConfigError(f"there is no way of context parallelism {way!r}", fix=f"use one of {', '.join(WAYS)}")
 
 
 def head_repeats(heads: int, kv_heads: int, cp: int) -> int:

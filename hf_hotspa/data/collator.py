@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError
-from hf_hotspa.packing.bucketing import check_policy, plan_mini_batch
+from hf_hotspa.errors import DataError, HotspaConfigError, HotspaError, TokenRangeError, check_choice
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES, plan_mini_batch
 from hf_hotspa.packing.context_cuts import Piece
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
@@ -259,7 +259,7 @@ class PackedBucketCollator:
                 "the collator has no buckets" if not self.buckets else f"{self.buckets[0]!r} is no bucket",
                 fix="PackedBucketCollator(parse_buckets('dp2:1024@4096,tp2:8192'), rank=..., vocab_size=...)",
             )
-        check_policy(policy)
+        check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
         self.quadratic_cost, self.policy, self.rules, self.table = quadratic_cost, policy, rules, table
 
     def __call__(self, features: Sequence[Any]) -> MiniBatch:

@@ -7,7 +7,7 @@ ask the same functions.
 
 from dataclasses import dataclass
 
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import check_choice
 
 FP32, BF16, AUTO = "fp32", "bf16", "auto"
 ACCUMULATION_DTYPES = (FP32, BF16)
@@ -38,12 +38,8 @@ class GradientDtypes:
     wire: str = AUTO
 
     def __post_init__(self) -> None:
-        for what, value, known in (
-            ("accumulate", self.accumulation, ACCUMULATION_DTYPES),
-            ("travel", self.wire, WIRE_DTYPES),
-        ):
-            if value not in known:
-                raise HotspaConfigError(f"gradients cannot {what} in {value!r}", fix=f"use one of {', '.join(known)}")
+        check_choice("the dtype in which gradients accumulate", self.accumulation, ACCUMULATION_DTYPES)
+        check_choice("the dtype in which gradients travel", self.wire, WIRE_DTYPES)
 
     def accumulated(self, dtype: str) -> str:
         """The dtype of the buffers of a strategy's gradients, of weights of a dtype."""

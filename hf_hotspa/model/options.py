@@ -6,15 +6,15 @@ from datetime import timedelta
 
 import torch
 
-from hf_hotspa.costs.context import check_way
+from hf_hotspa.costs.context import WAYS
 from hf_hotspa.costs.experts import check_capacity
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, check_choice
 from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.layout.stages import StageCosts
-from hf_hotspa.packing.pipeline_order import check_schedule
+from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.packing.weight_versions import PipeDream
 from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
-from hf_hotspa.plan.planner import check_planner
+from hf_hotspa.plan.planner import PLANNERS
 
 LONGEST_TIMEOUT_S = 1e8
 """Three years: beyond, it must be a mistake, and process groups cannot count so far."""
@@ -112,10 +112,10 @@ class EngineOptions:
     pipedream: PipeDream | None = None
 
     def __post_init__(self) -> None:
-        check_schedule(self.pipeline_schedule)
-        check_way(self.context_parallel)
+        check_choice("the pipeline schedule", self.pipeline_schedule, SCHEDULES)
+        check_choice("the way of context parallelism", self.context_parallel, WAYS)
         check_capacity(self.expert_capacity)
-        check_planner(self.planner)
+        check_choice("the planner", self.planner, PLANNERS)
         for what, seconds in (("the timeout of switches", self.switch_timeout_s), ("the timeout", self.timeout_s)):
             if not 0 < seconds <= LONGEST_TIMEOUT_S:
                 raise HotspaConfigError(

@@ -21,7 +21,7 @@ of its own: in a bucket by its own length, cut and counted by its own length, ne
 from bisect import bisect_left
 from collections.abc import Iterable
 
-from hf_hotspa.errors import HotspaConfigError, OverlongError
+from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
 from hf_hotspa.packing.mini_batch import MiniBatchPlan, Pack, PhasePlan, Sequence
 from hf_hotspa.packing.packs import pack_sequences
 from hf_hotspa.rows.table import SequenceTable
@@ -30,18 +30,6 @@ from hf_hotspa.strategy import Bucket
 
 OVERLONG_POLICIES = ("error", "truncate", "split", "drop")
 """The `policy` of the functions here."""
-
-
-def check_policy(policy: str) -> None:
-    """Refuses an unknown policy.
-
-    Raises:
-        HotspaConfigError: `policy` is not one of `OVERLONG_POLICIES`.
-    """
-    if policy not in OVERLONG_POLICIES:
-        raise HotspaConfigError(
-            f"{policy!r} is not a policy for over-long sequences", fix=f"use one of {', '.join(OVERLONG_POLICIES)}"
-        )
 
 
 def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool = False) -> None:
@@ -55,7 +43,7 @@ def check_lengths(table: SequenceTable, longest: int, policy: str, chosen: bool 
         HotspaConfigError: unknown policy.
         OverlongError: naming the longest row, and how many are over the limit.
     """
-    check_policy(policy)
+    check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
     lengths = table.longest_of_rows
     if policy == "error" and int(lengths.max()) > longest:
         num_over = int((lengths > longest).sum())
@@ -80,7 +68,7 @@ def cut_rows(
         HotspaConfigError: unknown policy.
         OverlongError: policy `error` and a row over the limit.
     """
-    check_policy(policy)
+    check_choice("the policy for over-long sequences", policy, OVERLONG_POLICIES)
     rows = list(rows)
     lengths: list[int] = table.lengths[rows].tolist()
     labels: list[int] = table.label_counts[rows].tolist()

@@ -27,7 +27,7 @@ a stage (`most_in_flight`), None for no limit; `chains` how many units each chai
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hf_hotspa.errors import HotspaConfigError, StrategyError
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.strategy import Strategy
 
 SCHEDULES = ("auto", "own", "1f1b", "gpipe")
@@ -36,16 +36,6 @@ which want packs of one size: shorter ones are padded. With several stages on a 
 
 Operation = tuple[int, bool]
 """A pack (or chunk of one), and whether it is its backward pass."""
-
-
-def check_schedule(schedule: str) -> None:
-    """Refuses an unknown schedule.
-
-    Raises:
-        HotspaConfigError: it is not one of `SCHEDULES`.
-    """
-    if schedule not in SCHEDULES:
-        raise HotspaConfigError(f"there is no pipeline schedule {schedule!r}", fix=f"use one of {', '.join(SCHEDULES)}")
 
 
 def runs_chunks(schedule: str) -> bool:

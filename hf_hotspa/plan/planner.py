@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.errors import HotspaConfigError, PlanError
+from hf_hotspa.errors import PlanError, check_choice
 from hf_hotspa.layout.intervals import Placement, place
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.direct import plan_direct
@@ -25,16 +25,6 @@ from hf_hotspa.plan.relay.routing import relay_pays
 
 PLANNERS = ("relay", "algorithm1", "round_robin", "first_owner")
 """The ways to plan, the default first."""
-
-
-def check_planner(planner: str) -> None:
-    """Refuses an unknown planner.
-
-    Raises:
-        HotspaConfigError: it is not one of `PLANNERS`.
-    """
-    if planner not in PLANNERS:
-        raise HotspaConfigError(f"there is no planner {planner!r}", fix=f"use one of {', '.join(PLANNERS)}")
 
 
 def plan_load(
@@ -102,7 +92,7 @@ def _plan(
     planner: str,
     sums: bool,
 ) -> SwitchPlan:
-    check_planner(planner)
+    check_choice("the planner", planner, PLANNERS)
     for layout in (*sources, target):
         if layout.world_size != cluster.world_size:
             worlds = f"{[source.world_size for source in sources]}, {target.world_size}, {cluster.world_size}"

@@ -10,13 +10,14 @@ kept; they are pure functions of the arguments, equal on all ranks. No torch.
 from collections.abc import Sequence
 
 from hf_hotspa.cluster import Cluster
+from hf_hotspa.errors import check_choice
 from hf_hotspa.layout.nesting import nested_orders
 from hf_hotspa.layout.placement import Layout, gradient_layout, master_layout, strategy_layout, trained_layout
 from hf_hotspa.layout.units import Units, name_of_unit
 from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.plan.phase_order import order_phases
 from hf_hotspa.plan.plan import SwitchPlan
-from hf_hotspa.plan.planner import check_planner, plan_load, plan_return
+from hf_hotspa.plan.planner import PLANNERS, plan_load, plan_return
 from hf_hotspa.plan.ports import overlapped_seconds
 from hf_hotspa.strategy import Strategy
 
@@ -54,7 +55,7 @@ class PlanPool:
         second_source: bool = False,
         by_stage: bool = False,
     ) -> None:
-        check_planner(planner)
+        check_choice("the planner", planner, PLANNERS)
         planner = "algorithm1" if by_stage and planner == "relay" else planner
         # by the usual paces: a cut for slow devices leaves every shard with its rank
         measured = vector.measured.with_paces(()) if vector.measured is not None else None

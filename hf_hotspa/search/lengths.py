@@ -4,8 +4,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from hf_hotspa.costs.memory import UNLIMITED_TOKENS
-from hf_hotspa.errors import HotspaConfigError, OverlongError
-from hf_hotspa.packing.bucketing import check_policy
+from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.search.histogram import DISTRIBUTIONS, Counts, load_counts, synthetic_lengths
 
 LONGEST = 32768
@@ -32,7 +32,7 @@ def read_lengths(
         HotspaConfigError: no such distribution or file, an impossible size or policy, or the policy leaves nothing.
         OverlongError: there are sequences longer than `longest`, and the policy is `error`.
     """
-    check_policy(overlong)
+    check_choice("the policy for over-long sequences", overlong, OVERLONG_POLICIES)
     if not 1 <= mini_batch_size <= _MOST_SEQUENCES:
         raise HotspaConfigError(
             f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {_MOST_SEQUENCES}"

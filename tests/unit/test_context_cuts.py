@@ -12,13 +12,13 @@ from hf_hotspa.costs.context import (
     RING,
     ULYSSES,
     WAYS,
-    check_way,
     choose_way,
     exchanged_elements,
     head_repeats,
 )
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
+from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.context_cuts import Shares, share_by_cost, share_by_tokens
 from hf_hotspa.packing.packs import pack_sequences
@@ -99,8 +99,8 @@ def test_the_way_that_moves_least_runs_and_others_can_be_forced() -> None:
         assert choose_way(Strategy(cp=4), LLAMA_8B, way) == way
     with pytest.raises(StrategyError, match="32 attention heads of a rank are no multiple of cp3.*allgather"):
         choose_way(Strategy(cp=3), LLAMA_8B, ULYSSES)
-    with pytest.raises(HotspaConfigError, match="no way of context parallelism 'swarm'.*ulysses"):
-        check_way("swarm")
+    with pytest.raises(HotspaConfigError, match="way of context parallelism is 'swarm'.*ulysses"):
+        EngineOptions(context_parallel="swarm")
     assert set(WAYS) == {AUTO, ULYSSES, GATHER, RING}
 
 

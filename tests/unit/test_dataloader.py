@@ -264,7 +264,7 @@ def test_what_cannot_work_is_refused_when_the_loader_is_made():
     with pytest.raises(OverlongError, match=r"dataset row 3\b"):
         loader([*ROWS[:3], {"input_ids": [1] * 41}])
     assert len(loader([*ROWS[:3], {"input_ids": [1] * 41}], policy="split")) == 1
-    with pytest.raises(HotspaConfigError, match="not a policy"):
+    with pytest.raises(HotspaConfigError, match="the policy for over-long sequences is"):
         loader(policy="ignore")
     with pytest.raises(HotspaConfigError, match="mini-batch of 0"):
         loader(mini_batch_size=0)

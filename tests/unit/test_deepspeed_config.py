@@ -17,7 +17,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.deepspeed_config import map_config
 from hf_hotspa.trainer.deepspeed_fields import ARGUMENTS, AUTO, KNOWN, NO_SWITCH, OFF, ONLY, UNUSED
-from hf_hotspa.trainer.deepspeed_schedule import TYPES
+from hf_hotspa.trainer.deepspeed_schedule import LOG, TYPES
 
 DEFAULTS = {
     "hotspa_mini_batch_size": None, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
@@ -204,9 +204,13 @@ def test_learning_rates_are_deepspeeds_to_the_bit(kind, warmup_type, warmup, tot
 def test_what_a_scheduler_leaves_open():
     auto = dict.fromkeys(("total_num_steps", "warmup_min_lr", "warmup_max_lr", "warmup_num_steps"), AUTO)
     schedule = mapped({"scheduler": {"type": "WarmupDecayLR", "params": auto}}).schedule(2e-3, 50, 7)
-    assert (schedule.total_steps, schedule.low, schedule.peak, schedule.warmup_steps) == (50, 0.0, 2e-3, 7)
+    assert schedule.peak == 2e-3
+    assert schedule.params == {
+        "total_num_steps": 50, "warmup_min_lr": 0.0, "warmup_max_lr": 2e-3, "warmup_num_steps": 7, "warmup_type": LOG,
+    }  # fmt: skip
     default = mapped({"scheduler": {"type": "WarmupDecayLR"}}).schedule(2e-3, 50, 7)
-    assert (default.total_steps, default.peak, default.warmup_steps) == (50, 1e-3, 1000)
+    assert default.peak == 1e-3
+    assert (default.params["total_num_steps"], default.params["warmup_num_steps"]) == (50, 1000)
 
 
 # -- at random --------------------------------------------------------------------------------------------------------
@@ -364,7 +368,7 @@ def test_the_stock_trainers_example_needs_one_change(tmp_path):
     [args] = HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(line)
     assert (args.bf16, args.learning_rate, args.hotspa_offload, args.max_grad_norm) == (True, 3e-5, "master", 1.0)
     schedule = args.hotspa_deepspeed.schedule(args.learning_rate, 100, args.get_warmup_steps(100))
-    assert (schedule.peak, schedule.warmup_steps) == (3e-5, 1)
+    assert (schedule.peak, schedule.params["warmup_num_steps"]) == (3e-5, 1)
 
 
 def test_a_file_without_an_object_is_refused(tmp_path):

@@ -127,7 +127,6 @@ def test_memory_counts_versions_and_the_masters_of_a_stage(capsys: pytest.Captur
 
 FINE: dict[str, Any] = {"hotspa_pipeline_mode": "pipedream", "max_grad_norm": 0}
 REFUSED: list[tuple[dict[str, Any], str, str, str]] = [
-    ({"hotspa_pipeline_mode": "asynchronous"}, "pp2:64", "'asynchronous'", "use one of synchronous, pipedream"),
     ({"hotspa_pipeline_mode": "synchronous", "hotspa_vertical_sync": True}, "pp2:64", "hotspa_vertical_sync=True", "leave it out"),
     ({"hotspa_pipeline_mode": "synchronous", "hotspa_clip_per_stage": True}, "pp2:64", "hotspa_clip_per_stage=True", "leave it out"),
     ({}, "auto", "hotspa_strategies=auto", "such as pp2:2048"),
