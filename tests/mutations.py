@@ -219,8 +219,8 @@ MUTATIONS = [
     Mutation(
         "the loss is not scaled",
         "hf_hotspa/model/logit_loss.py",
-        "log_probabilities.sum(dtype=torch.float64) * -scale",
-        "-log_probabilities.sum(dtype=torch.float64)",
+        "log_probabilities(logits, tokens).sum(dtype=torch.float64) * -scale",
+        "-log_probabilities(logits, tokens).sum(dtype=torch.float64)",
         ALONE,
     ),
     Mutation(

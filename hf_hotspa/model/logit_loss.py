@@ -45,27 +45,20 @@ class LogitLoss:
             widths = self._logit_widths()
 
             def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
-                whole = logits if tensor is None else gather_shards(logits, widths, tensor)
-                return own.of(whole, micro_batch, tokens, scale)
+                of_all_rows = logits if tensor is None else gather_shards(logits, widths, tensor)
+                return own.of(of_all_rows, micro_batch, tokens, scale)
 
             return of_sequences
-        if own is not None:
-            pack = tokens_of(micro_batch)
 
-            def of_tokens(logits: Tensor, tokens: slice) -> Tensor:
-                log_probabilities = vocab_parallel_log_probabilities(logits, labels[tokens], first_row, group)
-                return own.of(log_probabilities, pack, tokens, scale)
-
-            return of_tokens
-
-        def cross_entropy(logits: Tensor, tokens: slice) -> Tensor:
-            smoothing, size = self.smoothing, self.vocab_size
-            log_probabilities = vocab_parallel_log_probabilities(
-                logits, labels[tokens], first_row, group, smoothing=smoothing, vocab_size=size
+        def log_probabilities(logits: Tensor, tokens: slice) -> Tensor:
+            return vocab_parallel_log_probabilities(
+                logits, labels[tokens], first_row, group, smoothing=self.smoothing, vocab_size=self.vocab_size
             )
-            return log_probabilities.sum(dtype=torch.float64) * -scale
 
-        return cross_entropy
+        if own is None:
+            return lambda logits, tokens: log_probabilities(logits, tokens).sum(dtype=torch.float64) * -scale
+        pack = tokens_of(micro_batch)
+        return lambda logits, tokens: own.of(log_probabilities(logits, tokens), pack, tokens, scale)
 
     def _logit_widths(self) -> tuple[int, ...]:
         """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
