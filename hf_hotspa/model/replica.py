@@ -52,9 +52,7 @@ class Replica:
     """This rank's part of the model under one strategy.
 
     Args:
-        description: The model as plain data.
         mesh: The strategy, this rank's place in it, and its groups.
-        device: Where it computes.
         buffers: The model's buffers by name in its own class (rotary tables and the like), copied to the device.
         options: The engine's options: label smoothing, recomputation, noise and dropout are applied here.
         part: Which of this rank's stages it is (`+v2`), from 0; each is a replica of its own.

@@ -47,8 +47,7 @@ def order_unsupported_reason(
         model: The causal language model, without an adapter's wrapper; not changed, on any device.
         base: The name of its base model.
         layers: Names, inside the base model, of its lists of layers.
-        vector: Its parameters.
-        prefix: What their names there have before those of the model.
+        prefix: What names in the vector have before those in the model.
     """
     family = model.config.get_text_config().model_type
     if len(layers) > 1:

@@ -66,9 +66,7 @@ class WeightFiles:
         """Elements `[start, stop)` of a tensor in storage order; no other rows (columns, for `shard_dim` 1) are read.
 
         Args:
-            name: Its saved name.
             shard_dim: The dim that is outermost in storage; None for the natural order.
-            start: The first element.
             stop: The end; that of the tensor when None.
 
         Returns:

@@ -164,7 +164,6 @@ class Agreement:
 
         Args:
             where: The place, for messages: `set-up`.
-            function: What this rank does.
             digests: What of the value must be equal on all ranks, by name (`check`).
             facts: The same, to be shown where it is not.
             otherwise: Makes an error for all ranks of what is no `HotspaError`; without it such a one is raised on this

@@ -33,7 +33,6 @@ class ContextGroup:
     """The ranks of cp that share a pack.
 
     Args:
-        group: Their process group.
         size: P.
         index: This rank's place among them.
 
@@ -55,8 +54,6 @@ class Division:
     """One pack, divided: where the tokens of the whole pack and of this rank's row are. Equal on all ranks but for `index`.
 
     Args:
-        shares: What each rank has.
-        context: The ranks.
         device: Where index tensors are needed.
     """
 
@@ -106,7 +103,6 @@ class ContextParallel:
         mesh: Of a strategy with cp.
         way: How it attends, as the options of the engine say.
         pair_costs: See the options of the engine: what chunks are cut by.
-        device: Where this rank computes.
 
     Attributes:
         way: How it attends, see `costs.context`.

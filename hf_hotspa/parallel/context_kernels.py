@@ -125,8 +125,7 @@ def kernel_of(
     Args:
         query: [1, H, t, D].
         value: [1, K, t, D].
-        pack: The row.
-        lengths: Queries and keys of its pieces.
+        lengths: Queries and keys of the row's pieces.
     """
     if call.is_plain and varlen_takes(query, value):
         return Varlen(pack, call)

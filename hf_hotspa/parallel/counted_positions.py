@@ -42,12 +42,7 @@ def counting_from(base: nn.Module, family: str) -> int | None:
 
 
 def counted_positions(micro_batch: MicroBatch, padding: int) -> Tensor:
-    """[1, T] int64: the positions of the tokens of whole sequences, counted from the id of padding.
-
-    Args:
-        micro_batch: A pack of whole sequences.
-        padding: What `counting_from` found.
-    """
+    """[1, T] int64: the positions of the tokens of whole sequences, counted from the id of padding."""
     counts = micro_batch.input_ids[0] != padding
     upto = counts.long().cumsum(0)
     ends = micro_batch.cu_seqlens.long()

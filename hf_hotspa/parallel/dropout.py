@@ -67,8 +67,6 @@ def token_keys(seed: int, step: int, micro_batch: MicroBatch) -> tuple[Tensor, T
     """Two int32 [T, 1] for the tokens of a pack, on its device: equal for equal tokens of a row in every pack.
 
     Args:
-        seed: Of the run.
-        step: The mini-batch.
         micro_batch: The pack. Sequences of padding, and those of a pack without keys, count as row -1.
     """
     keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
@@ -164,7 +162,6 @@ class DropoutMasks:
     """What the dropout modules of a replica have in common.
 
     Args:
-        seed: Of the run.
         sequence_parallel: Whether tensors between blocks hold this rank's share of the tokens only.
 
     Attributes:

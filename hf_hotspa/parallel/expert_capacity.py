@@ -46,7 +46,6 @@ class ExpertCapacity:
 
         Args:
             index: int64 [T, k], the experts of each token of a whole pack.
-            num_experts: All experts of the layer.
 
         Returns:
             bool [T, k].

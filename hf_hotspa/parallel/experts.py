@@ -59,8 +59,6 @@ def unsupported_reason(
     """Why the experts of a model cannot be divided over ranks, or None.
 
     Args:
-        family: Its `model_type`.
-        modules: Its modules by name.
         layers: What the names of layers begin with; one for each list of them.
         kinds: How each layer treats the sequences of a pack.
     """
@@ -107,12 +105,7 @@ def _exchange(x: Tensor, sent: list[int], received: list[int], group: dist.Proce
 
 
 class _Shares:
-    """How rows that the ranks of a tensor-parallel group all hold are shared out among them.
-
-    Args:
-        num_rows: Rows that all hold.
-        group: The group.
-    """
+    """How rows that the ranks of a tensor-parallel group all hold are shared out among them."""
 
     def __init__(self, num_rows: int, group: dist.ProcessGroup) -> None:
         size, position = dist.get_world_size(group), dist.get_rank(group)

@@ -71,7 +71,6 @@ def explicit_attention(
         value: [K, S, E].
         sinks: [H] further scores of each head, which take part in the softmax and add no value; None for none.
         lengths: Queries of each sequence.
-        scores: What becomes of the scores.
         key_lengths: Keys of each sequence, whose queries are its last tokens; as many as queries when None.
 
     Returns:

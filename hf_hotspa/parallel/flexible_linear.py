@@ -172,7 +172,6 @@ class FlexibleLinear:
     """The product of one linear without its bias.
 
     Args:
-        name: Of the layer.
         linear: The layer; its weight is this rank's shard.
         work: What the group's ranks give away and leave out.
         columns: Columns of the product on each position.

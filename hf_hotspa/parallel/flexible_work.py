@@ -48,9 +48,6 @@ class Product:
 class FlexibleWork:
     """What the ranks of a tensor-parallel group give away, for all its linears, and what this one leaves out.
 
-    Args:
-        tensor_group: The group.
-
     Attributes:
         ranks: The global ranks of the group, by position.
         products: The linears of this rank, by name.
@@ -107,7 +104,6 @@ class FlexibleWork:
         """The columns that this rank computes of a product.
 
         Args:
-            name: Of the linear.
             x: [T, L], its input. The share that is left out counts on L.
             parts: What is given away.
         """

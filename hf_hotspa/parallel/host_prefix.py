@@ -55,9 +55,6 @@ class _Copies:
 class PrefixFetcher:
     """Brings the prefixes of the attentions of a stage to its device.
 
-    Args:
-        device: Where they are computed with.
-
     Attributes:
         num_fetched: Pairs that were asked for.
         num_ahead: Of them, those that were copied, or on their way, by then.

@@ -23,7 +23,6 @@ class TensorGroup:
     """The tensor-parallel group of a rank.
 
     Args:
-        size: Its number of ranks.
         shard: Which shard of each weight this rank holds. Not its position in the group: a process group sorts its
             ranks, and the order of shards may differ.
         order: `order[i]` is the position in the group of the rank that holds shard i.
@@ -70,7 +69,6 @@ class ProcessGroups:
 
     Args:
         world_size: All ranks; with 1 no group is ever made.
-        device: Where this rank computes.
         timeout: How long an operation may wait for a peer.
         switch_timeout: The same for the operations of switches; `timeout` when None.
 

@@ -39,9 +39,6 @@ class MonitoredBarrier:
     def named(self, error: HotspaError) -> HotspaError:
         """What to say of a peer that was lost: the error itself, or who is silent.
 
-        Args:
-            error: What this rank has seen.
-
         Returns:
             A `SilentPeerError` where the wait timed out and some ranks did not answer; else the error itself. Also when
             the store is gone, with the process that holds it.

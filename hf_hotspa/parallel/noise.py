@@ -21,7 +21,6 @@ class EmbeddingNoise:
 
     Args:
         alpha: `neftune_noise_alpha`.
-        seed: Seed of the run.
 
     Attributes:
         step: The number of the mini-batch, to be set before its first forward.

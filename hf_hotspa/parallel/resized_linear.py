@@ -91,7 +91,6 @@ def imputed(product: Tensor, kept: Tensor, columns: int, imputation: str, before
         product: [rows, K], of the kept columns.
         kept: int64 [K].
         columns: L.
-        imputation: One of `IMPUTATIONS`.
         before: [rows, at least L], the gradient of the iteration before, for "same"; None for zeros.
 
     Returns:

@@ -82,7 +82,6 @@ class ChunkRouters:
     """The routers of one chunk in one forward, beside those of the other chunks of its sequence.
 
     Args:
-        sequence: What all chunks leave.
         index: The chunk's place among them.
         is_last: Whether the sequence ends in it.
     """

@@ -98,7 +98,6 @@ def unsupported_reason(
     """Why a model cannot be sequence parallel, or None.
 
     Args:
-        modules: Its modules by name.
         own: Parameters that are cut, or whose gradient is a part of a sum on each shard (q/k norms).
         layers: What the names of layers begin with.
         experts: The modules of fused experts.

@@ -179,7 +179,6 @@ def wrap_embedding(module: Any, widths: tuple[int, ...], shard: int, sum_of: OnT
 
     Args:
         widths: Rows of each shard.
-        shard: This rank's.
         sum_of: The sum over the group, for autograd.
     """
     first_row, num_rows = sum(widths[:shard]), widths[shard]
@@ -212,7 +211,6 @@ def apply_tensor_parallel(
     """Wraps the forward of every module that has a style; its parameters must be (or become) this rank's shards.
 
     Args:
-        modules: The replica's modules by name.
         styles: A style of this file by module name; a name without a module (another stage's) is passed over.
         widths: By name of a linear layer or embedding, the size of every shard along the dim that is cut.
         tensor_group: The group and this rank's shard.

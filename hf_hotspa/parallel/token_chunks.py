@@ -155,10 +155,6 @@ class _Carry:
         own: Those in this one, where it goes on behind it; else 0.
         chunks: The tokens of each chunk before, wherever they are kept.
         keeps: Whether this forward keeps its own keys and values for the chunks behind it: their last forward has not.
-
-    Attributes:
-        lengths: See `Prefix`.
-        routers: See `ChunkPrefix`.
     """
 
     def __init__(
@@ -228,10 +224,8 @@ class Chunk:
     """A chunk of a pack on this rank's stage: its forward, and the backward through what that kept.
 
     Args:
-        micro_batch: The chunk.
         pack: Which pack it is of.
         sequence: What chunks of its chain leave for each other; None for a chain of one.
-        index: Its place in the chain.
     """
 
     def __init__(

@@ -17,7 +17,6 @@ def widen(parameter: nn.Parameter, dtype: torch.dtype) -> None:
     """Lets the gradients of a parameter accumulate in a dtype. Before other hooks of the parameter are registered.
 
     Args:
-        parameter: One that is trained.
         dtype: That of the buffers that `bind_gradient` will get.
     """
     if KNOWS_GRAD_DTYPE:
