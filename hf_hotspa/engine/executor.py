@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Collection, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -32,6 +32,8 @@ from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
 
 Buffers = Sequence[torch.Tensor | None]
 """A rank's buffers by segment: flat and contiguous; None where the rank holds nothing."""
+Wires = Sequence[torch.dtype | None]
+"""The dtype in which each segment travels, the same on every rank."""
 _ROUND_TAGS, _EPOCH_TAGS, _CHANNEL_TAGS = 1 << 12, 1 << 13, 1 << 6  # 31 bits: what gloo takes as a tag
 
 _IN_FLIGHT = 2
@@ -134,18 +136,17 @@ class SwitchExecutor:
     def _empty(self, num_bytes: int) -> torch.Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
 
-    def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Sequence[torch.dtype | None]]]) -> int:
+    def extra_bytes(self, switches: Iterable[tuple[SwitchPlan, Wires]]) -> int:
         """Bytes that this rank needs beside source and target buffers to run these switches, one after the other.
 
-        Args:
-            switches: Plans with the wire dtypes of their segments. Nothing is allocated for them.
+        Nothing is allocated for them.
         """
-        slots = [self._slots(plan, self.schedule(plan, wires), wires) for plan, wires in switches]
+        slots = [self._slots(plan, wires) for plan, wires in switches]
         return sum(max(sizes) for kind in zip(*slots, strict=True) for sizes in zip(*kind, strict=True))
 
-    def prepare(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> None:
+    def prepare(self, plan: SwitchPlan, wire_dtypes: Wires) -> None:
         """Cuts a plan in rounds and allocates what they need, so that running it allocates nothing."""
-        self._grow(self._slots(plan, self.schedule(plan, wire_dtypes), wire_dtypes))
+        self._grow(self._slots(plan, wire_dtypes))
 
     def forget(self) -> None:
         """Lets go of the buffers of the switches that ran: their views are kept for the next time."""
@@ -156,24 +157,27 @@ class SwitchExecutor:
         """Bytes of all staging and relay buffers allocated so far."""
         return sum(slot.numel() for slot in (*self._send_staging, *self._receive_staging, *self._relay))
 
-    def run(
+    def steps(
         self,
         plan: SwitchPlan,
         source: Buffers,
         target: Buffers,
-        wire_dtypes: Sequence[torch.dtype | None],
+        wire_dtypes: Wires,
         epoch: int,
         progress: Progress | None = None,
         second: Buffers | None = None,
-    ) -> SwitchStats:
-        """Runs this rank's part of a plan and returns when its target buffers are complete.
+    ) -> Generator[None, None, SwitchStats]:
+        """Runs this rank's part of a plan; its target buffers are complete at the end. Yields once a round, between posting
+        its messages and waiting for them; `run` is the same in one call.
+
+        Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
 
         Args:
             plan: The plan; agreed on by all ranks before.
             source: The buffers of the source layout. Not changed; must not overlap the target buffers.
             target: The buffers of the target layout; copied into by a load, added to by a gradient return.
-            wire_dtypes: The dtype in which each segment travels, the same on every rank; None only for segments that
-                the plan does not move. Local copies are converted straight from source to target dtype.
+            wire_dtypes: None only for segments that the plan does not move. Local copies are converted straight from source to
+                target dtype.
             epoch: A number that all ranks count up with each switch; keeps the messages of switches apart.
             progress: Told of segments that are complete, and asked to wait for segments that are not ready to be sent.
             second: The buffers of the second source layout, for a plan that has one.
@@ -182,32 +186,10 @@ class SwitchExecutor:
             PlanError: a buffer is missing or too small, or a wire dtype is missing; nothing was sent.
             TransferError: a transfer failed; the process group must not be used again.
         """
-        steps = self.steps(plan, source, target, wire_dtypes, epoch, progress, second)
-        while True:
-            try:
-                next(steps)
-            except StopIteration as end:
-                return end.value
-
-    def steps(
-        self,
-        plan: SwitchPlan,
-        source: Buffers,
-        target: Buffers,
-        wire_dtypes: Sequence[torch.dtype | None],
-        epoch: int,
-        progress: Progress | None = None,
-        second: Buffers | None = None,
-    ) -> Generator[None, None, SwitchStats]:
-        """`run` as a generator that yields once a round, between posting its messages and waiting for them.
-
-        Every rank has the same number of rounds, so a single thread can drive all ranks of a loopback hub in turn.
-        """
         if self._failure:
             raise TransferError(f"switch {plan.name!r} refused: an earlier one failed in flight", why=self._failure)
-        schedule = self.schedule(plan, wire_dtypes)
-        buffers = self._checked(plan, schedule, {SOURCE: source, TARGET: target, SECOND: second or ()})
-        bound = self._bind(plan, schedule, wire_dtypes, buffers)
+        bound = self._bind(plan, wire_dtypes, {SOURCE: source, TARGET: target, SECOND: second or ()})
+        schedule = bound.schedule
         progress = progress or _Uncoupled()
         stats = SwitchStats(num_rounds=len(schedule.rounds))
         flights: deque[_Flight] = deque()
@@ -219,43 +201,49 @@ class SwitchExecutor:
                     yield
                     continue
                 while flights and (len(flights) == _IN_FLIGHT or flights[0][0] <= current.needs):
-                    self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
+                    self._finish(bound, flights.popleft(), stats, progress)
                 if current.opens:
-                    self._open(plan, schedule, current.group, bound.buffers, progress)
-                flights.append(self._start(plan, schedule, index, bound, epoch, stats))
+                    self._open(bound, current.group, progress)
+                flights.append(self._start(bound, index, epoch, stats))
                 yield
             while flights:
                 index = flights[0][0]
-                self._finish(plan, schedule, flights.popleft(), bound, stats, progress)
+                self._finish(bound, flights.popleft(), stats, progress)
         except Exception as error:
-            raise self._failed(plan, schedule, index, error) from error
+            raise self._failed(bound, index, error) from error
         self._failure = None
         return stats
 
-    def _open(self, plan: SwitchPlan, schedule: Schedule, group: int, buffers: Views, progress: Progress) -> None:
-        segments = schedule.groups[group]
-        progress.await_source(segments)
-        if plan.accumulate:
-            for segment in schedule.relay_extents(group):
-                buffers[RELAY, segment].zero_()
+    def run(self, *args: Any, **kwargs: Any) -> SwitchStats:
+        """`steps` in one call."""
+        steps = self.steps(*args, **kwargs)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as end:
+                return end.value
 
-    def _start(
-        self, plan: SwitchPlan, schedule: Schedule, index: int, bound: Binding, epoch: int, stats: SwitchStats
-    ) -> _Flight:
+    def _open(self, bound: Binding, group: int, progress: Progress) -> None:
+        progress.await_source(bound.schedule.groups[group])
+        if bound.plan.accumulate:
+            for segment in bound.schedule.relay_extents(group):
+                bound.buffers[RELAY, segment].zero_()
+
+    def _start(self, bound: Binding, index: int, epoch: int, stats: SwitchStats) -> _Flight:
         """Packs and posts a round, and makes a load's local copies while it is on the wire."""
-        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        current, tensors, clock = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
         tensors.pack()
         clock = _lap(stats, "pack_seconds", clock)
         base = (epoch % _EPOCH_TAGS * _ROUND_TAGS + index % _ROUND_TAGS) * _CHANNEL_TAGS
-        transport = self.forward if plan.links[current.hop] == INTRA else self.transport
+        transport = self.forward if bound.plan.links[current.hop] == INTRA else self.transport
         for message, tensor in zip(current.receives, tensors.incoming, strict=True):
             transport.recv(tensor, message.peer, base + message.channel)
         for message, tensor in zip(current.sends, tensors.outgoing, strict=True):
             transport.send(tensor, message.peer, base + message.channel)
         handle = transport.start()
         clock = _lap(stats, "wire_seconds", clock)
-        if not plan.accumulate:
+        if not bound.plan.accumulate:
             tensors.copy_local()
             _lap(stats, "local_seconds", clock)
         stats.sent_bytes += sum(message.num_bytes for message in current.sends)
@@ -264,32 +252,24 @@ class SwitchExecutor:
         stats.num_messages += len(current.sends) + len(current.receives)
         return index, handle
 
-    def _finish(
-        self,
-        plan: SwitchPlan,
-        schedule: Schedule,
-        flight: _Flight,
-        bound: Binding,
-        stats: SwitchStats,
-        progress: Progress,
-    ) -> None:
+    def _finish(self, bound: Binding, flight: _Flight, stats: SwitchStats, progress: Progress) -> None:
         """Waits for a round and unpacks it."""
         index, handle = flight
-        current, tensors, clock = schedule.rounds[index], bound.rounds[index], time.perf_counter()
+        current, tensors, clock = bound.schedule.rounds[index], bound.rounds[index], time.perf_counter()
         assert tensors is not None
         handle.wait()
         clock = _lap(stats, "wire_seconds", clock)
-        if plan.accumulate:
+        if bound.plan.accumulate:
             tensors.add()
         else:
             tensors.unpack()
         _lap(stats, "unpack_seconds", clock)
         if current.closes:
-            progress.target_complete(schedule.groups[current.group])
+            progress.target_complete(bound.schedule.groups[current.group])
 
     # -- memory -------------------------------------------------------------------------------------------------------
 
-    def schedule(self, plan: SwitchPlan, wire_dtypes: Sequence[torch.dtype | None]) -> Schedule:
+    def schedule(self, plan: SwitchPlan, wire_dtypes: Wires) -> Schedule:
         """This rank's rounds of a plan; cut once and kept."""
         wire_dtypes = tuple(wire_dtypes)
         key = plan.digest(), wire_dtypes
@@ -301,10 +281,9 @@ class SwitchExecutor:
             self._schedules[key] = cut_rounds(plan, self.rank, wires, round_bytes, group_bytes, self._native)
         return self._schedules[key]
 
-    def _slots(
-        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]
-    ) -> tuple[list[int], list[int], list[int]]:
-        """Bytes of every slot of the send staging, the receive staging and the relay buffers that a schedule needs."""
+    def _slots(self, plan: SwitchPlan, wire_dtypes: Wires) -> tuple[list[int], list[int], list[int]]:
+        """Bytes of every slot of the send staging, the receive staging and the relay buffers that a switch needs."""
+        schedule = self.schedule(plan, wire_dtypes)
         sends, receives, relays = [0] * _IN_FLIGHT, [0] * _IN_FLIGHT, [0] * RELAY_SLOTS
         for index, current in enumerate(r for r in schedule.rounds if not r.is_empty):
             slot = index % _IN_FLIGHT
@@ -316,25 +295,21 @@ class SwitchExecutor:
             relays[slot] = max(relays[slot], max((end for _, _, end, _ in places), default=0))
         return sends, receives, relays
 
-    def _bind(
-        self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None], buffers: Views
-    ) -> Binding:
+    def _bind(self, plan: SwitchPlan, wire_dtypes: Wires, stores: dict[int, Buffers]) -> Binding:
         """The rounds with their tensors."""
-        key = plan.digest(), tuple(wire_dtypes)
+        key, schedule = (plan.digest(), tuple(wire_dtypes)), self.schedule(plan, wire_dtypes)
+        buffers = self._checked(plan, schedule, stores)
         binding = self._bindings.find(key, buffers)
         if binding is None:
-            self._grow(self._slots(plan, schedule, wire_dtypes))
-            relay = self._relay_views(plan, schedule, wire_dtypes)
+            self._grow(self._slots(plan, wire_dtypes))
+            relay = {
+                (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
+                for group in range(len(schedule.groups))
+                for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes)
+            }
             stagings = tuple(zip(self._send_staging, self._receive_staging, strict=True))
-            binding = self._bindings.add(key, schedule, buffers, relay, stagings, plan.accumulate, self.rank)
+            binding = self._bindings.add(key, plan, schedule, buffers, relay, stagings, self.rank)
         return binding
-
-    def _relay_views(self, plan: SwitchPlan, schedule: Schedule, wire_dtypes: Sequence[torch.dtype | None]) -> Views:
-        return {
-            (RELAY, segment): self._relay[group % RELAY_SLOTS][start:end].view(dtype)
-            for group in range(len(schedule.groups))
-            for segment, start, end, dtype in _relay_places(plan, schedule, group, wire_dtypes)
-        }
 
     def _grow(self, slots: tuple[list[int], list[int], list[int]]) -> None:
         for memory, wanted in zip((self._send_staging, self._receive_staging, self._relay), slots, strict=True):
@@ -369,10 +344,10 @@ class SwitchExecutor:
             checked[store, segment] = buffer
         return checked
 
-    def _failed(self, plan: SwitchPlan, schedule: Schedule, index: int, error: Exception) -> TransferError:
-        current = schedule.rounds[index]
+    def _failed(self, bound: Binding, index: int, error: Exception) -> TransferError:
+        current = bound.schedule.rounds[index]
         peers = sorted({message.peer for message in (*current.sends, *current.receives)})
-        what = f"switch {plan.name!r} failed in round {index + 1} of {len(schedule.rounds)}: {error}"
+        what = f"switch {bound.plan.name!r} failed in round {index + 1} of {len(bound.schedule.rounds)}: {error}"
         self._failure = what
         return TransferError(
             what,
@@ -391,7 +366,7 @@ def _lap(stats: SwitchStats, field: str, clock: float) -> float:
 
 
 def _relay_places(
-    plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Sequence[torch.dtype | None]
+    plan: SwitchPlan, schedule: Schedule, group: int, wire_dtypes: Wires
 ) -> list[tuple[int, int, int, torch.dtype]]:
     """`(segment, first byte, last byte, dtype)` of a group's relay buffers in their slot.
 

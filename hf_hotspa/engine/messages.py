@@ -10,6 +10,7 @@ from itertools import cycle
 
 import torch
 
+from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.schedule import Message, Round, Schedule, Slice, Wire
 
 Views = dict[tuple[int, int], torch.Tensor]
@@ -132,6 +133,8 @@ class Binding:
         rounds: None where a round is empty.
     """
 
+    plan: SwitchPlan
+    schedule: Schedule
     places: tuple[Place, ...]
     buffers: Views
     rounds: list[BoundRound | None]
@@ -153,11 +156,11 @@ class Bindings:
     def add(
         self,
         key: Hashable,
+        plan: SwitchPlan,
         schedule: Schedule,
         buffers: Views,
         relay: Views,
         stagings: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        accumulate: bool,
         rank: int,
     ) -> Binding:
         """Binds a schedule and keeps it.
@@ -165,15 +168,14 @@ class Bindings:
         Args:
             buffers: The buffers of its sources and its target.
             stagings: Slots of (send, receive) staging, used in turn by the rounds that are not empty.
-            accumulate: Whether it is a gradient return.
         """
         detached = {place: buffer.detach() for place, buffer in buffers.items()} | relay
         slots = cycle(stagings)
         rounds = [
-            None if current.is_empty else BoundRound(current, detached, *next(slots), accumulate, rank)
+            None if current.is_empty else BoundRound(current, detached, *next(slots), plan.accumulate, rank)
             for current in schedule.rounds
         ]
-        binding = Binding(_places(buffers), detached, rounds)
+        binding = Binding(plan, schedule, _places(buffers), detached, rounds)
         self._kept[key] = [*self._kept.get(key, ()), binding][-self._KEPT :]
         return binding
 
