@@ -21,18 +21,17 @@ _Place = tuple[torch.dtype, int, int]
 """`(dtype, start, size)` of a buffer, in elements."""
 
 Shared = Sequence[Room | None]
-"""Which segments share memory (`layout.units.Rooms`)."""
+"""Which segments share memory (`layout.units.Rooms`); None for one that has its own."""
 
 
 def _place(
-    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared | None = None
+    sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared
 ) -> tuple[dict[torch.dtype, int], list[_Place | None]]:
     """Elements needed of each dtype, and the place of each buffer."""
     inside: list[_Place | None] = []  # of a unit that shares memory: from the begin of the unit
     needed: dict[torch.dtype, int] = {}
     filled: dict[torch.dtype, dict[Room, int]] = {}
-    shared = rooms or [None] * len(sizes)
-    for size, dtype, room in zip(sizes, dtypes, shared, strict=True):
+    for size, dtype, room in zip(sizes, dtypes, rooms, strict=True):
         if not size or dtype is None:
             inside.append(None)
             continue
@@ -49,7 +48,7 @@ def _place(
         end = needed[dtype] = begin + max(sizes_of_neighbours(units))
         first |= {(dtype, room): end - size if room % 2 else begin for room, size in units.items()}
     places: list[_Place | None] = []
-    for place, room in zip(inside, shared, strict=True):
+    for place, room in zip(inside, rooms, strict=True):
         if place is not None and room is not None:
             dtype, start, size = place
             place = dtype, first[dtype, room] + start, size
@@ -58,13 +57,11 @@ def _place(
 
 
 def arena_bytes(
-    strategies: Sequence[Sequence[int]],
-    dtypes: Sequence[torch.dtype | None],
-    rooms: Sequence[Shared | None] | None = None,
+    strategies: Sequence[Sequence[int]], dtypes: Sequence[torch.dtype | None], rooms: Sequence[Shared]
 ) -> int:
     """Bytes that an arena ends up with when it has served buffers of all these sizes (by segment, one list each)."""
     largest: dict[torch.dtype, int] = {}
-    for sizes, shared in zip(strategies, rooms or [None] * len(strategies), strict=True):
+    for sizes, shared in zip(strategies, rooms, strict=True):
         for dtype, numel in _place(sizes, dtypes, shared)[0].items():
             largest[dtype] = max(largest.get(dtype, 0), numel)
     return sum(numel * dtype.itemsize for dtype, numel in largest.items())
@@ -84,39 +81,34 @@ class Arenas:
 
     def reserve(
         self,
-        strategies: Sequence[Sequence[int]],
+        sizes: Sequence[int],
         weights: Sequence[torch.dtype | None],
         gradients: Sequence[torch.dtype | None],
-        rooms: Sequence[Rooms] | None = None,
+        rooms: Rooms,
     ) -> None:
-        """Allocates what these strategies need, for one at a time.
+        """Allocates what a strategy needs, where those before it needed less.
 
         Args:
-            strategies: For each, the elements of each segment.
+            sizes: Elements of each segment.
             weights: The dtype of each segment's weights.
             gradients: The dtype of each segment's gradients; None for a segment that needs none.
-            rooms: For each strategy, which segments share memory; none do when None.
         """
-        none = Rooms([None] * len(weights), [None] * len(weights))
-        for sizes, shared in zip(strategies, rooms or [none] * len(strategies), strict=True):
-            self.gradients.take(sizes, gradients, shared.gradients)
-            for arena in self._weights:
-                arena.take(sizes, weights, shared.weights)
+        self.gradients.take(sizes, gradients, rooms.gradients)
+        for arena in self._weights:
+            arena.take(sizes, weights, rooms.weights)
 
     def take_weights(
         self,
         sizes: Sequence[int],
         dtypes: Sequence[torch.dtype | None],
-        holder: Hashable = None,
-        rooms: Shared | None = None,
+        holder: Hashable,
+        rooms: Shared,
     ) -> tuple[list[Tensor | None], bool]:
         """Buffers for the weights of the next strategy; with two copies those of the last one stay valid.
 
         Args:
             sizes: Elements of each segment.
-            dtypes: The dtype of each segment.
             holder: What was given to `loaded` when these very weights were loaded before; None for nothing.
-            rooms: Which segments share memory.
 
         Returns:
             As `Arena.take`; and whether the buffers still hold what they held at that `loaded`, untouched since. The
@@ -174,15 +166,12 @@ class Arena:
         self.holder: Hashable = None
         self._memory: dict[torch.dtype, Tensor] = {}
 
-    def take(
-        self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared | None = None
-    ) -> list[Tensor | None]:
+    def take(self, sizes: Sequence[int], dtypes: Sequence[torch.dtype | None], rooms: Shared) -> list[Tensor | None]:
         """Buffers of the given sizes with undefined contents; those handed out before are no longer valid.
 
         Args:
             sizes: Elements of each segment.
             dtypes: The dtype of each segment; None for a segment that needs no buffer.
-            rooms: Which segments share memory; None where each has its own.
 
         Returns:
             1-D tensors; None for a segment of size 0 or without a dtype.

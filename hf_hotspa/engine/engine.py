@@ -17,6 +17,7 @@ optimizer step changes the weights; what one rank finds wrong before a phase is 
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,7 +306,7 @@ class HotSPaEngine:
             phase = mini_batch.phases[index]
             self.failures.phase_begins(phase, runner, self._steps + 1, where)
             self.observer.phase_begins(self._steps + 1, mini_batch.plan, order, len(measures))
-            try:
+            with self._ending_all(phase, where):
                 phase_loss, measured = runner.run(
                     phase,
                     mini_batch.plan.phases[index],
@@ -316,12 +317,6 @@ class HotSPaEngine:
                     wait_for_all=self.agreement.barrier,
                     following=following,
                 )
-            except BaseException as failure:
-                explained = self._failed(phase, failure, where)
-                if explained is failure:
-                    raise
-                # unwrapped, it keeps its own cause: the wrapper's would be a circle
-                raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
             loss += phase_loss
             self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
@@ -334,19 +329,26 @@ class HotSPaEngine:
         strategies = [phase.bucket.strategy for phase in mini_batch.phases]
         return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
 
-    def _failed(self, phase: PhaseBatch, failure: BaseException, where: str) -> BaseException:
-        """Ends what is under way; returns what to raise: the failure, or the error of a peer that caused it."""
-        runner, explained = self.phases[phase.bucket.strategy], failure
-        if isinstance(failure, Exception):
-            self.failures.phase_begins(phase, runner, self._steps + 1, where)
-            explained = self.failures.explain(failure)
-        if self._switching.worker is not None:
-            place = f"{where}, strategy {phase.bucket.strategy}"
-            self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
-        self._groups.abort()
-        runner.release()
-        self._switching.arenas.forget()
-        return explained
+    @contextmanager
+    def _ending_all(self, phase: PhaseBatch, where: str) -> Iterator[None]:
+        """Around the run of a phase: a failure ends what is under way; raised is it, or the error of a peer that caused it."""
+        try:
+            yield
+        except BaseException as failure:
+            runner, explained = self.phases[phase.bucket.strategy], failure
+            if isinstance(failure, Exception):
+                self.failures.phase_begins(phase, runner, self._steps + 1, where)
+                explained = self.failures.explain(failure)
+            if self._switching.worker is not None:
+                place = f"{where}, strategy {phase.bucket.strategy}"
+                self._switching.worker.cancel(f"{place}: {type(failure).__name__}: {failure}")
+            self._groups.abort()
+            runner.release()
+            self._switching.arenas.forget()
+            if explained is failure:
+                raise
+            # unwrapped, it keeps its own cause: the wrapper's would be a circle
+            raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
 
     def _finish(
         self, mini_batch: MiniBatch, order: Sequence[int], loss: float, measures: list[PhaseMeasure], begin: float,
@@ -375,7 +377,7 @@ class HotSPaEngine:
 
     def evaluation(self) -> Evaluation:
         """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
-        return Evaluation(self.phases, self.agreement, self._groups, self._failed, self._switching.held)
+        return Evaluation(self.phases, self.agreement, self._groups, self._ending_all, self._switching.held)
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 

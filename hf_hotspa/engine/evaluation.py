@@ -6,8 +6,8 @@ is in eval mode. The loss comes back as a sum over labels and their number, so t
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from types import TracebackType
 
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.packing.context_cuts import Shares, share_by_tokens
 from hf_hotspa.packing.mini_batch import Pack, PhasePlan
-from hf_hotspa.parallel.agreement import Agreement, hotspa_cause
+from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.context import in_order
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.same_rows import check_mini_batch
@@ -48,7 +48,7 @@ class Evaluation:
     Args:
         phases: The runners of the pool.
         agreement: The agreement of all ranks.
-        failed: Ends what is under way in a phase that failed; returns what to raise.
+        ending_all: For `with`, around what runs a phase: where it fails, ends what is under way on all ranks.
         held: What else the ranks must have in common before weights are loaded.
     """
 
@@ -57,20 +57,18 @@ class Evaluation:
         phases: Mapping[Strategy, PhaseRunner],
         agreement: Agreement,
         groups: ProcessGroups,
-        failed: Callable[[PhaseBatch, BaseException, str], BaseException],
+        ending_all: Callable[[PhaseBatch, str], AbstractContextManager[None]],
         held: Callable[[], dict[str, str]],
     ) -> None:
-        self._phases, self._agreement, self._groups, self._failed = phases, agreement, groups, failed
-        self._held = held
+        self._phases, self._agreement, self._groups, self._held = phases, agreement, groups, held
+        self._ending_all = ending_all
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
 
     def __enter__(self) -> "Evaluation":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -96,16 +94,10 @@ class Evaluation:
         check_mini_batch(self._agreement, mini_batch, self._held(), mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
         for plan, phase in self._in_order(mini_batch):
-            try:
+            with self._ending_all(phase, where):
                 loss_sum += self._run_phase(plan, phase, with_logits)
                 if with_logits:
                     logits.update(self._gather_logits(plan))
-            except BaseException as failure:
-                explained = self._failed(phase, failure, where)
-                self._loaded = None
-                if explained is failure:
-                    raise
-                raise explained from (explained.__cause__ if explained is hotspa_cause(failure) else failure)
         total = float(self._agreement.gather([loss_sum]).sum())
         return EvaluationResult(total, mini_batch.num_labels, logits)
 
@@ -131,18 +123,15 @@ class Evaluation:
         assert self._loaded is not None
         replica = self._loaded.replica
         strategy = replica.mesh.strategy  # in the engine's shard order, which a strategy of the caller's need not have
-        widths = replica.vocabulary_widths
-        dtype = torch.promote_types(replica.compute_dtype, torch.float32)
-
         logits, replica.logits = replica.logits, None
 
         def logits_here() -> Tensor | None:
             if not replica.is_last or not logits:
                 return None
-            mine = torch.cat(logits).to(dtype)
-            shard = strategy.shard_index(replica.mesh.coord.tp)
-            if mine.shape[-1] != widths[shard]:
-                raise self._wrong_width(mine.shape[-1], widths[shard])
+            mine = torch.cat(logits).to(_dtype_of_logits(replica))
+            width = replica.vocabulary_widths[strategy.shard_index(replica.mesh.coord.tp)]
+            if mine.shape[-1] != width:
+                raise _wrong_width(mine.shape[-1], width)
             return mine
 
         # agreed on: a broadcast of another size would end the process
@@ -153,9 +142,7 @@ class Evaluation:
             rows = []  # by cp coordinate, then by part
             for cp in range(strategy.cp if packs else 0):
                 tokens = [sum(stop - first for _, first, stop in share.pieces[cp]) for share in shares]
-                of_replica = self._of_replica(
-                    strategy, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), widths, dtype, mine
-                )
+                of_replica = self._of_replica(replica, Coord(dp, 0, strategy.pp - 1, cp), sum(tokens), mine)
                 rows.append(of_replica.split(tokens))
             ordered = iter([in_order([row[i] for row in rows], share) for i, share in enumerate(shares)])
             for pack, of_pack in zip(packs, parts, strict=True):
@@ -170,16 +157,9 @@ class Evaluation:
         context = replica.context
         return context.parts(pack.lengths) if context is not None else [share_by_tokens(pack.lengths, 1)]
 
-    def _of_replica(
-        self,
-        strategy: Strategy,
-        place: Coord,
-        num_tokens: int,
-        widths: tuple[int, ...],
-        dtype: torch.dtype,
-        mine: Tensor | None,
-    ) -> Tensor:
+    def _of_replica(self, replica: Replica, place: Coord, num_tokens: int, mine: Tensor | None) -> Tensor:
         """[num_tokens, vocabulary size] of the ranks at a place, of any tp coordinate."""
+        strategy, widths, dtype = replica.mesh.strategy, replica.vocabulary_widths, _dtype_of_logits(replica)
         shards = [torch.empty(num_tokens, width, dtype=dtype, device=self._groups.device) for width in widths]
         for tp in range(strategy.tp if num_tokens else 0):
             owner, shard = strategy.rank(replace(place, tp=tp)), strategy.shard_index(tp)
@@ -190,9 +170,14 @@ class Evaluation:
                 dist.broadcast(shards[shard], src=owner, group=self._groups.switch)
         return torch.cat(shards, -1)
 
-    def _wrong_width(self, width: int, expected: int) -> HotspaError:
-        return ModelError(
-            f"the model gives {width} logits a token and its head has {expected} rows",
-            why="logits are collected by the rows of the vocabulary",
-            fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
-        )
+
+def _dtype_of_logits(replica: Replica) -> torch.dtype:
+    return torch.promote_types(replica.compute_dtype, torch.float32)
+
+
+def _wrong_width(width: int, expected: int) -> HotspaError:
+    return ModelError(
+        f"the model gives {width} logits a token and its head has {expected} rows",
+        why="logits are collected by the rows of the vocabulary",
+        fix="evaluate the loss alone: no compute_metrics, prediction_loss_only=True",
+    )

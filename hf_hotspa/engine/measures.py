@@ -27,8 +27,8 @@ class PhaseMeasure(NamedTuple):
         start_s: When the phase began, counted from the agreement of all ranks on the mini-batch.
         others_s: The part of `compute_s` in collectives and messages of the strategy: waiting for other ranks.
         unit_load_s: The part of `compute_s` in which it waited for the weights of a unit.
-        unit_return_s: The part in which it waited for the gradients of a unit to leave.
-        unit_load_busy_s: Loads of units under way.
+        unit_return_s: The part in which it waited for a unit's gradient buffer to be free again, and for the last return.
+        unit_load_busy_s: Loads of units under way, waiting for peers included.
         unit_return_busy_s: Returns of units under way.
         unit_load_bytes: Bytes sent by loads of units.
         unit_return_bytes: Bytes sent by returns of units.

@@ -5,15 +5,11 @@ switches. Activations and optimizer state come on top.
 """
 
 import gc
-from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
 import torch
 
-from hf_hotspa.engine.arena import arena_bytes
 from hf_hotspa.errors import DeviceMemoryError
-from hf_hotspa.layout.units import Rooms
-from hf_hotspa.layout.vector import ParameterVector
 
 _MIB = 1 << 20
 
@@ -62,51 +58,6 @@ class MemoryForecast:
                 why="activations and optimizer state come on top",
                 fix="use strategies with more tp or pp, a smaller hotspa_staging_mb, no second source, or on GPUs hotspa_offload=master",
             )
-
-
-def forecast(
-    vector: ParameterVector,
-    master_sizes: Sequence[int],
-    strategy_sizes: Iterable[Sequence[int]],
-    switch_bytes: int,
-    copies: int = 1,
-    gradient_dtypes: Sequence[torch.dtype | None] | None = None,
-    rooms: Sequence[Rooms] | None = None,
-    versions: int = 1,
-) -> MemoryForecast:
-    """Counts what a rank will allocate.
-
-    Args:
-        master_sizes: Elements of this rank's share of the master store, by segment.
-        strategy_sizes: For each strategy the elements of this rank's weight buffers, by segment.
-        switch_bytes: Staging and relay buffers of the largest switch.
-        copies: How many strategies' weights are kept at a time.
-        gradient_dtypes: In which dtype each segment's gradients accumulate; in that of the masters when None.
-        rooms: For each strategy, which segments share memory; none do when None.
-        versions: How many versions of the trained weights are kept at a time.
-    """
-    masters = [getattr(torch, segment.master_dtype) for segment in vector.segments]
-    weights = [getattr(torch, segment.dtype) for segment in vector.segments]
-    trained = [dtype if s.trainable else None for dtype, s in zip(masters, vector.segments, strict=True)]
-    strategies = list(strategy_sizes)
-
-    def size(sizes: Sequence[int], dtypes: Sequence[torch.dtype | None]) -> int:
-        return sum(n * dtype.itemsize for n, dtype in zip(sizes, dtypes, strict=True) if dtype)
-
-    changing = [dtype if s.trainable else None for dtype, s in zip(weights, vector.segments, strict=True)]
-    more = (versions - 1) * max((size(sizes, changing) for sizes in strategies), default=0)
-
-    return MemoryForecast(
-        size(master_sizes, masters),
-        size(master_sizes, trained),
-        more + copies * arena_bytes(strategies, weights, [room.weights for room in rooms] if rooms else None),
-        arena_bytes(
-            strategies,
-            trained if gradient_dtypes is None else gradient_dtypes,
-            [room.gradients for room in rooms] if rooms else None,
-        ),
-        switch_bytes,
-    )
 
 
 def device_limit(device: torch.device) -> int | None:

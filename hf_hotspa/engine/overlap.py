@@ -131,7 +131,7 @@ class GradientWatch:
     def disarm(self) -> None:
         """The computation is over: opens what is still closed."""
         if self._gate is not None:
-            self._gate.open_all()
+            self._gate.open()
             self._gate = None
 
     def drop(self) -> None:

@@ -70,11 +70,11 @@ def take_cut(
     Raises:
         HotspaError: on every rank, what one of them finds wrong; nothing has changed.
     """
-    back: list[Callable[[], None]] = []
+    before = switching.pool, switching.forecast
 
     def made() -> dict[Strategy, PhaseRunner]:
         fits(description)
-        back.append(switching.take_cut(description.vector))
+        switching.take_cut(description.vector)
         # a model that is built may draw random numbers
         device = switching.executor.device
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
@@ -91,8 +91,7 @@ def take_cut(
             },
         )
     except BaseException:
-        for undo in back:
-            undo()
+        switching.pool, switching.forecast = before
         raise
     switching.prepare()
     return runners

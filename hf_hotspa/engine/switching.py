@@ -11,8 +11,8 @@ import torch
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.engine.arena import Arenas, arena_bytes
-from hf_hotspa.engine.executor import Buffers, SwitchExecutor, SwitchStats
-from hf_hotspa.engine.memory import MemoryForecast, device_limit, forecast
+from hf_hotspa.engine.executor import Buffers, SwitchExecutor, SwitchStats, Wires
+from hf_hotspa.engine.memory import MemoryForecast, device_limit
 from hf_hotspa.engine.transport import ProcessGroupTransport
 from hf_hotspa.engine.worker import SegmentGate, SwitchJob, SwitchWorker
 from hf_hotspa.layout.units import Rooms
@@ -24,7 +24,7 @@ from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.table import RELAY, SECOND, SOURCE, TARGET
 from hf_hotspa.strategy import Strategy
 
-Switch = tuple[SwitchPlan, Sequence[torch.dtype | None]]
+Switch = tuple[SwitchPlan, Wires]
 """A plan, and the dtype in which each segment travels."""
 
 
@@ -92,7 +92,7 @@ class Switching:
         )
         self._rank, self._pipedream = rank, options.pipedream
         self.arenas = Arenas(device, 2 if self.pool.second_source else 1)
-        self.forecast: MemoryForecast = self._forecast(vector)
+        self.forecast = self._forecast(vector)
         self._frozen_sizes = [
             0 if segment.trainable else size for segment, size in zip(vector.segments, weight_sizes, strict=True)
         ]
@@ -105,40 +105,35 @@ class Switching:
     def _forecast(self, vector: ParameterVector) -> MemoryForecast:
         """What this rank will take with the pool of plans that is there."""
         strategies, rank, mode = self.pool.strategies, self._rank, self._pipedream
-        return forecast(
-            vector,
-            [0] * len(vector.segments) if self._is_apart else self.pool.master.rank_sizes(rank),
-            [self.pool.layout(s).rank_sizes(rank) for s in strategies],
+        segments, rooms = vector.segments, [self.rooms(s) for s in strategies]
+        sizes = [self.pool.layout(s).rank_sizes(rank) for s in strategies]
+        own = [0] * len(segments) if self._is_apart else self.pool.master.rank_sizes(rank)
+        masters = [getattr(torch, segment.master_dtype) for segment in segments]
+        weights = (2 if self.pool.second_source else 1) * arena_bytes(
+            sizes, self.weight_dtypes, [room.weights for room in rooms]
+        )
+        if mode is not None:  # of the trained weights there are more versions
+            versions = mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp)
+            weights += (versions - 1) * max(_num_bytes(s, _of_trained(self.weight_dtypes, vector)) for s in sizes)
+        return MemoryForecast(
+            _num_bytes(own, masters),
+            _num_bytes(own, _of_trained(masters, vector)),
+            weights,
+            arena_bytes(sizes, self.gradient_dtypes, [room.gradients for room in rooms]),
             self.executor.extra_bytes(self.switches()),
-            2 if self.pool.second_source else 1,
-            self.gradient_dtypes,
-            [self.rooms(s) for s in strategies],
-            mode.most_versions(strategies[0].pp, strategies[0].coord(rank).pp) if mode is not None else 1,
         )
 
-    def take_cut(self, vector: ParameterVector) -> Callable[[], None]:
+    def take_cut(self, vector: ParameterVector) -> None:
         """Makes all plans anew for another cut of stages; nothing may be under way. Not collective.
 
-        Returns:
-            Goes back to the plans before, where another rank cannot follow.
-
         Raises:
-            DeviceMemoryError: the device cannot hold the strategies with it; the plans before are still there.
+            DeviceMemoryError: the device cannot hold the strategies with it; `pool` and `forecast` are the new ones.
         """
-        pool, before = self.pool, self.forecast
-
-        def back() -> None:
-            self.pool, self.forecast = pool, before
-
-        try:
-            self.pool = self._make_pool(vector)
-            self.pool.second_source = pool.second_source
-            self.forecast = self._forecast(vector)
-            self.check_memory()
-        except BaseException:
-            back()
-            raise
-        return back
+        second_source = self.pool.second_source
+        self.pool = self._make_pool(vector)
+        self.pool.second_source = second_source
+        self.forecast = self._forecast(vector)
+        self.check_memory()
 
     def switches(self) -> list[Switch]:
         """Every switch that a mini-batch may need."""
@@ -162,9 +157,9 @@ class Switching:
         self.executor.forget()
         for plan, dtypes in self.switches():
             self.executor.prepare(plan, dtypes)
-        sizes = [self.pool.layout(strategy).rank_sizes(self._rank) for strategy in self.pool.strategies]
-        rooms = [self.rooms(strategy) for strategy in self.pool.strategies]
-        self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes, rooms)
+        for strategy in self.pool.strategies:
+            sizes = self.pool.layout(strategy).rank_sizes(self._rank)
+            self.arenas.reserve(sizes, self.weight_dtypes, self.gradient_dtypes, self.rooms(strategy))
 
     def frozen_bytes(self, plan: SwitchPlan) -> int:
         """Bytes of frozen weights that a load moves between ranks, summed over ranks."""
@@ -235,7 +230,7 @@ class Switching:
         plan: SwitchPlan,
         source: Buffers,
         target: Buffers,
-        dtypes: Sequence[torch.dtype | None],
+        dtypes: Wires,
         second: Buffers | None,
         gate: SegmentGate | None,
         beside: bool,
@@ -263,3 +258,11 @@ class Switching:
         if self.worker is not None:
             self.worker.close()
         self.executor.forget()
+
+
+def _of_trained(dtypes: Wires, vector: ParameterVector) -> Wires:
+    return [dtype if segment.trainable else None for dtype, segment in zip(dtypes, vector.segments, strict=True)]
+
+
+def _num_bytes(sizes: Sequence[int], dtypes: Wires) -> int:
+    return sum(size * dtype.itemsize for size, dtype in zip(sizes, dtypes, strict=True) if dtype)

@@ -40,14 +40,7 @@ from hf_hotspa.plan.units import Program, StagePass, Visit
 
 
 class UnitMeasure(NamedTuple):
-    """What the transfers of units took on one rank in one phase: seconds, and bytes it sent.
-
-    Attributes:
-        load_s: The computation waiting for weights.
-        return_s: The computation waiting for a gradient buffer to be free again, and for the last return.
-        load_busy_s: Loads under way, waiting for peers included.
-        return_busy_s: Returns under way.
-    """
+    """What the transfers of units took on one rank in one phase: the fields `unit_...` of `PhaseMeasure`, in that order."""
 
     load_s: float = 0.0
     return_s: float = 0.0
@@ -55,6 +48,14 @@ class UnitMeasure(NamedTuple):
     return_busy_s: float = 0.0
     load_bytes: float = 0.0
     return_bytes: float = 0.0
+
+
+class _Transfer(NamedTuple):
+    """The gate is None for one that waits for nothing."""
+
+    job: SwitchJob
+    gate: SegmentGate | None
+    is_load: bool
 
 
 class UnitStream:
@@ -70,9 +71,7 @@ class UnitStream:
         self._units: Units = switching.pool.units
         strategy, stage = replica.mesh.strategy, replica.mesh.coord.pp
         self._strategy, self._stage = strategy, stage
-        self._jobs: list[SwitchJob] = []
-        self._gates: list[SegmentGate | None] = []
-        self._loads: list[bool] = []
+        self._transfers: list[_Transfer] = []
         self._gradients: Buffers = ()
         self._passes: list[StagePass] = []
         self._left: list[Visit] = []
@@ -135,15 +134,14 @@ class UnitStream:
         of_others = {i for one in mine if self._is_of_others(one) for visit in one.visits for i in visit.opens}
         self._gradients, self._passes, self._left = gradients, list(mine), []
         self._visit, self._is_backward, self._is_running = None, False, True
-        self._jobs, self._gates, self._loads = [], [], []
+        self._transfers = []
         for index, (unit, is_load) in enumerate(program.transfers):
             segments = (self._units.segments if is_load else self._units.trained)[unit]
             gate = SegmentGate(segments, device) if index in waits else None
             buffers, store = (weights, master.weights) if is_load else (gradients, master.gradients)
-            self._gates.append(gate)
-            self._loads.append(is_load)
             clears = not is_load and index in of_others
-            self._jobs.append(self._switching.move_unit(self._strategy, unit, is_load, buffers, store, gate, clears))
+            job = self._switching.move_unit(self._strategy, unit, is_load, buffers, store, gate, clears)
+            self._transfers.append(_Transfer(job, gate, is_load))
         self._sit_out()
 
     def begin_pass(self) -> None:
@@ -179,14 +177,13 @@ class UnitStream:
             return
         if self._passes:
             raise self._disordered("fewer passes than are in the program")
-        for job in self._jobs:
-            job.result()
+        for transfer in self._transfers:
+            transfer.job.result()
         self._is_running = False
 
     def measure(self) -> UnitMeasure:
         """What the transfers of the last phase took, once it has ended."""
-        loads = [job for job, is_load in zip(self._jobs, self._loads, strict=True) if is_load]
-        returns = [job for job, is_load in zip(self._jobs, self._loads, strict=True) if not is_load]
+        loads, returns = ([t.job for t in self._transfers if t.is_load == is_load] for is_load in (True, False))
         return UnitMeasure(
             *(sum(job.exposed_s for job in jobs) for jobs in (loads, returns)),
             *(sum(job.busy_s for job in jobs) for jobs in (loads, returns)),
@@ -196,7 +193,7 @@ class UnitStream:
     def drop(self) -> None:
         """Forgets the phase; after a failure its jobs must have been cancelled before."""
         self._is_running = False
-        self._jobs, self._gates, self._loads, self._passes, self._left = [], [], [], [], []
+        self._transfers, self._passes, self._left = [], [], []
         self._visit, self._gradients = None, ()
 
     # -- visits -------------------------------------------------------------------------------------------------------
@@ -213,7 +210,7 @@ class UnitStream:
         self._leave()
         visit = self._left.pop(0)
         if visit.load >= 0:
-            self._jobs[visit.load].wait(self._units.segments[visit.unit])
+            self._transfers[visit.load].job.wait(self._units.segments[visit.unit])
         self._clear_gradient(visit)
         self._visit = visit
 
@@ -224,16 +221,15 @@ class UnitStream:
 
     def _open(self, visit: Visit) -> None:
         for index in visit.opens:
-            gate = self._gates[index]
-            if gate is not None:
-                gate.open_all()
+            if (gate := self._transfers[index].gate) is not None:
+                gate.open()
 
     def _clear_gradient(self, visit: Visit) -> None:
         """Makes the buffers of a unit's gradients zero, when what was in them has been sent."""
         if not self._is_backward:
             return
         if visit.after >= 0:
-            self._jobs[visit.after].result()
+            self._transfers[visit.after].job.result()
         for segment in self._units.trained.get(visit.unit, ()):
             gradient = self._gradients[segment]
             if gradient is not None:

@@ -60,15 +60,8 @@ class SegmentGate:
         self._cancelled: HotspaError | None = None
         self._changed = threading.Condition()
 
-    def open(self, segments: Iterable[int]) -> None:
-        """What the current stream of the caller has done so far completes these segments."""
-        self._open(segments)
-
-    def open_all(self) -> None:
-        """The same for every segment that is still closed."""
-        self._open(None)
-
-    def _open(self, segments: Iterable[int] | None) -> None:
+    def open(self, segments: Iterable[int] | None = None) -> None:
+        """What the current stream of the caller has done so far completes these segments; all that are closed when None."""
         stamp = _Stamp(self._device)
         with self._changed:
             opened = set(self._closed) if segments is None else self._closed.intersection(segments)

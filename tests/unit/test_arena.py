@@ -3,21 +3,24 @@
 import torch
 
 from hf_hotspa.engine.arena import Arenas
+from hf_hotspa.layout.units import Rooms
 
 WEIGHTS = [torch.float32, torch.bfloat16]
 A, B, C = ("a", 0), ("b", 0), ("c", 0)
+APART = Rooms([None] * 2, [None] * 2)
 SIZES = {A: [100, 30], B: [60, 70], C: [10, 10]}
 
 
 def made(copies: int) -> Arenas:
     arenas = Arenas(torch.device("cpu"), copies)
-    arenas.reserve(list(SIZES.values()), WEIGHTS, WEIGHTS)
+    for sizes in SIZES.values():
+        arenas.reserve(sizes, WEIGHTS, WEIGHTS, APART)
     return arenas
 
 
 def use(arenas: Arenas, holder: tuple[str, int], value: float) -> bool:
     """Takes the buffers of a strategy and fills them; whether they were still filled before."""
-    buffers, held = arenas.take_weights(SIZES[holder[0], 0], WEIGHTS, holder)
+    buffers, held = arenas.take_weights(SIZES[holder[0], 0], WEIGHTS, holder, APART.weights)
     if held:
         assert all((buffer == value).all() for buffer in buffers if buffer is not None)
     for buffer in buffers:
@@ -42,7 +45,7 @@ def test_two_memories_hold_the_last_two() -> None:
 def test_the_last_weights_stay_while_the_next_are_loaded() -> None:
     arenas = made(2)
     for last, following in ((A, B), (B, C), (C, A), (A, B)):
-        before, _ = arenas.take_weights(SIZES[last], WEIGHTS, last)
+        before, _ = arenas.take_weights(SIZES[last], WEIGHTS, last, APART.weights)
         for buffer in before:
             assert buffer is not None
             buffer.fill_(3.0)
@@ -55,10 +58,10 @@ def test_what_changed_or_was_not_finished_does_not_count() -> None:
     arenas = made(1)
     use(arenas, A, 1.0)
     assert not use(arenas, ("a", 1), 1.0)  # another version of the frozen weights
-    arenas.take_weights(SIZES[A], WEIGHTS, ("a", 1))  # a load that failed
+    arenas.take_weights(SIZES[A], WEIGHTS, ("a", 1), APART.weights)  # a load that failed
     assert not use(arenas, ("a", 1), 1.0)
     arenas.forget()
     assert not use(arenas, ("a", 1), 1.0)
     arenas.clear()
     assert not use(arenas, ("a", 1), 1.0)
-    assert not arenas.take_weights(SIZES[A], WEIGHTS, None)[1]
+    assert not arenas.take_weights(SIZES[A], WEIGHTS, None, APART.weights)[1]

@@ -139,10 +139,10 @@ def test_a_switch_waits_for_its_gate(make_worker):
     assert order == [2]
     gate.open([0])
     until(lambda: order == [2, 0])
-    gate.open_all()
+    gate.open()
     job.result()
     assert order == [2, 0, 1]
-    gate.open_all()
+    gate.open()
     gate.wait([0, 1, 5])
 
 
