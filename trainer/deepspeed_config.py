@@ -70,8 +70,8 @@ class DeepSpeedMapping:
         return "\n".join(["the DeepSpeed config:", *lines])
 
 
-def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
-    """The config as a dict.
+def read_config(given: Mapping[str, Any] | str | Path, name: str = "the DeepSpeed config") -> dict[str, Any]:
+    """A config as a dict.
 
     Args:
         given: A dict, JSON text, or the path of a JSON file.
@@ -81,17 +81,17 @@ def read_config(given: Mapping[str, Any] | str | Path) -> dict[str, Any]:
     """
     if isinstance(given, Mapping):
         return dict(given)
-    text, where = str(given), "deepspeed"
+    text, where = str(given), name
     try:
         if not text.lstrip().startswith("{"):
             where, text = text, Path(text).read_text()
         config = json.loads(text, object_pairs_hook=_without_repeats)
     except (OSError, ValueError, RecursionError) as error:
         raise HotspaConfigError(
-            f"the DeepSpeed config cannot be read: {error}", where=where, fix="give the path of a JSON file, or a dict"
+            f"{name} cannot be read: {error}", where=where, fix="give the path of a JSON file, or a dict"
         ) from error
     if not isinstance(config, dict):
-        raise HotspaConfigError(f"the DeepSpeed config is no JSON object: {text[:_MAX_SHOWN]!r}", where=where)
+        raise HotspaConfigError(f"{name} is no JSON object: {text[:_MAX_SHOWN]!r}", where=where)
     return config
 
 

@@ -5,11 +5,10 @@ themselves. What says how FSDP wraps, prefetches and stores has nothing to say h
 cannot be had, is refused by name. FSDP itself does not run.
 """
 
-import json
-from pathlib import Path
 from typing import Any
 
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.trainer.deepspeed_config import read_config
 
 STAGES = {
     "full_shard": 3, "true": 3, "1": 3, "shard_grad_op": 2, "false": 2, "2": 2, "no_shard": 0, "3": 0,
@@ -46,7 +45,7 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
         The stage of ZeRO (3, 2, or 0 for none), and whether the master store is to be in host memory.
 
     Raises:
-        HotspaConfigError: the file cannot be read.
+        HotspaConfigError: the file cannot be read, or holds no JSON object.
         UnsupportedError: naming every field that cannot be honoured, and what to use instead.
     """
     if fsdp in (None, False, "", [], "false", "False"):
@@ -60,7 +59,7 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
             stage = STAGES[word]
         elif word != "auto_wrap":
             problems.append(f"fsdp={word!r}: {_HYBRID if word.startswith('hybrid') else 'no such option is known'}")
-    for name, value in _read(config).items():
+    for name, value in read_config(config or {}, "fsdp_config").items():
         field, text = name.removeprefix("fsdp_"), str(getattr(value, "value", value)).lower()
         if field in ("reshard_after_forward", "sharding_strategy"):
             if text not in STAGES:
@@ -92,15 +91,3 @@ def take_fsdp(args: Any) -> None:
     args.fsdp = None
     if offloads:
         args.hotspa_offload = "master"
-
-
-def _read(config: Any) -> dict[str, Any]:
-    if isinstance(config, str | Path):
-        try:
-            config = json.loads(Path(config).read_text())
-        except (OSError, ValueError) as error:
-            raise HotspaConfigError(
-                f"fsdp_config {str(config)!r} cannot be read: {error}",
-                fix="give a dictionary, or the path of a JSON file",
-            ) from error
-    return dict(config or {})
