@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
-from hf_hotspa.stragglers.modes import LOSSY, MODES, check_mode
+from hf_hotspa.stragglers.modes import LOSSY, MODES
 
 
 @dataclass
@@ -47,12 +47,24 @@ class StragglerArguments:
 
     def check_stragglers(self, world_size: int, deterministic: bool) -> None:
         """Raises `HotspaConfigError` for flags that do not go together with each other or with the run."""
-        check_mode(self.hotspa_stragglers, world_size, deterministic)
+        mode = self.hotspa_stragglers
+        if mode not in ("off", "watch") and world_size == 1:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} on one process",
+                why="there is no other device that work could go to",
+                fix="leave it at watch, or start more processes",
+            )
+        if mode not in ("off", "watch") and deterministic:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} with full_determinism",
+                why="what is done depends on measured seconds, which differ from run to run",
+                fix="use hotspa_stragglers=watch, or leave out full_determinism",
+            )
         for name, choices in (("hotspa_resize_columns", CHOICES), ("hotspa_resize_imputation", IMPUTATIONS)):
             value = getattr(self, name)
-            if value != choices[0] and self.hotspa_stragglers not in LOSSY:
+            if value != choices[0] and mode not in LOSSY:
                 raise HotspaConfigError(
-                    f"{name}={value} with hotspa_stragglers={self.hotspa_stragglers}",
+                    f"{name}={value} with hotspa_stragglers={mode}",
                     why="no columns are left out there",
                     fix=f"use it with hotspa_stragglers={' or '.join(LOSSY)}",
                 )
