@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 from transformers import TrainingArguments
 
 from hf_hotspa.trainer.base import TrainerBase
@@ -52,12 +51,10 @@ class AccumulationMixin(TrainerBase):
             with _reading(self.args, self._given_accumulation):
                 yield
 
-    def set_initial_training_values(
-        self, args: TrainingArguments, dataloader: DataLoader[Any]
-    ) -> tuple[int, int, int, int, int, int | None, int]:
+    def set_initial_training_values(self, *args: Any, **kwargs: Any) -> Any:
         """As in the stock Trainer, with mini-batches for batches."""
         with self._in_the_loop():
-            return super().set_initial_training_values(args, dataloader)
+            return super().set_initial_training_values(*args, **kwargs)
 
     def _init_training_state(self, *args: Any, **kwargs: Any) -> tuple[int, int]:
         with self._in_the_loop():

@@ -4,6 +4,8 @@ Each part overrides methods of `Trainer` in a file of its own. Here are the attr
 methods that one of them has and others call.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +19,7 @@ from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.events import CallbackEvents
+from hf_hotspa.trainer.out_of_memory import note
 
 
 class TrainerBase(Trainer):
@@ -45,6 +48,25 @@ class TrainerBase(Trainer):
         """The engine, where the loop of the Trainer has started it."""
         assert self.engine is not None
         return self.engine
+
+    @contextmanager
+    def _broadcasting_errors(self, what: str) -> Iterator[None]:
+        """Leaves an error for the other ranks, and a lack of memory for the next launch; raises what a peer was first to
+        raise. May be nested: an error is told once. Without an engine nothing is done.
+
+        Args:
+            what: What is being done, for messages.
+        """
+        try:
+            yield
+        except Exception as error:
+            if self.engine is None:
+                raise
+            note(self.args.output_dir, self.engine.failures)
+            explained = self.engine.explain(error, f"{what} after step {self.state.global_step}")
+            if explained is error:
+                raise
+            raise explained from error
 
     def _agreement(self) -> Agreement:
         """Of all ranks over the host, also before the engine exists; of one process before there are others. Collective

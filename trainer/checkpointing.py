@@ -24,7 +24,7 @@ from hf_hotspa.trainer.agreed_facts import argument_facts, text_of
 from hf_hotspa.trainer.checkpoint_contents import CheckpointContents
 from hf_hotspa.trainer.checkpoint_search import find_checkpoint
 from hf_hotspa.trainer.checkpoints import Checkpoints
-from hf_hotspa.trainer.failures import model_not_saved
+from hf_hotspa.trainer.model_source import model_not_saved
 from hf_hotspa.trainer.resuming import ResumeMixin
 
 
@@ -68,11 +68,7 @@ class CheckpointingMixin(ResumeMixin):
             self._checkpoints.close()
 
     def _make_output_dir(self) -> None:
-        """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective.
-
-        Raises:
-            CheckpointError: on every rank: it cannot be made.
-        """
+        """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective."""
         folder = Path(self.args.output_dir)
         self._agreement().run(
             "output_dir",

@@ -25,7 +25,6 @@ from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import Row
 from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets, check_evaluation_loader
-from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.views import EVALUATION
 
 _DECIDE_LOGITS = ("compute_metrics", "preprocess_logits_for_metrics")
@@ -128,7 +127,7 @@ class EvaluationMixin(TrainerBase):
         loss_only = args.prediction_loss_only if prediction_loss_only is None else prediction_loss_only
         check_evaluation_loader(dataloader)
         self._show_model(EVALUATION)
-        with broadcast_error(self, "evaluation"):
+        with self._broadcasting_errors("evaluation"):
             loader: Any = dataloader
             loader.asks_for(logits=not loss_only)
             optimizer: Any = self.optimizer

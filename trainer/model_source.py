@@ -23,7 +23,7 @@ from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMEN
 from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
-from hf_hotspa.errors import HotspaConfigError, ModelError
+from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError
 from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
@@ -31,7 +31,6 @@ from hf_hotspa.parallel.adapters import is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.base import TrainerBase
-from hf_hotspa.trainer.failures import model_not_saved
 from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
 logger = logging.getLogger(__name__)
@@ -194,6 +193,15 @@ class ModelSource:
                     path.unlink()  # of an earlier model: it could be loaded instead
         finally:
             disk.remove(beside)
+
+
+def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
+    """What to raise for a `save_model` that failed."""
+    return CheckpointError(
+        f"the model cannot be saved: {type(failure).__name__}: {failure}",
+        where=str(target),
+        fix="name another directory or make room, and call save_model() again: the weights are still there",
+    )
 
 
 def write_configs(model: PreTrainedModel, target: Path, tokenizer: Any) -> None:

@@ -75,11 +75,7 @@ class OptimizationMixin(TrainerBase):
             self.optimizer = self.lr_scheduler = None
 
     def _take_over_optimizer(self) -> None:
-        """Puts the optimizer, whoever made it, onto the master store. Collective; called before the first step.
-
-        Raises:
-            UnsupportedError: on every rank: it cannot be honoured.
-        """
+        """Puts the optimizer, whoever made it, onto the master store. Collective; called before the first step."""
 
         def taken_over() -> Optimizer:
             if self.optimizer is None:
@@ -95,17 +91,20 @@ class OptimizationMixin(TrainerBase):
             "optimizer", taken_over, facts=lambda optimizer: optimizer_facts(optimizer, self.lr_scheduler)
         )
 
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        return self._watched is not None and self._watched() is bare_optimizer(optimizer)
+
     def _on_master_store(self, optimizer: Optimizer) -> None:
         saved = self.args.save_strategy != SaveStrategy.NO and not self.args.save_only_model
         take_over(optimizer, self._running, self.model, saved)
-        bare = bare_optimizer(optimizer)
-        if self._watched is None or self._watched() is not bare:
+        if not self._is_watched(optimizer):
+            bare = bare_optimizer(optimizer)
             # groups that are added in the course of training come with parameters of the model
             bare.register_step_pre_hook(lambda stepped, *_: self._take_over_added(stepped))
             self._watched = weakref.ref(bare)
 
     def _take_over_added(self, optimizer: Optimizer) -> None:
-        if self.engine is not None and self._watched is not None and self._watched() is optimizer:
+        if self.engine is not None and self._is_watched(optimizer):
             take_over(optimizer, self.engine, self.model)
 
     def _settings(self) -> dict[str, str]:
@@ -129,9 +128,7 @@ class OptimizationMixin(TrainerBase):
 
     def _check_optimizer_stays(self) -> None:
         """An optimizer that was put in its place since training started is taken over, too."""
-        if self.optimizer is not None and (
-            self._watched is None or self._watched() is not bare_optimizer(self.optimizer)
-        ):
+        if self.optimizer is not None and not self._is_watched(self.optimizer):
             self._on_master_store(self.optimizer)
 
     def _on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:

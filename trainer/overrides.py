@@ -91,9 +91,7 @@ class OverridesMixin(TrainerBase):
 
     _trained_mini_batch = False
 
-    def set_initial_training_values(
-        self, args: TrainingArguments, dataloader: DataLoader[Any]
-    ) -> tuple[int, int, int, int, int, int | None, int]:
+    def set_initial_training_values(self, args: TrainingArguments, dataloader: DataLoader[Any]) -> Any:
         """As in the stock Trainer, for a data loader of this one.
 
         Raises:

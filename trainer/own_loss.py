@@ -123,11 +123,7 @@ class OwnLossMixin(TrainerBase):
         return (loss, outputs) if return_outputs else loss
 
     def _takes_losses(self, token_loss: Any, columns: Sequence[str], compute_loss_func: Any) -> None:
-        """Keeps what was given; called before the stock Trainer is set up.
-
-        Raises:
-            HotspaConfigError: two losses are given, or columns and none.
-        """
+        """Keeps what was given; called before the stock Trainer is set up."""
         self.token_loss, self.loss_columns = token_loss, tuple(columns)
         given = {
             "token_loss": token_loss is not None,

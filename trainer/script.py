@@ -175,9 +175,7 @@ def look(script: Any) -> None:
     _check_dtype(script.dtype)
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
-        if dataset is not None and "input_ids" in dataset.column_names:
-            continue
-        if dataset is not None:
+        if dataset is not None and "input_ids" not in dataset.column_names:
             tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script))
 
 
@@ -206,11 +204,7 @@ def _evaluated_rows(script: Any) -> Any:
 
 
 def _folder(name: str) -> Path | None:
-    """The folder of a model, downloaded where it is a hub name; None where the hub has no safetensors of it.
-
-    Raises:
-        ModelError: there is none.
-    """
+    """The folder of a model, downloaded where it is a hub name; None where the hub has no safetensors of it."""
     path = Path(name).expanduser()
     if path.is_dir():
         return path

@@ -147,11 +147,7 @@ class StreamRows(Dataset[Any]):
         raise StopIteration
 
     def _replay(self, place: StreamPlace) -> None:
-        """Reads again what was trained before the checkpoint, and compares the last mini-batch of it.
-
-        Raises:
-            ResumeError: the stream gives other rows than it did.
-        """
+        """Reads again what was trained before the checkpoint, and compares the last mini-batch of it."""
         self._resumed = None
         # a set_epoch says on what the order of a pass depends; without one, it may be on the passes before
         first = place.epoch if hasattr(self.dataset, "set_epoch") else 0

@@ -42,7 +42,6 @@ from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.evaluation import EvaluationMixin
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
-from hf_hotspa.trainer.failures import broadcast_error
 from hf_hotspa.trainer.hub import HubMixin
 from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
 from hf_hotspa.trainer.optimization import OptimizationMixin
@@ -347,7 +346,7 @@ class HotSPaTrainer(
     def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
         try:
             alone = self.args.world_size == 1
-            with self.callback_handler.deferring_errors(alone), self._preemption, broadcast_error(self, "training"):
+            with self.callback_handler.deferring_errors(alone), self._preemption, self._broadcasting_errors("training"):
                 output = super()._inner_training_loop(*args, **kwargs)
                 if self.engine is not None:
                     self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")

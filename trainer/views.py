@@ -21,11 +21,8 @@ _LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("evaluate", "_evaluate", "evaluation_loop", "predict", "compute_metrics", "preprocess_logits_for_metrics"),
     ),
     SAVE: (("on_save",), ("_save_checkpoint",)),
-    "on_train_begin": (("on_train_begin",), ()),
-    "on_epoch_begin": (("on_epoch_begin",), ()),
-    "on_epoch_end": (("on_epoch_end",), ()),
 }
-"""Occasion -> the events of callbacks and the attributes of the trainer that belong to it."""
+"""Occasion -> the events of callbacks and the attributes of the trainer that belong to it; any other is an event itself."""
 
 
 def is_users(function: Any) -> bool:
@@ -41,14 +38,14 @@ class ViewsMixin(TrainerBase):
     _source: ModelSource
 
     def _lookers(self, occasion: str) -> Iterator[Any]:
-        events, attributes = _LOOKERS[occasion]
+        events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
         yield from (getattr(self, name, None) for name in attributes)
         for callback in self.callback_handler.callbacks:
             yield from (getattr(callback, event, None) for event in events)
 
     def _show_model(self, occasion: str) -> None:
         """Brings `trainer.model` up to date if anybody on any rank may look at it now. Collective."""
-        if occasion not in _LOOKERS or self.engine is None or self._source.is_current or not has_weights(self.model):
+        if self.engine is None or self._source.is_current or not has_weights(self.model):
             return
         if self.engine.any_rank(any(map(is_users, self._lookers(occasion)))):  # callbacks may be on one rank alone
             self._update_model()
