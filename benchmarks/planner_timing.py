@@ -13,6 +13,7 @@ from planner_cases import cluster_of, gradients, llama_vector, master, weights
 
 from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.proof import prove
 from hf_hotspa.plan.rounds import cut_rounds
 from hf_hotspa.plan.schedule import Wire
 from hf_hotspa.strategy import Strategy
@@ -52,7 +53,7 @@ def planning_times(largest: str = "405B") -> Iterator[dict[str, Any]]:
                 plan = plan_load(sources, target, cluster, sizes)
             cold, cpu = time.perf_counter() - start, time.process_time() - cpu
             start = time.perf_counter()
-            plan.validate(sources, target)
+            prove(plan, sources, target)
             proof = time.perf_counter() - start
             row = {"model": model, "devices": world, "what": what, "cold_s": cold, "cpu_s": cpu, "validate_s": proof}
             yield row | {"cached_s": _look_up(plan), "plan_bytes": _size(plan)} | _messages(plan, world)

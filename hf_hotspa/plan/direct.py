@@ -9,7 +9,7 @@ Three ways to choose the sender, for a needer that does not hold the piece itsel
 * `first_owner`: the lowest rank that holds it.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,20 +60,17 @@ def plan_direct(
     """Direct plans of all segments, and which segment has which.
 
     Args:
-        kinds: The pieces of each kind of segment.
         kind_of: The kind of each segment; -1 for none.
         element_sizes: Bytes of one element of each segment on the wire.
-        cluster: Which ranks share a node.
         planner: `algorithm1`, `round_robin` or `first_owner`.
     """
     if planner != "algorithm1":
-        choose = {"first_owner": _first_owner, "round_robin": _round_robin}[planner]
-        return [_table(pieces, _stateless(pieces, choose), cluster.world_size) for pieces in kinds], list(kind_of)
+        return [_table(pieces, _stateless(pieces, planner), cluster.world_size) for pieces in kinds], list(kind_of)
     loads = SendLoads.zero(cluster.world_size)
     plans: list[SegmentPlan] = []
     known: dict[tuple[int, bytes], int] = {}
     plan_of = []
-    forced = [_forced(pieces, cluster) for pieces in kinds]
+    forced = [_forced(pieces) for pieces in kinds]
     free = all(rows is not None for rows in forced)  # nobody has a choice: loads decide nothing
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind < 0:
@@ -108,23 +105,14 @@ def _table(pieces: Pieces, source_rows: Numbers, world_size: int) -> SegmentPlan
     return SegmentPlan((canonical(table),), np.zeros(world_size, np.int64))
 
 
-def _stateless(pieces: Pieces, choose: Callable[[Numbers, Numbers], Numbers]) -> Numbers:
-    own = pieces.held.find(pieces.needed.piece, pieces.needed.rank)
-    chosen = pieces.held.first[pieces.needed.piece] + choose(
-        pieces.needed.rank, pieces.held.counts[pieces.needed.piece]
-    )
-    return np.where(own >= 0, own, chosen)
+def _stateless(pieces: Pieces, planner: str) -> Numbers:
+    needed, held = pieces.needed, pieces.held
+    own = held.find(needed.piece, needed.rank)
+    chosen = needed.rank % held.counts[needed.piece] if planner == "round_robin" else 0
+    return np.where(own >= 0, own, held.first[needed.piece] + chosen)
 
 
-def _first_owner(needers: Numbers, counts: Numbers) -> Numbers:
-    return np.zeros_like(needers)
-
-
-def _round_robin(needers: Numbers, counts: Numbers) -> Numbers:
-    return needers % counts
-
-
-def _forced(pieces: Pieces, cluster: Cluster) -> Numbers | None:
+def _forced(pieces: Pieces) -> Numbers | None:
     """The only choice that Algorithm 1 has for every need; None when it has several for some."""
     needed, held = pieces.needed, pieces.held
     own = held.find(needed.piece, needed.rank)

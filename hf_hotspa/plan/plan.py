@@ -9,7 +9,7 @@ transport and no dtype. It is one of two kinds:
 * a *gradient return* adds: every contribution (source rank, element) reaches its owner exactly once. It is the adjoint
   of a load: hops run backwards, copies become sums.
 
-`SwitchPlan.validate` proves this against the layouts, and the planner calls it on everything it builds. No torch.
+`proof.prove` proves this against the layouts, and the planner calls it on everything it builds. No torch.
 """
 
 import hashlib
@@ -21,9 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from hf_hotspa.cluster import Cluster
-from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.ports import PortLoads
-from hf_hotspa.plan.proof import prove
 from hf_hotspa.plan.table import DST, LENGTH, SRC, SegmentPlan, adjoint
 
 INTRA, INTER, ANY = "intra", "inter", "any"
@@ -34,7 +32,7 @@ _INVERSE = "inverse of "
 
 @dataclass(frozen=True, eq=False)
 class SwitchPlan:
-    """All transfers between two layouts, of all ranks. Made by the planner, which validates it.
+    """All transfers between two layouts, of all ranks. Made by the planner, which proves it.
 
     Args:
         name: What moves where, for messages and logs; part of the digest.
@@ -51,22 +49,6 @@ class SwitchPlan:
     kind_of: tuple[int, ...]
     links: tuple[str, ...]
     accumulate: bool
-
-    def validate(self, source: Layout | Sequence[Layout], target: Layout) -> None:
-        """Proves the plan against its layouts.
-
-        Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
-        the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
-        exactly once.
-
-        Args:
-            source: The source layout; two of them for a plan with a second source.
-
-        Raises:
-            PlanError: naming the first transfer, rank or interval that is wrong.
-        """
-        sources = [source] if isinstance(source, Layout) else list(source)
-        prove(self.name, self.world_size, self.bases, self.kinds, self.kind_of, self.accumulate, sources, target)
 
     def digest(self) -> str:
         """SHA-256 of the whole plan: equal on two ranks exactly when they would move the same bytes the same way."""

@@ -10,6 +10,7 @@ data: every rank computes the same plan.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -20,6 +21,7 @@ from hf_hotspa.layout.placement import Layout
 from hf_hotspa.plan.direct import plan_direct
 from hf_hotspa.plan.pieces import Pieces, cut_pieces
 from hf_hotspa.plan.plan import ANY, INTER, INTRA, SwitchPlan
+from hf_hotspa.plan.proof import prove
 from hf_hotspa.plan.relay.plan import plan_relay
 from hf_hotspa.plan.relay.routing import relay_pays
 
@@ -50,7 +52,7 @@ def plan_load(
     """
     sources = [source] if isinstance(source, Layout) else list(source)
     plan = _plan(sources, target, cluster, element_sizes, planner, False)
-    plan.validate(sources, target)
+    prove(plan, sources, target)
     return plan
 
 
@@ -77,10 +79,8 @@ def plan_return(
     cluster = cluster or Cluster(contributions.world_size, contributions.world_size)
     num_segments = max(len(contributions.placements), len(master.placements))
     load = _plan([master], contributions, cluster, element_sizes or [1] * num_segments, planner, True)
-    name = f"return {contributions.name} -> {master.name}"
-    inverse = load.inverse()
-    plan = SwitchPlan(name, inverse.world_size, inverse.bases, inverse.kinds, inverse.kind_of, inverse.links, True)
-    plan.validate(contributions, master)
+    plan = replace(load.inverse(), name=f"return {contributions.name} -> {master.name}")
+    prove(plan, contributions, master)
     return plan
 
 

@@ -12,6 +12,7 @@ import numpy as np
 from hf_hotspa.errors import PlanError
 from hf_hotspa.layout.intervals import Numbers, Placement, place
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.plan.plan import SwitchPlan
 from hf_hotspa.plan.table import (
     DST,
     DST_OFFSET,
@@ -31,45 +32,44 @@ from hf_hotspa.plan.table import (
 )
 
 
-def prove(
-    name: str,
-    world_size: int,
-    bases: Sequence[int],
-    kinds: Sequence[SegmentPlan],
-    kind_of: Sequence[int],
-    accumulate: bool,
-    sources: Sequence[Layout],
-    target: Layout,
-) -> None:
-    """Proves a plan, see `SwitchPlan.validate`; the arguments are the fields of the plan and its layouts.
+def prove(plan: SwitchPlan, source: Layout | Sequence[Layout], target: Layout) -> None:
+    """Proves a plan against its layouts.
+
+    Every rank holds what it sends at the offset it sends from, when its hop begins; every destination holds it at
+    the offset it receives at; and each needed element (load) or each contribution (gradient return) is delivered
+    exactly once.
+
+    Args:
+        source: The source layout; two of them for a plan with a second source.
 
     Raises:
         PlanError: naming the first transfer, rank or interval that is wrong.
     """
-    worlds = [world_size, *(source.world_size for source in sources), target.world_size]
+    sources = [source] if isinstance(source, Layout) else list(source)
+    worlds = [plan.world_size, *(source.world_size for source in sources), target.world_size]
     if len(set(worlds)) > 1:
         sizes = ", ".join(map(str, worlds))
-        raise PlanError(f"plan {name!r}: plan, source and target are of different worlds: {sizes}")
+        raise PlanError(f"plan {plan.name!r}: plan, source and target are of different worlds: {sizes}")
     layouts = [*sources, target]
-    if accumulate:
+    if plan.accumulate:
         layouts.reverse()
     proved = set()
-    for segment in range(max(len(kind_of), *(len(layout.placements) for layout in layouts))):
-        base = bases[segment] if segment < len(bases) else 0
+    for segment in range(max(len(plan.kind_of), *(len(layout.placements) for layout in layouts))):
+        base = plan.bases[segment] if segment < len(plan.bases) else 0
         placements, shifts = zip(*(_placement(layout, segment, base) for layout in layouts), strict=True)
-        kind = kind_of[segment] if segment < len(kind_of) else -1
+        kind = plan.kind_of[segment] if segment < len(plan.kind_of) else -1
         key = (kind, shifts, tuple(p.key for p in placements))
         if key in proved:
             continue
         proved.add(key)
         for layout, placement, shift in zip(layouts, placements, shifts, strict=True):
             placement.check(layout.name, segment, base + shift)
-        plan = kinds[kind] if kind >= 0 else SegmentPlan((), np.zeros(world_size, np.int64))
-        tables = tuple(adjoint(table) for table in reversed(plan.hops)) if accumulate else plan.hops
-        for given in plan.hops:
-            _check_rows(name, given, world_size, segment, base)
-        proof = _Proof(name, world_size, segment, base, accumulate)
-        proof.follow(tables, plan.relay_sizes, [_shifted(p, s) for p, s in zip(placements, shifts, strict=True)])
+        own = plan.kinds[kind] if kind >= 0 else SegmentPlan((), np.zeros(plan.world_size, np.int64))
+        tables = tuple(adjoint(table) for table in reversed(own.hops)) if plan.accumulate else own.hops
+        for given in own.hops:
+            _check_rows(plan, given, segment, base)
+        proof = _Proof(plan, segment, base)
+        proof.follow(tables, own.relay_sizes, [_shifted(p, s) for p, s in zip(placements, shifts, strict=True)])
 
 
 def _placement(layout: Layout, segment: int, base: int) -> tuple[Placement, int]:
@@ -91,30 +91,30 @@ def _text(row: Numbers, segment: int, base: int, hop: int = 0) -> str:
     return str(Transfer(segment, length, src, src_offset, dst, dst_offset, base + start, hop, src_store, dst_store))
 
 
-def _check_rows(name: str, table: Numbers, world_size: int, segment: int, base: int) -> None:
+def _check_rows(plan: SwitchPlan, table: Numbers, segment: int, base: int) -> None:
     ends = table[:, [SRC, DST]]
-    bad = ((ends < 0) | (ends >= world_size)).any(1) | (table[:, LENGTH] < 1)
+    bad = ((ends < 0) | (ends >= plan.world_size)).any(1) | (table[:, LENGTH] < 1)
     if bad.any():
         i = int(np.flatnonzero(bad)[0])
         what = "names a rank that does not exist or moves nothing"
-        raise PlanError(f"plan {name!r}: transfer {i} {what}", where=_text(table[i], segment, base))
+        raise PlanError(f"plan {plan.name!r}: transfer {i} {what}", where=_text(table[i], segment, base))
     keys = table[:, [SRC, DST, START]]
     step = np.diff(keys, axis=0)
     rises = (step[:, 0] > 0) | ((step[:, 0] == 0) & ((step[:, 1] > 0) | ((step[:, 1] == 0) & (step[:, 2] > 0))))
     if not rises.all():
         i = int(np.flatnonzero(~rises)[0]) + 1
         raise PlanError(
-            f"plan {name!r}: transfer {i} is out of the canonical order", where=_text(table[i], segment, base)
+            f"plan {plan.name!r}: transfer {i} is out of the canonical order", where=_text(table[i], segment, base)
         )
 
 
 class _Proof:
     """Follows the tables of one segment."""
 
-    def __init__(self, name: str, world_size: int, segment: int, base: int, reverse: bool) -> None:
-        self._name, self._world_size, self._segment, self._base = name, world_size, segment, base
-        self._sends, self._gets = ("delivers", "sends") if reverse else ("sends", "delivers")
-        self._receives = "sends" if reverse else "receives"
+    def __init__(self, plan: SwitchPlan, segment: int, base: int) -> None:
+        self._name, self._world_size, self._segment, self._base = plan.name, plan.world_size, segment, base
+        self._sends, self._gets = ("delivers", "sends") if plan.accumulate else ("sends", "delivers")
+        self._receives = "sends" if plan.accumulate else "receives"
 
     def follow(self, hops: Sequence[Numbers], relay_sizes: Numbers, placements: Sequence[Placement]) -> None:
         *sources, target = placements

@@ -19,6 +19,7 @@ from hf_hotspa.layout.vector import ParameterSpec, ParameterVector, Part, build_
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.proof import prove
 from hf_hotspa.strategy import Strategy, parse_buckets
 from tests.tiny_families import tiny_model_of
 
@@ -130,10 +131,10 @@ def test_a_switch_to_and_from_experts_over_ranks_is_an_ordinary_plan(first, seco
     one, other = (strategy_layout(vector, Strategy.parse(name)) for name in (first, second))
     widths = [4] * len(vector.segments)
     plan = plan_load(one, other, cluster, widths)
-    plan.validate(one, other)
+    prove(plan, one, other)
     assert (plan.wire_bytes(widths) == 0) == (one.holdings == other.holdings or first == "dp4")
     returned, master = gradient_layout(vector, Strategy.parse(second)), master_layout(vector, 4)
-    plan_return(returned, master, cluster, widths).validate(returned, master)
+    prove(plan_return(returned, master, cluster, widths), returned, master)
 
 
 def test_memory_of_experts_is_divided_by_ep():

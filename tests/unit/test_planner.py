@@ -17,6 +17,7 @@ from hf_hotspa.layout.vector import EMBEDDING, HEAD, ParameterSpec, ParameterVec
 from hf_hotspa.plan.direct import SendLoads, choose_source
 from hf_hotspa.plan.plan import INTER, INTRA, SwitchPlan
 from hf_hotspa.plan.planner import plan_load, plan_return
+from hf_hotspa.plan.proof import prove
 from hf_hotspa.plan.rounds import cut_rounds
 from hf_hotspa.plan.schedule import Message, Slice, Wire
 from hf_hotspa.plan.table import COLUMNS, RELAY, SECOND, SOURCE, TARGET, Transfer, canonical
@@ -266,7 +267,7 @@ def mutants(plan: SwitchPlan, rng: random.Random) -> dict[str, tuple[Transfer, .
 
 def is_valid(plan: SwitchPlan, source: Layout, target: Layout) -> bool:
     try:
-        plan.validate(source, target)
+        prove(plan, source, target)
     except PlanError as error:
         return "transfer" not in str(error)
     return True
@@ -285,7 +286,7 @@ def test_no_mutant_of_a_plan_is_valid(seed: int) -> None:
         plans.append((plan_return(gradients, master), gradients, master))
     for made, source, target in plans:
         plan = plan_of(made.name, made.world_size, transfers_of(made), made.accumulate)
-        plan.validate(source, target)
+        prove(plan, source, target)
         for name, transfers in mutants(plan, rng).items():
             mutant = plan_of(plan.name, plan.world_size, transfers, plan.accumulate)
             assert not is_valid(mutant, source, target), f"a transfer {name}"
@@ -297,9 +298,9 @@ def test_a_load_and_a_return_prove_different_things() -> None:
     halves = layout("halves", [(0, 4, 0, 0)], [(4, 8, 0, 0)])
     gathered = plan_return(both, halves)
     with pytest.raises(PlanError, match="a second time"):
-        replace(gathered, accumulate=False).validate(both, halves)  # two copies into one place
+        prove(replace(gathered, accumulate=False), both, halves)  # two copies into one place
     with pytest.raises(PlanError, match="no transfer sends"):
-        replace(plan_load(both, halves, Cluster(2, 2), [4]), accumulate=True).validate(both, halves)
+        prove(replace(plan_load(both, halves, Cluster(2, 2), [4]), accumulate=True), both, halves)
 
 
 @pytest.mark.parametrize(
@@ -333,7 +334,7 @@ def test_the_inverse_is_the_adjoint() -> None:
         plan = plan_load(source, target, Cluster(world_size, 2), [4] * len(model.vector.segments))
         inverse = plan.inverse()
         assert inverse.accumulate
-        inverse.validate(target, source)  # every copy that was made adds its gradient once
+        prove(inverse, target, source)  # every copy that was made adds its gradient once
         assert inverse.inverse() == plan
         assert inverse.inverse().digest() == plan.digest() != inverse.digest()
 

@@ -23,19 +23,20 @@ import numpy as np
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.layout.intervals import Numbers
 from hf_hotspa.plan.pieces import Pieces
-from hf_hotspa.plan.ports import PortLoads, nic_bandwidth
+from hf_hotspa.plan.ports import PortLoads
+from hf_hotspa.plan.relay.balancing import Shares
 from hf_hotspa.plan.relay.routing import Demand, Pull, landing_shares, pulling_shares, sender_shares
 from hf_hotspa.plan.table import RELAY, TARGET, SegmentPlan, canonical
 
 SHARE_ALIGNMENT = 64
 """Shares of a stream of pieces begin on multiples of this many elements."""
 
-Share = tuple[tuple[int, float], ...]
-"""`(rank, fraction)`: how a stream is shared between ranks; the fractions add up to 1."""
+_Landings = dict[tuple[int, tuple[int, ...]], int]
+"""The number of each `(node, its needers)`, in the order in which they are first seen."""
 
 
 def split_streams(
-    lengths: Numbers, streams: Numbers, shares: Sequence[Share]
+    lengths: Numbers, streams: Numbers, shares: Sequence[Shares]
 ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
     """Shares streams of pieces between ranks: each stream is laid end to end and cut in consecutive shares.
 
@@ -81,20 +82,10 @@ def _last_of_stream(cut_at: Numbers, points: Numbers, limits: Numbers, counts: S
     return np.searchsorted(keys, points * (len(limits) + 1) + stream_of_point, side="right") - 1
 
 
-class _Registry:
-    """Numbers things in the order in which they are first seen."""
-
-    def __init__(self) -> None:
-        self.index: dict[tuple[object, ...], int] = {}
-
-    def __call__(self, *thing: object) -> int:
-        return self.index.setdefault(thing, len(self.index))
-
-
 class _Arrivals:
     """The (piece, node) pairs of one kind in which no device of the node holds the piece but some need it."""
 
-    def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Registry) -> None:
+    def __init__(self, pieces: Pieces, cluster: Cluster, landings: _Landings) -> None:
         size = cluster.devices_per_node
         self.pieces = pieces
         self.has_owner = np.zeros((len(pieces.starts), cluster.num_nodes), bool)
@@ -109,7 +100,7 @@ class _Arrivals:
                 by_node.setdefault(rank // size, []).append(rank)
             members = order[bounds[group] : bounds[group + 1]]
             nodes = list(by_node)
-            landing = [landings(node, tuple(by_node[node])) for node in nodes]
+            landing = [landings.setdefault((node, tuple(by_node[node])), len(landings)) for node in nodes]
             blocks.append(
                 np.column_stack(
                     (np.repeat(members, len(nodes)), np.tile(nodes, len(members)), np.tile(landing, len(members)))
@@ -137,20 +128,20 @@ class _Arrivals:
             pulls[owners, needer] = pulls.get((owners, needer), 0.0) + total
 
 
-class _Shares(NamedTuple):
+class _Decided(NamedTuple):
     """What was decided for sets of ranks, for all kinds of segments together.
 
     Attributes:
         needers: The needers of each landing key.
         landing: Where each landing key lands.
-        sending: Who sends, by owners; empty where every owner sends what it alone holds.
+        sending: Who sends, by owners; empty where every owner sends what it alone holds, without cutting it.
         pulling: Who serves its own node, by the owners in it.
     """
 
     needers: list[tuple[int, ...]]
-    landing: list[Share]
-    sending: dict[tuple[int, ...], Share]
-    pulling: dict[tuple[int, ...], Share]
+    landing: list[Shares]
+    sending: dict[tuple[int, ...], Shares]
+    pulling: dict[tuple[int, ...], Shares]
 
 
 def plan_relay(
@@ -163,17 +154,15 @@ def plan_relay(
     """Relay plans of all kinds of segments, of two hops (cross, forward) or three (feed, cross, forward).
 
     Args:
-        kinds: The pieces of each kind of segment.
         kind_of: The kind of each segment; -1 for none.
         element_sizes: Bytes of one element of each segment on the wire.
-        cluster: The nodes and their links.
         sums: The plan's adjoint is wanted, a gradient return.
     """
     weights = [0] * len(kinds)
     for kind, size in zip(kind_of, element_sizes, strict=True):
         if kind >= 0:
             weights[kind] += size
-    landings = _Registry()
+    landings: _Landings = {}
     arrivals = [_Arrivals(pieces, cluster, landings) for pieces in kinds]
     shares = _decide(arrivals, weights, landings, cluster)
     plans = [_Materialised(c, shares, cluster, sums) for c in arrivals]
@@ -182,16 +171,14 @@ def plan_relay(
     return [SegmentPlan((plan.cross, plan.forward), plan.relay_sizes) for plan in plans]
 
 
-def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Registry, cluster: Cluster) -> _Shares:
-    num_bytes = np.zeros(len(landings.index), np.int64)
+def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Landings, cluster: Cluster) -> _Decided:
+    num_bytes = np.zeros(len(landings), np.int64)
     pulls: dict[tuple[tuple[int, ...], int], float] = {}
     for arrival, weight in zip(arrivals, weights, strict=True):
         np.add.at(num_bytes, arrival.landing, arrival.pieces.lengths[arrival.piece] * weight)
         arrival.count_pulls(pulls, weight)
     pulled = [Pull(owners, needer, total) for (owners, needer), total in pulls.items()]
-    keys: list[tuple[int, tuple[int, ...]]] = list(landings.index)  # type: ignore[arg-type]
-    totals = num_bytes.tolist()
-    demands = [Demand((), *key, float(total)) for key, total in zip(keys, totals, strict=True) if total]
+    demands = [Demand((), *key, float(total)) for key, total in zip(landings, num_bytes.tolist(), strict=True) if total]
     landers = landing_shares(demands, cluster, pulled)
     moves = [
         (lander, rank, demand.num_bytes * fraction)
@@ -206,7 +193,8 @@ def _decide(arrivals: Sequence[_Arrivals], weights: Sequence[int], landings: _Re
     pulls_from = [(server, to, total * part) for near, to, total in pulled for server, part in pulling[near]]
     _add(inside, pulls_from)
     sending = _sending_shares(arrivals, weights, cluster, inside)
-    return _Shares([needers for _, needers in keys], [landers.get(key, ()) for key in keys], sending, pulling)
+    landing = [landers.get(key, ()) for key in landings]
+    return _Decided([needers for _, needers in landings], landing, sending, pulling)
 
 
 def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
@@ -217,9 +205,7 @@ def _add(loads: PortLoads, moves: Sequence[tuple[int, int, float]]) -> None:
 
 def _sending_shares(
     arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads
-) -> dict[tuple[int, ...], Share]:
-    if _evenly_owned(arrivals, weights, cluster, inside):
-        return {}
+) -> dict[tuple[int, ...], Shares]:
     amounts: dict[tuple[int, ...], float] = {}
     entering = np.zeros(cluster.num_nodes)
     for arrival, weight in zip(arrivals, weights, strict=True):
@@ -230,29 +216,16 @@ def _sending_shares(
         np.add.at(totals, group_of[arrival.piece], num_bytes)
         for group in np.flatnonzero(totals).tolist():
             amounts[sets[group]] = amounts.get(sets[group], 0.0) + float(totals[group])
-    return sender_shares(amounts, entering.tolist(), cluster, inside)
-
-
-def _evenly_owned(arrivals: Sequence[_Arrivals], weights: Sequence[int], cluster: Cluster, inside: PortLoads) -> bool:
-    """Whether every piece has one owner and no owner's NIC is busier than what is unavoidable (a master store)."""
-    sent = np.zeros(cluster.world_size)
-    entering = np.zeros(cluster.num_nodes)
-    for arrival, weight in zip(arrivals, weights, strict=True):
-        held = arrival.pieces.held
-        if (held.counts[arrival.piece] > 1).any():
-            return False
-        num_bytes = arrival.pieces.lengths[arrival.piece] * weight
-        np.add.at(sent, held.rank[held.first[arrival.piece]], num_bytes)
-        np.add.at(entering, arrival.node, num_bytes)
-    capacity = np.array([len(cluster.ranks(node)) for node in range(cluster.num_nodes)])
-    level = max((entering / capacity).max(), inside.seconds(cluster) * nic_bandwidth(cluster))
-    return cluster.shares_nics or bool(sent.max() <= 1.01 * level)
+    sending = sender_shares(amounts, entering.tolist(), cluster, inside)
+    # a master store, where no owner's NIC is busier than what is unavoidable
+    sole = all(share == ((owners[0], 1.0),) and len(owners) == 1 for owners, share in sending.items())
+    return {} if sole else sending
 
 
 class _Materialised:
     """The tables of one kind of segment."""
 
-    def __init__(self, arrival: _Arrivals, shares: _Shares, cluster: Cluster, sums: bool) -> None:
+    def __init__(self, arrival: _Arrivals, shares: _Decided, cluster: Cluster, sums: bool) -> None:
         self._arrivals, self._shares, self._cluster = arrival, shares, cluster
         pieces = arrival.pieces
         held, needed, starts = pieces.held, pieces.needed, pieces.starts
@@ -263,7 +236,8 @@ class _Materialised:
         set_sizes = np.array([len(ranks) for ranks in shares.needers], np.int64)
         in_target = (wanted >= 0) & ((set_sizes[landing_of] == 1) | (not sums))
         # relay buffers: first what lands, then what is fed
-        relay_offset, landed = _relay_offsets(land, length, in_target, np.zeros(cluster.world_size, np.int64))
+        nothing = np.zeros(cluster.world_size, np.int64)
+        relay_offset, landed = _relay_offsets(land, np.where(in_target, 0, length), nothing)
         fed = source < 0
         fed_offset, self.relay_sizes, feed = self._fed(piece[fed], offset[fed], length[fed], sender[fed], landed)
         sent_offset = held.offset[source] + offset
@@ -329,7 +303,7 @@ class _Materialised:
         stretch[order] = np.cumsum(new) - 1
         begin, who, which = at[order][first], sender[order][first], piece[order][first]
         extent = np.maximum.reduceat(reach, first) - begin if len(at) else at
-        places, sizes = _relay_offsets(who, extent, np.zeros(len(who), bool), filled)
+        places, sizes = _relay_offsets(who, extent, filled)
         low, high = held.between(which, who // size * size, (who // size + 1) * size)
         sub, sub_offset, sub_length, rank = self._share_out(low, high, who, extent, None)
         row = held.find(which[sub], rank)
@@ -376,26 +350,22 @@ class _Materialised:
         high: Numbers,
         to: Numbers,
         length: Numbers,
-        shares_of: dict[tuple[int, ...], Share] | None,
+        shares_of: dict[tuple[int, ...], Shares] | None,
     ) -> tuple[Numbers, Numbers, Numbers, Numbers]:
         """Shares each row between the holders in rows `low` to `high`; equally without `shares_of`.
 
         Each receiver begins with another holder, so that all holders are busy at every moment.
         """
-        held = self._arrivals.pieces.held
-        streams = _Registry()
-        stream = np.array(
-            [
-                streams(tuple(held.rank[a:b].tolist()), rank)
-                for a, b, rank in zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
-            ],
-            np.int64,
-        )
+        holders = self._arrivals.pieces.held.rank.tolist()
+        rows = zip(low.tolist(), high.tolist(), to.tolist(), strict=True)
+        keys = [(tuple(holders[a:b]), rank) for a, b, rank in rows]
+        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
+        stream = np.array([numbers[key] for key in keys], np.int64)
         order = np.argsort(stream, kind="stable")
         shares = []
-        for ranks, rank in streams.index:
-            share = shares_of[ranks] if shares_of is not None else tuple((r, 1 / len(ranks)) for r in ranks)  # type: ignore
-            first = rank % len(share)  # type: ignore[operator]
+        for ranks, rank in numbers:
+            share = shares_of[ranks] if shares_of is not None else tuple((r, 1 / len(ranks)) for r in ranks)
+            first = rank % len(share)
             shares.append(share[first:] + share[:first])
         sub, sub_offset, sub_length, chosen = split_streams(length[order], stream[order], shares)
         return order[sub], sub_offset, sub_length, chosen
@@ -405,10 +375,9 @@ def _table(*columns: Numbers) -> Numbers:
     return np.column_stack(columns).astype(np.int64, copy=False)
 
 
-def _relay_offsets(holder: Numbers, length: Numbers, elsewhere: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
+def _relay_offsets(holder: Numbers, relayed: Numbers, filled: Numbers) -> tuple[Numbers, Numbers]:
     """Where each part lies in the relay buffer of its holder, of which `filled` elements are taken, and what is taken
     after."""
-    relayed = np.where(elsewhere, 0, length)
     sizes = np.zeros(len(filled), np.int64)
     np.add.at(sizes, holder, relayed)
     order = np.argsort(holder, kind="stable")
