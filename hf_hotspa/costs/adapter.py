@@ -44,7 +44,6 @@ class Adapter:
     """An adapter of every decoder layer.
 
     Args:
-        rank: Its r.
         linears: The linear layers of a decoder layer that it stands beside, by name.
     """
 
@@ -54,10 +53,6 @@ class Adapter:
     @classmethod
     def read(cls, text: str, known: Mapping[str, Linear]) -> "Adapter":
         """From ``16``, ``r=16`` or ``r=16,targets=q_proj+v_proj``.
-
-        Args:
-            text: The words.
-            known: The linear layers of the model.
 
         Raises:
             HotspaConfigError: it says something else, or names a layer that the model does not have.

@@ -53,10 +53,6 @@ def layer_cost(shape: ModelShape, tp: int, hardware: Hardware, dtype: str, adapt
     """One decoder layer, forward and backward, on each device of a tp group.
 
     Args:
-        shape: The model.
-        tp: The tensor-parallel degree.
-        hardware: The machine.
-        dtype: The dtype of computation.
         adapter: The parameters of an adapter that are trained instead of the layer; None where the layer is.
     """
     peak, width = hardware.device.flops(dtype), dtype_bytes(dtype)
@@ -112,9 +108,6 @@ def costs(
     """Layer, head and embedding costs by tp.
 
     Args:
-        shape: The model.
-        hardware: The machine.
-        dtype: The dtype of computation.
         adapters: For each tp that is asked for, see `layer_cost`.
     """
     return (

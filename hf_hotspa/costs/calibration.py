@@ -170,7 +170,6 @@ class Calibration:
         """The time model of the whole model.
 
         Args:
-            sizes: The model, whose stages are cut.
             world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
 
         Raises:
@@ -216,7 +215,6 @@ class Calibration:
         """The memory model, with measured activations where there are measurements.
 
         Args:
-            options: Everything else that it depends on.
             world_size: Ranks; as many as were measured when None.
         """
         options = options or MemoryOptions()

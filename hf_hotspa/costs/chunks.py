@@ -20,14 +20,7 @@ def tokens_at_a_time(strategy: Strategy, pack_tokens: int) -> int:
 
 
 def carried_bytes(strategy: Strategy, shape: ModelShape, num_layers: int, longest: int, element_bytes: int) -> float:
-    """What chunks leave for each other on the device in the layers of a stage, in bytes.
-
-    Args:
-        shape: The model's shape.
-        num_layers: Layers of the stage.
-        longest: Tokens of the longest sequence.
-        element_bytes: Of the compute dtype.
-    """
+    """What chunks leave for each other on the device in the layers of a stage, in bytes."""
     if not strategy.ck:
         return 0.0
     heads = max(1, -(-shape.num_key_value_heads // strategy.tp))
@@ -46,8 +39,6 @@ def chunked_seconds(cost: Cost, packs: Iterable[Sequence[int]], strategy: Strate
 
     Args:
         cost: Of a pack under the strategy, forward and backward.
-        packs: The lengths in each.
-        strategy: The strategy.
         forward_share: The forward pass in that.
     """
     seconds = 0.0

@@ -96,8 +96,6 @@ def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: 
 
     Args:
         row_tokens: Tokens of the pack that a rank has.
-        way: One of `WAYS`.
-        element_bytes: Of the compute dtype.
     """
     if strategy.cp == 1 or (chosen := choose_way(strategy, shape, way)) == ULYSSES:
         return 0.0
@@ -112,12 +110,7 @@ def gathered_bytes(strategy: Strategy, shape: ModelShape, row_tokens: int, way: 
 
 
 def repeated_bytes(strategy: Strategy, shape: ModelShape, way: str, element_bytes: int) -> float:
-    """What a layer keeps of a token until its backward because key/value heads are repeated; nothing but with Ulysses.
-
-    Args:
-        way: One of `WAYS`.
-        element_bytes: Of the compute dtype.
-    """
+    """What a layer keeps of a token until its backward because key/value heads are repeated; nothing but with Ulysses."""
     heads = local_heads(strategy, shape)
     if strategy.cp == 1 or heads is None or choose_way(strategy, shape, way) != ULYSSES:
         return 0.0
@@ -131,7 +124,6 @@ def exchange_seconds(
     """What a layer's exchanges add, forward and backward: seconds a token of the pack, and seconds a pack.
 
     Args:
-        way: One of `WAYS`.
         hop: Passing a hidden state between two ranks: what the ring does.
         measured: The exchanges of the other ways; each as that many hops where they were not measured.
     """

@@ -23,9 +23,7 @@ class Sample:
     """One measurement.
 
     Args:
-        tp: Tensor-parallel degree.
         num_layers: Decoder layers that ran.
-        lengths: Lengths of the packed sequences.
         seconds: Forward and backward.
         with_ends: Whether embedding, head and loss ran, too.
     """

@@ -16,8 +16,6 @@ def write_json(path: str | os.PathLike[str], kind: str, version: int, data: Mapp
     Args:
         path: Where to; folders are made.
         kind: What the file is, its first key.
-        version: Version of the schema.
-        data: JSON-ready contents.
     """
     write_whole(path, json.dumps({"kind": kind, "schema_version": version, **data}, indent=1) + "\n")
 
@@ -26,7 +24,6 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
     """Reads what `write_json` wrote.
 
     Args:
-        kind: What it must be.
         version: The version that this program reads.
         remedy: How the user gets a file that works, for messages.
 

@@ -26,10 +26,7 @@ class CalibrationKey:
         kind: `cpu` or `cuda`.
         cores: Processor cores that a node's processes may use.
         memory_bytes: Memory of a device; on CPU that of a node.
-        devices_per_node: Ranks of a node.
         threads: Compute threads of a rank.
-        backend: Of the process group.
-        dtype: Of computation.
         model: Digest of the model's config.
         versions: Versions of the libraries, by name.
     """
@@ -82,9 +79,6 @@ class ModelFacts:
     Args:
         family: The transformers `model_type`.
         hidden_size: Width of the residual stream.
-        layer_parameters: Parameters of one decoder layer.
-        vocab_size: Rows of the embedding.
-        num_attention_heads: Query heads.
     """
 
     family: str
@@ -96,14 +90,7 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Memory that the busiest rank took beyond weights and gradients during forward and backward of one pack.
-
-    Args:
-        tp: Tensor-parallel degree.
-        num_layers: Decoder layers.
-        tokens: Tokens of the pack.
-        num_bytes: The peak.
-    """
+    """Memory that the busiest rank took beyond weights and gradients during forward and backward of one pack."""
 
     tp: PositiveCount
     num_layers: PositiveCount
@@ -117,9 +104,6 @@ class SwitchSample:
 
     Args:
         strategy: The strategy, `dp4tp1pp1`; `StrategyError` when it is none.
-        num_parameters: Parameters of the model that was switched.
-        load_s: Seconds of the load.
-        return_s: Seconds of the return.
     """
 
     strategy: str
@@ -157,7 +141,6 @@ class LayerSample:
 
     Args:
         layers: The indices of all layers of its kind.
-        lengths: Lengths of the packed sequences.
         seconds: Of one of them; on a core where ranks share cores.
     """
 
@@ -172,7 +155,6 @@ class ExchangeSample:
 
     Args:
         name: `all_to_all` or `gather`.
-        cp: Ranks of a group.
         tp: How far apart its ranks are: the tensor-parallel degree beside it.
         num_bytes: What each rank sends to the others.
         seconds: Until the last rank is done; on a core where ranks share cores.

@@ -108,9 +108,7 @@ class MemoryModel:
     """Memory of one model on `world_size` devices.
 
     Args:
-        sizes: The model's sizes.
         world_size: Ranks, over which the master store is divided.
-        options: Everything else.
     """
 
     sizes: ModelSizes
@@ -158,7 +156,6 @@ class MemoryModel:
         """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
 
         Args:
-            strategy: The strategy that runs.
             longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
             num_packs: Packs of a replica; None for enough to fill the pipeline.
             arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
@@ -302,13 +299,6 @@ class MemoryModel:
     ) -> int:
         """The most tokens that a pack may have.
 
-        Args:
-            strategy: The strategy that runs it.
-            limit_bytes: Memory of a device; None for no limit.
-            longest: See `breakdown`.
-            num_packs: See `breakdown`.
-            arena_bytes: See `breakdown`.
-
         Returns:
             Tokens; 0 when not even one fits, `UNLIMITED_TOKENS` without a limit.
         """
@@ -351,8 +341,6 @@ class MemoryModel:
         """Refuses a pool that does not fit.
 
         Args:
-            buckets: The pool.
-            limit_bytes: Memory of a device; None for no limit.
             where: Where the limit is from.
 
         Raises:
@@ -396,7 +384,6 @@ def most_within(total: Callable[[int], float], limit: float, high: int) -> int:
     Args:
         total: Never falls. Made of few straight lines, as bytes over tokens are: the next number to look at is where
             the line through the last two would meet the limit, or their middle where that led nowhere.
-        high: The largest number in question.
     """
     low, of_low, of_high = 0, total(0), total(high)
     if of_low > limit:

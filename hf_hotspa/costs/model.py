@@ -49,8 +49,6 @@ class CostModel:
         """From measurements.
 
         Args:
-            calibration: What was measured.
-            sizes: The model.
             options: What its memory depends on; the schedule of pipelines, too.
             world_size: Ranks, on nodes like the ones that were measured; as many as were measured when None.
 
@@ -67,10 +65,7 @@ class CostModel:
         """From a data sheet.
 
         Args:
-            hardware: The machine.
-            sizes: The model.
             options: As for `of_calibration`.
-            world_size: Devices.
 
         Raises:
             HotspaConfigError: the hardware has no speed for the dtype.
@@ -121,9 +116,6 @@ def check_calibration(
     """Refuses a calibration that says nothing about a case. Another machine or version is the user's decision.
 
     Args:
-        where: Its file.
-        shape: The model.
-        dtype: The dtype of computation.
         devices_per_node: Processes of each.
         strategies: What must be known.
 

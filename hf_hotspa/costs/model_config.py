@@ -54,8 +54,6 @@ class ModelConfig:
     """A model as far as its config tells.
 
     Args:
-        name: For tables.
-        shape: Counts and sizes.
         tied: Whether head and embedding are one weight.
         linears: The linear layers of a decoder layer that an adapter may stand beside, by name; not those of experts,
             whose weights are no layers of their own.
@@ -140,9 +138,6 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
     """The model that the contents of a config describe; a multimodal config counts by its text model.
 
     Args:
-        data: The contents.
-        name: For tables.
-        where: For errors.
         facts: What the engine makes of the family; what the table says when None.
 
     Raises:

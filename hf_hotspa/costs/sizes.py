@@ -105,7 +105,6 @@ class ModelSizes:
     """Sizes of one model under any strategy.
 
     Args:
-        shape: The model's shape.
         compute_dtype: The dtype of a strategy's weights; a vector knows its own.
         tied: Whether head and embedding are one weight; a vector knows by itself.
         vector: The parameters, for exact sizes; None for arithmetic on the shape.

@@ -44,8 +44,6 @@ class Streams:
     """What moves units.
 
     Args:
-        sizes: The model.
-        cluster: The links.
         efficiency: Speed over that of the port model, as for switches.
     """
 

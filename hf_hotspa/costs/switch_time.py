@@ -33,9 +33,6 @@ def estimate(
     moved while the phase computes (`costs.streams`).
 
     Args:
-        strategies: What to estimate.
-        sizes: The model.
-        cluster: The machines.
         efficiency: Measured speed over that of the port model.
         fixed_s: Seconds of a load and a return beside their bytes.
 
@@ -55,9 +52,7 @@ def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> floa
     """Seconds of a switch at full speed of the links, as `estimate` counts them.
 
     Args:
-        strategy: What is loaded and given back.
         num_bytes: Weights and gradients of the whole model on the wire.
-        cluster: The machines.
     """
     own = 1 / cluster.world_size
     seconds = num_bytes / (strategy.tp * strategy.pp) * (1 - own) / cluster.intra_bandwidth

@@ -129,7 +129,6 @@ class TimeModel:
         Args:
             samples: At least three different packs for each tp. Samples with embedding and head tell these apart
                 from the layers when they were taken with different numbers of layers (or without the ends, too).
-            sizes: The model, whose stages are cut.
             depth: See `fit_costs`.
             fields: The others of the model.
 

@@ -76,13 +76,6 @@ def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> T
     all weights for each forward and each backward pass, gradients once a pack; plain data parallelism for one pack sends
     two thirds of it.
 
-    Args:
-        trained: Parameters that are trained.
-        frozen: Parameters that are not.
-        dp: Data-parallel degree.
-        stage: 0 to 3.
-        packs: Packs of a device.
-
     Raises:
         HotspaConfigError: there is no such stage.
     """

@@ -18,7 +18,6 @@ class Holders:
     """Who has which piece: rows by piece, then rank.
 
     Args:
-        piece: Index of the piece.
         rank: A rank that has it.
         offset: Where it lies in the rank's buffer.
         store: In which of the rank's buffers.

@@ -70,7 +70,6 @@ def plan_return(
         master: Where each element is owned, exactly once.
         cluster: As for `plan_load`; one node when None.
         element_sizes: As for `plan_load`; equal when None.
-        planner: One of `PLANNERS`.
 
     Raises:
         PlanError: an element that somebody contributes to has no owner, or more than one.

@@ -89,7 +89,6 @@ class PlanPool:
         """The plan that fills a strategy's weights; with `+z3` those that stay for the whole phase.
 
         Args:
-            strategy: The strategy to load.
             previous: The one whose weights of the same optimizer step are still there; counts with `second_source`
                 only.
             trained_only: Leave out the frozen weights, which are in its buffers already.
@@ -148,7 +147,6 @@ class PlanPool:
         stays.
 
         Args:
-            strategies: Those of a mini-batch.
             step: How many mini-batches came before it in the run. What it decides does not depend on what was loaded
                 before, so that a resumed run goes on in the same order.
         """

@@ -45,7 +45,6 @@ class Message:
     Args:
         wire: The dtype on the wire.
         slices: Where it lies in this rank's buffers, in the order on the wire.
-        length: Elements.
         staging_offset: Where it lies in the staging buffer, in bytes; messages to several peers with the same content
             share a place. -1 for a message that goes from buffer to buffer.
         channel: Keeps the messages of a pair and round apart; the same at both ends.

@@ -20,11 +20,7 @@ class Transfer(NamedTuple):
     """A stretch of one segment that moves from one rank's buffer to another's, or inside a rank (`src == dst`).
 
     Attributes:
-        segment: Index of the segment.
-        length: Elements.
-        src: Sending rank.
         src_offset: First element in the sender's buffer of the segment.
-        dst: Receiving rank.
         dst_offset: First element in the receiver's buffer of the segment.
         start: Position of the first element in the parameter vector.
         hop: In which hop it moves.

@@ -150,9 +150,7 @@ def make_program(units: Units, strategy: Strategy, beats: Sequence[Beat]) -> Pro
     """The transfers of a phase.
 
     Args:
-        units: The model's.
         strategy: One with `+z2` (gradients are returned) or `+z3` (and weights loaded).
-        beats: Its passes.
     """
     transfers: list[UnitTransfer] = []
     stages = [

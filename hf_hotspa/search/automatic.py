@@ -50,15 +50,11 @@ def make_auto_plan(
     """Plans a run.
 
     Args:
-        table: The scan of the data set.
-        strategies: The legal ones.
-        mini_batch_size: Rows of a mini-batch.
         limit_bytes: Memory of a device for this program; None for no limit.
         limit_source: Where the limit is from, in words.
         longest: The longest sequence that must fit, in tokens. None: the data's longest, and where a policy takes care
             of longer rows the longest that model and memory allow.
         policy: One of `OVERLONG_POLICIES`.
-        max_phases: Most buckets.
         margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: The most tokens of a pack of strategies that ran out of memory before.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
@@ -107,9 +103,7 @@ def longest_wanted(
 
     Args:
         tables: The scans of the data sets.
-        shape: The model's.
         asked: What the user says it is.
-        policy: One of `OVERLONG_POLICIES`.
 
     Raises:
         DataError: there is no token.

@@ -78,7 +78,6 @@ class DataParallel:
 
     Args:
         memory: The memory model; of it, what is not a model state. Each of its devices is a replica.
-        hardware: The links.
     """
 
     memory: MemoryModel
@@ -157,10 +156,7 @@ class DataParallel:
         """The fastest run under a stage, with or without gradient checkpointing; or how much of it fits.
 
         Args:
-            batches: The lengths of each mini-batch.
             weights: What each counts.
-            longest: The longest sequence that must fit.
-            limit_bytes: Memory of a device; None for no limit.
         """
         most, plain = max(longest, *map(sum, batches)), self._strategy(False)
         quadratic_cost = self.memory.sizes.shape.quadratic_cost

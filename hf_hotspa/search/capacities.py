@@ -17,7 +17,6 @@ class Capacities:
     """How many tokens a sequence and a pack of a strategy may have inside a pool.
 
     Args:
-        limit_bytes: Memory of a device; None for no limit.
         most: The most tokens of a pack of strategies that ran out of memory before; 0 where not even the weights fitted.
     """
 

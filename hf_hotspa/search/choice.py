@@ -31,7 +31,6 @@ class Choice:
     """The answer of a search.
 
     Args:
-        buckets: By length.
         seconds: Predicted mean seconds of a mini-batch, switches included.
         switch_seconds: The switches in it.
         static: The best single strategy, its packs and its lengths.

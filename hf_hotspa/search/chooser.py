@@ -23,12 +23,7 @@ from hf_hotspa.typed import reading_state
 
 
 def predict_phases(time: TimeModel, switch: Mapping[Strategy, float], plan: MiniBatchPlan) -> list[PhaseSeconds]:
-    """What the phases of a plan will take, in the order of the plan.
-
-    Args:
-        switch: Load and return seconds of each strategy of the plan.
-        plan: Which sequences run where.
-    """
+    """What the phases of a plan will take, in the order of the plan."""
     seconds = []
     for phase in plan.phases:
         strategy = phase.bucket.strategy
@@ -44,10 +39,6 @@ class PhaseChooser:
 
     Args:
         pool: The buckets to choose from, each with a strategy of its own.
-        switch: Load and return seconds of each strategy.
-        table: The scan of the data set.
-        policy: One of `OVERLONG_POLICIES`.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
         refit: Whether measured seconds correct the time model.
         delay: See the head of the file.
         options: For `Selector`.
@@ -101,10 +92,6 @@ class PhaseChooser:
     def choose(self, number: int, rows: Sequence[int], previous: Sequence[Strategy]) -> Selection:
         """The phases of a mini-batch.
 
-        Args:
-            number: Its number in the run.
-            previous: The strategies of the one before.
-
         Raises:
             OverlongError: under the policy `error`, a row is longer than the longest bucket.
         """
@@ -126,7 +113,6 @@ class PhaseChooser:
         """Takes what mini-batch `number` took.
 
         Args:
-            number: Its number in the run.
             measured: Seconds by strategy, equal on all ranks.
 
         Returns:

@@ -51,7 +51,6 @@ class LengthTable:
     """Sums over the lengths of some mini-batches between edges.
 
     Args:
-        batches: The lengths of each mini-batch.
         edges: Ascending lengths, the first one 0; range (i, j) holds the lengths in `(edges[i], edges[j]]`.
         weights: What each mini-batch counts; equal, with sum 1, when None.
     """
@@ -173,7 +172,6 @@ class Evaluator:
     """Packs and simulates phases of some mini-batches, and remembers the result.
 
     Args:
-        batches: The lengths of each mini-batch.
         switch: Load and return seconds of each strategy.
         quadratic_cost: See `ModelShape.quadratic_cost`; what packs are balanced with.
         weights: What each mini-batch counts; equal, with sum 1, when None.

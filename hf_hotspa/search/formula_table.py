@@ -34,9 +34,7 @@ class Row:
     """One division. Elements, bytes and seconds are those of the fullest device, or of all together where it says batch.
 
     Args:
-        pp: Stages.
         tp: Ranks that share a layer.
-        dp: Replicas.
         micro_batches: m = B / (b d), of a replica.
         bubble: (p - 1) / m.
         inter_elements: C_inter, of a micro-batch between two stages, there and back.
@@ -156,9 +154,6 @@ def make_table(setup: Setup, batch: int, micro: int, tokens: int) -> FormulaTabl
 
     Args:
         setup: With hardware.
-        batch: Sequences of an optimizer step.
-        micro: Sequences of a micro-batch.
-        tokens: Tokens of a sequence.
 
     Raises:
         HotspaConfigError: a number is impossible, or nothing divides the devices and the batch.

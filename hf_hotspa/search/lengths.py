@@ -23,7 +23,6 @@ def read_lengths(
 
     Args:
         given: One of `DISTRIBUTIONS`, the path of a histogram, or counts.
-        mini_batch_size: Sequences of a mini-batch.
         longest: The longest sequence that must fit; that of the lengths when None.
         positions: Those of the model, which synthetic lengths keep to; None for no limit.
         overlong: What becomes of longer ones, one of `bucketing.OVERLONG_POLICIES`.

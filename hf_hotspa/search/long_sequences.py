@@ -30,10 +30,7 @@ def with_chunks(
 
     Args:
         strategies: What is looked at anyway.
-        longest: Tokens of the sequence.
         tokens: The longest sequence that a strategy holds.
-        shape: The model.
-        schedule: The schedule of pipelines.
         has_host_memory: Whether there is memory beside that of the devices.
     """
     if shape.ck_unsupported_reason or any(tokens(strategy) >= longest for strategy in strategies):
@@ -58,7 +55,6 @@ def longest_by_strategy(
     Args:
         asked: With its options, which its row has, too.
         tokens: The longest sequence that a strategy holds.
-        schedule: The schedule of pipelines.
     """
     longest = []
     for strategy in _shapes_beside(asked, shape):

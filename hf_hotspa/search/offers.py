@@ -115,12 +115,8 @@ def that_pay(
     """The strategies without those with cp that cannot pay beside the others; one whose layout has no other stays.
 
     Args:
-        strategies: What could run.
         lengths: Of sequences that are drawn, one at least.
-        mini_batch_size: Sequences of a mini-batch.
-        longest: Tokens of the longest sequence that must fit.
         tokens: The longest sequence that a strategy holds.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
     """
 
     def cost(length: int) -> float:
@@ -160,8 +156,6 @@ def _most(
         whole: The family's member without cp.
         family: Strategies of one layout and the same options, in ascending order of cp.
         share: Cost of the longest sequence over that of a mini-batch.
-        longest: Its tokens.
-        tokens: See `that_pay`.
     """
     degrees = [s.cp for s in family]
     if degrees[0] > 1 or len(degrees) == 1:
@@ -178,8 +172,6 @@ def experts_that_pay(strategies: Sequence[Strategy], longest: int, tokens: Calla
     """The strategies without those with ep that cannot pay beside the others; one that has no other without ep stays.
 
     Args:
-        strategies: What could run.
-        longest: Tokens of the longest sequence that must fit.
         tokens: The longest sequence that a strategy holds.
     """
     divided: dict[Strategy, list[Strategy]] = {}

@@ -34,7 +34,6 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
 
     Args:
         costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite where impossible.
-        max_phases: Most ranges.
         keep: Choices of strategies kept for each number of ranges.
 
     Returns:

@@ -27,7 +27,6 @@ class Plan:
         pool: The buckets that mini-batches choose from, each with a strategy of its own; the last takes the longest. Those of
             the choice, and perhaps the best single strategy beside them.
         memory: What each bucket of the pool holds on its fullest rank with full packs.
-        mini_batch_size: Rows of a mini-batch.
         limit_bytes: What may be filled of a device; None for no limit.
         limit_source: Where that is from, in words.
         baselines: What others would make of it under data parallelism, by stage of ZeRO.

@@ -45,11 +45,9 @@ class Setup:
     """A model on a number of machines.
 
     Args:
-        nodes: Machines.
         hardware: What they are, with the given devices a node; None where only memory is asked for.
         limit_bytes: What a plan may fill of a device; None for no limit.
         limit_source: Where that is from, in words.
-        dtype: The dtype of computation.
         recompute: Whether layers keep their input only.
         sequence_parallel: Whether norms and residuals are divided over tp.
         calibration: What was measured of the model on such a machine; where there is one, nothing is from data sheets.
@@ -216,7 +214,6 @@ class PlannedSetup:
     """The answer of `hf-hotspa plan`.
 
     Args:
-        setup: Model and machines.
         lengths: The lengths looked at.
         source: Where they are from.
     """
@@ -258,11 +255,7 @@ def make_plan(
     """Chooses buckets for a setup with hardware.
 
     Args:
-        setup: Model and machines.
         lengths: See `read_lengths`, and for `longest` and `overlong`, too.
-        longest: The longest sequence that must fit.
-        mini_batch_size: Sequences of a mini-batch.
-        max_phases: Most buckets.
         overlong: What happens to longer ones.
 
     Raises:
@@ -297,7 +290,6 @@ class Estimate:
     """The answer of `hf-hotspa estimate`.
 
     Args:
-        setup: Model and machines.
         pack_tokens: Tokens of the pack that was asked about.
         memory: What its fullest rank holds.
         largest_pack: The most tokens that a pack may have; None without a limit.

@@ -32,8 +32,6 @@ def going_round(
 
     Args:
         margin: How much faster a phase must be, as a share.
-        num_layers: Of the model.
-        capacities: What fits.
         switch: Load and return seconds of each strategy; those that are tried are added, like their own with one stage.
         seconds: Of phases, together.
     """

@@ -79,7 +79,6 @@ def search(
         mini_batch_size: Sequences of a mini-batch; all lengths when None.
         longest: The longest sequence that must fit, where it is longer than those given.
         quadratic_cost: See `ModelShape.quadratic_cost`.
-        max_phases: Most buckets.
         margin: How much better than the best single strategy a pool must be, as a share.
         pack_margin: How much slower a bucket may be with smaller packs, as a share: they take less memory, stay nearer to
             what was measured, and the time model is not that exact.
@@ -117,7 +116,6 @@ def mini_batches(sample: Sequence[int], size: int | None, longest: int) -> tuple
     Args:
         sample: Lengths in random order.
         size: Sequences of a mini-batch; all when None.
-        longest: The longest sequence that must fit.
     """
     size = size or len(sample)
     count = max(1, min(len(sample) // size, _SEQUENCES_EVALUATED // size))

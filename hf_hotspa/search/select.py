@@ -63,10 +63,6 @@ class Selector:
 
     Args:
         pool: The buckets. Their longest lengths are only the order; `Bucket.capacity` says what fits.
-        switch: Load and return seconds of each strategy.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
-        margin: See `MARGIN`.
-        max_phases: Most phases of a mini-batch.
 
     Raises:
         HotspaConfigError: there is no bucket, a strategy has no coefficients or no switch seconds, or the margin is

@@ -23,9 +23,7 @@ class SingleStrategy:
 
     Args:
         bucket: The strategy, its longest sequence and its packs.
-        time: The time model.
         switch: Load and return seconds of it, and of the strategies of the mini-batches.
-        quadratic_cost: See `ModelShape.quadratic_cost`.
     """
 
     def __init__(
@@ -46,13 +44,7 @@ class SingleStrategy:
 
 
 def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan) -> StepReport:
-    """The report of a mini-batch with what the single strategy would have taken, corrected as its phases' predictions are.
-
-    Args:
-        report: With predictions.
-        single: The strategy.
-        plan: What was run.
-    """
+    """The report of a mini-batch with what the single strategy would have taken, corrected as its phases' predictions are."""
     pair = single.seconds_by(plan)
     if pair is None or report.predicted_s is None or pair[1] <= 0:
         return report
@@ -63,7 +55,6 @@ def fitting(strategies: Iterable[Strategy], plan: Callable[[Strategy], Plan]) ->
     """The single strategies that hold every row, each with the packs that suit it best; the fastest as predicted first.
 
     Args:
-        strategies: The legal ones.
         plan: Plans a run under one of them; raises a `HotspaError` where it does not fit.
     """
     timed = []
