@@ -79,7 +79,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
     sizes = ModelSizes(shape, calibration.key.dtype, vector=engine.description.vector)
     cost = CostModel.of_calibration(calibration, sizes, MemoryOptions())
     time_model, memory, switch = cost.time, cost.memory, cost.switch_seconds(strategies)
-    limit = 1.05 * min(memory.bytes_needed(s, options.long) for s in strategies)
+    limit = 1.05 * min(memory.breakdown(s, options.long).total for s in strategies)
     capacities = Capacities(memory, limit)
     collator = PackedBucketCollator(engine.buckets, rank=rank, vocab_size=shape.vocab_size)
 

@@ -54,8 +54,8 @@ def plan_ours(rank: int, world_size: int, work: Work, force: bool) -> dict[str, 
         buckets = planner.buckets(strategy, None)
         free[short_name(strategy)] = ",".join(map(str, buckets))
         largest = max(bucket.pack_tokens for bucket in buckets)
-        rank_bytes = max(rank_bytes, memory.bytes_needed(strategy, largest))
-    need = {s: memory.bytes_needed(s, work.longest) for s in planner.strategies}
+        rank_bytes = max(rank_bytes, memory.breakdown(strategy, largest).total)
+    need = {s: memory.breakdown(s, work.longest).total for s in planner.strategies}
     least = min(need, key=lambda s: need[s])
     return {
         "free": free,

@@ -41,22 +41,9 @@ def _gpu(
     nics: int | None = 1,
     bfloat16: bool = True,
 ) -> Hardware:
+    """A GPU in a node of eight: with one NIC, or None for one each, where a board joins all of them."""
     speeds = {**({"bfloat16": half} if bfloat16 else {}), "float16": half, "float32": single}
     return Hardware(name, Device(memory_mib * _MIB, speeds, memory), 8, link, nic, nics)
-
-
-def _hgx(
-    name: str,
-    memory_mib: int,
-    half: float,
-    single: float,
-    memory: float,
-    link: float,
-    nic: float,
-    bfloat16: bool = True,
-) -> Hardware:
-    """A GPU on a board where all are joined, in a node with a NIC for each."""
-    return _gpu(name, memory_mib, half, single, memory, link, nic, None, bfloat16)
 
 
 # Memory is what the driver lists where known. Links of cards in slots are those of the slot, also where two of them can be
@@ -67,27 +54,27 @@ PRESETS: dict[str, Hardware] = {
     preset.name: preset
     for preset in (
         # NVIDIA, "A100 Tensor Core GPU" data sheet: 312 TFLOPS, 2,039 GB/s (40 GB: 1,555; PCIe: 1,935), NVLink 600 GB/s.
-        _hgx("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR),
-        _hgx("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR),
+        _gpu("a100-80g", 81_252, 312e12, 19.5e12, 2.039e12, 300e9, _HDR, None),
+        _gpu("a100-40g", 40_536, 312e12, 19.5e12, 1.555e12, 300e9, _HDR, None),
         _gpu("a100-80g-pcie", 81_252, 312e12, 19.5e12, 1.935e12, _PCIE4),
         # The same with NVLink of 400 GB/s.
-        _hgx("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR),
+        _gpu("a800-80g", 81_252, 312e12, 19.5e12, 2.039e12, 200e9, _HDR, None),
         # NVIDIA, "H100 Tensor Core GPU" data sheets: SXM 1,979 TFLOPS with sparsity, 3.35 TB/s, NVLink 900 GB/s; PCIe
         # 1,513 TFLOPS with sparsity, 2 TB/s; NVL 1,671 TFLOPS with sparsity, 94 GB, 3.9 TB/s.
-        _hgx("h100-80g", 81_559, 989e12, 67e12, 3.35e12, 450e9, _NDR),
+        _gpu("h100-80g", 81_559, 989e12, 67e12, 3.35e12, 450e9, _NDR, None),
         _gpu("h100-80g-pcie", 81_559, 756e12, 51e12, 2.0e12, _PCIE5),
         _gpu("h100-94g-nvl", 95_830, 835e12, 60e12, 3.9e12, _PCIE5),
         # H100 SXM with NVLink of 400 GB/s.
-        _hgx("h800-80g", 81_559, 989e12, 67e12, 3.35e12, 200e9, _NDR),
+        _gpu("h800-80g", 81_559, 989e12, 67e12, 3.35e12, 200e9, _NDR, None),
         # NVIDIA, H20 specification: 148 TFLOPS, 96 GB, 4.0 TB/s, NVLink 900 GB/s.
-        _hgx("h20-96g", 97_871, 148e12, 44e12, 4.0e12, 450e9, _NDR),
+        _gpu("h20-96g", 97_871, 148e12, 44e12, 4.0e12, 450e9, _NDR, None),
         # NVIDIA, "H200 Tensor Core GPU" data sheet: 1,979 TFLOPS with sparsity, 141 GB, 4.8 TB/s, NVLink 900 GB/s.
-        _hgx("h200-141g", 143_771, 989e12, 67e12, 4.8e12, 450e9, _NDR),
+        _gpu("h200-141g", 143_771, 989e12, 67e12, 4.8e12, 450e9, _NDR, None),
         # NVIDIA, "HGX B200" data sheet, an eighth of the board: 4.5 PFLOPS with sparsity, 180 GB, 8 TB/s, NVLink 1.8 TB/s.
-        _hgx("b200-180g", 183_359, 2250e12, 75e12, 8.0e12, 900e9, _NDR),
+        _gpu("b200-180g", 183_359, 2250e12, 75e12, 8.0e12, 900e9, _NDR, None),
         # NVIDIA, "V100" data sheet (SXM2): 125 TFLOPS in float16 and no bfloat16, 900 GB/s, NVLink 300 GB/s.
-        _hgx("v100-16g", 16_160, 125e12, 15.7e12, 0.9e12, 150e9, _100G, bfloat16=False),
-        _hgx("v100-32g", 32_510, 125e12, 15.7e12, 0.9e12, 150e9, _100G, bfloat16=False),
+        _gpu("v100-16g", 16_160, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
+        _gpu("v100-32g", 32_510, 125e12, 15.7e12, 0.9e12, 150e9, _100G, None, bfloat16=False),
         # NVIDIA, "T4" data sheet: 65 TFLOPS in float16 and no bfloat16, 300 GB/s.
         _gpu("t4-16g", 15_360, 65e12, 8.1e12, 0.3e12, _PCIE3, bfloat16=False),
         # NVIDIA, data sheets "A10" (125 TFLOPS, 600 GB/s) and "A40" (149.7 TFLOPS, 696 GB/s); A10G as in AWS's G5 (70 TFLOPS).
@@ -106,7 +93,7 @@ PRESETS: dict[str, Hardware] = {
         _gpu("4090-24g", 24_564, 165.2e12, 82.6e12, 1.008e12, _PCIE4 / 2),
         _gpu("5090-32g", 32_607, 209.5e12, 104.8e12, 1.792e12, _PCIE5 / 2),
         # AMD, "Instinct MI300X" data sheet: 1,307.4 TFLOPS, 192 GB, 5.3 TB/s, seven links of 64 GB/s and direction.
-        _hgx("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR),
+        _gpu("mi300x-192g", 196_592, 1307.4e12, 163.4e12, 5.3e12, 448e9, _NDR, None),
         # A stand-in for processes that share a few cores and talk over gloo; calibrate where numbers matter.
         Hardware(
             "cpu-gloo",
@@ -159,7 +146,7 @@ def template(hardware: Hardware) -> str:
     device = hardware.device
     rows = [
         ("name", f"{hardware.name}-own", "for tables"),
-        ("memory_bytes", _mebibytes(device.memory_bytes), "of one device"),
+        ("memory_bytes", f"{device.memory_bytes / _MIB:.15g}MiB", "of one device"),
         ("peak_flops", "", "dense matrix products, operations per second"),
         *((f"  {dtype}", _plain(speed), "") for dtype, speed in device.peak_flops.items()),
         ("memory_bandwidth", _plain(device.memory_bandwidth), "bytes per second"),
@@ -177,10 +164,6 @@ def template(hardware: Hardware) -> str:
 
 def _plain(value: float) -> str:
     return f"{value / 1e9:.15g}e9"
-
-
-def _mebibytes(size: int) -> str:
-    return f"{size / _MIB:.15g}MiB"
 
 
 def load_hardware(text: str | os.PathLike[str]) -> Hardware:

@@ -30,20 +30,31 @@ def read_json(path: str | os.PathLike[str], kind: str, version: int, remedy: str
     Raises:
         HotspaConfigError: no file, no JSON, another kind, or another version.
     """
-    where = str(path)
-    try:
-        data = json.loads(Path(path).read_text())
-    except OSError as error:
-        raise HotspaConfigError(f"{kind} cannot be read: {error.strerror or error}", where=where, fix=remedy) from None
-    except (ValueError, RecursionError) as error:
-        raise HotspaConfigError(f"{kind} is not valid JSON: {error}", where=where, fix=remedy) from None
-    if not isinstance(data, dict) or data.get("kind") != kind:
-        held = data.get("kind") if isinstance(data, dict) else type(data).__name__
-        raise HotspaConfigError(f"the file is no {kind}; it holds {held!r}", where=where, fix=remedy)
+    data, where = read_object(path, kind, remedy), str(path)
+    if data.get("kind") != kind:
+        raise HotspaConfigError(f"the file is no {kind}; it holds {data.get('kind')!r}", where=where, fix=remedy)
     if data.get("schema_version") != version:
         raise HotspaConfigError(
             f"{kind} has schema version {data.get('schema_version')!r}, and this program reads {version}",
             where=where,
             fix=remedy,
         )
+    return data
+
+
+def read_object(path: str | os.PathLike[str], what: str, remedy: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        HotspaConfigError: no file, no JSON, or something else than an object.
+    """
+    where = str(path)
+    try:
+        data = json.loads(Path(path).read_text())
+    except OSError as error:
+        raise HotspaConfigError(f"{what} cannot be read: {error.strerror or error}", where=where, fix=remedy) from None
+    except (ValueError, RecursionError) as error:
+        raise HotspaConfigError(f"{what} is not valid JSON: {error}", where=where, fix=remedy) from None
+    if not isinstance(data, dict):
+        raise HotspaConfigError(f"{what} holds {type(data).__name__}", where=where, fix=remedy)
     return data

@@ -42,7 +42,6 @@ def activation_bytes(
     shape: ModelShape,
     tp: int,
     *,
-    recompute: bool = False,
     sequence_parallel: bool = False,
     element_bytes: int = 2,
     ep: int = 1,
@@ -58,8 +57,6 @@ def activation_bytes(
     matrices: of experts the k that are chosen for it. These keep what goes into and comes out of each (2kh), which tp coordinates
     hold alike where they cut experts, and share where ep divides them; loads are taken as equal.
     """
-    if recompute:
-        return shape.hidden_size * element_bytes / (tp if sequence_parallel else 1)
     heads = shape.attention_parameters / shape.hidden_size  # queries, keys, values and the output: 2a + 2kv
     mlp = shape.active_mlp_parameters / shape.hidden_size
     of_experts = 2 * shape.experts_per_token * shape.hidden_size / (tp if ep > 1 else 1)
@@ -140,28 +137,22 @@ class MemoryModel:
         num_packs: int | None = None,
         arena_bytes: int = 0,
     ) -> MemoryBreakdown:
-        """Bytes on the fullest rank: the largest of `stages`, which describes the arguments."""
-        stages = self.stages(strategy, pack_tokens, longest=longest, num_packs=num_packs, arena_bytes=arena_bytes)
-        return max(stages, key=lambda stage: stage.total)
-
-    def stages(
-        self,
-        strategy: Strategy,
-        pack_tokens: int,
-        *,
-        longest: int = 0,
-        num_packs: int | None = None,
-        arena_bytes: int = 0,
-    ) -> list[MemoryBreakdown]:
-        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
+        """Bytes on the fullest rank: the largest of `stages`.
 
         Args:
             longest: The longest sequence; in a pipeline one above `pack_tokens` is a pack, see `Bucket`.
+        """
+        stages = self.stages(Bucket(strategy, longest, pack_tokens), num_packs, arena_bytes)
+        return max(stages, key=lambda stage: stage.total)
+
+    def stages(self, bucket: Bucket, num_packs: int | None = None, arena_bytes: int = 0) -> list[MemoryBreakdown]:
+        """Bytes on the fullest rank of each stage (of each place in the pipeline, where a rank has several).
+
+        Args:
             num_packs: Packs of a replica; None for enough to fill the pipeline.
             arena_bytes: What the largest strategy of the pool needs for weights and gradients, see `arena_bytes`.
         """
-        bucket = Bucket(strategy, longest, pack_tokens)
-        return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(strategy.pp)]
+        return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
         strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
@@ -330,12 +321,6 @@ class MemoryModel:
             if stage == last or not smaller:
                 stages.append(stage)
         return stages
-
-    def bytes_needed(
-        self, strategy: Strategy, pack_tokens: int, *, num_packs: int | None = None, arena_bytes: int = 0
-    ) -> float:
-        """The smallest limit under which so many packs (None: a pipeline full) of so many tokens fit."""
-        return self.breakdown(strategy, pack_tokens, num_packs=num_packs, arena_bytes=arena_bytes).total
 
     def check_pool(self, buckets: Sequence[Bucket], limit_bytes: float | None, where: str | None = None) -> None:
         """Refuses a pool that does not fit.

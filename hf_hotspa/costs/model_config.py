@@ -11,7 +11,6 @@ refused.
 """
 
 import difflib
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from typing import Any
 
 from hf_hotspa.costs.adapter import Linear
 from hf_hotspa.costs.hub import hub_file
-from hf_hotspa.costs.json_file import read_json
+from hf_hotspa.costs.json_file import read_json, read_object
 from hf_hotspa.errors import HotspaConfigError, ModelError
 from hf_hotspa.model_shape import ModelShape
 
@@ -46,6 +45,7 @@ _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
 _SWITCHES = ("is_moe", "enable_moe_block")
 _MOST_LAYERS = 10_000
 _MOST = 1 << 32
+_WHAT = "the model config"
 _HOW = "give a config.json of a causal language model, as Hugging Face writes it"
 
 
@@ -78,7 +78,7 @@ def load_model(text: str | os.PathLike[str]) -> ModelConfig:
         ModelError: the config is not that of a causal language model that can be counted.
     """
     path, name = _find(text)
-    return model_from(_read(path), name, str(text) if str(text) in preset_names() else str(path))
+    return model_from(read_object(path, _WHAT, _HOW), name, str(text) if str(text) in preset_names() else str(path))
 
 
 def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def read_config(text: str | os.PathLike[str]) -> dict[str, Any]:
         ModelError: see `load_model`.
     """
     load_model(text)
-    return _read(_find(text)[0])
+    return read_object(_find(text)[0], _WHAT, _HOW)
 
 
 def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
@@ -118,20 +118,6 @@ def _find(text: str | os.PathLike[str]) -> tuple[Path, str]:
 def _is_path(text: str) -> bool:
     """Whether it cannot be a name on the hub, which has one slash at most."""
     return text.startswith((".", "/", "~")) or text.endswith((".json", "/")) or text.count("/") > 1
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(path.read_text())
-    except OSError as error:
-        raise HotspaConfigError(
-            f"the model config cannot be read: {error.strerror or error}", where=str(path), fix=_HOW
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise HotspaConfigError(f"the model config is not valid JSON: {error}", where=str(path), fix=_HOW) from None
-    if not isinstance(data, dict):
-        raise HotspaConfigError(f"the model config holds {type(data).__name__}", where=str(path), fix=_HOW)
-    return data
 
 
 def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[str, Any] | None = None) -> ModelConfig:
@@ -182,16 +168,10 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
         max_position_embeddings=config.get("max_position_embeddings"),
         has_tp_plan=family["tp"],
         has_pp_plan=family["pp"],
-        pp_unsupported_reason=known.get("pp_unsupported_reason"),
-        sp_unsupported_reason=known.get("sp_unsupported_reason"),
-        ck_unsupported_reason=known.get("ck_unsupported_reason"),
-        cp_unsupported_reason=known.get("cp_unsupported_reason"),
-        rc_unsupported_reason=known.get("rc_unsupported_reason"),
-        z_unsupported_reason=known.get("z_unsupported_reason"),
-        ep_unsupported_reason=known.get("ep_unsupported_reason"),
         num_experts=num_experts,
         experts_per_token=(config.get("num_experts_per_tok") or 1) if num_experts else 0,
         expert_parameters=round(of_experts * known.get("layer_factor", 1)),
+        **{name: reason for name, reason in known.items() if name.endswith("_unsupported_reason")},
         **known.get("whole", {}),
     )
     tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))

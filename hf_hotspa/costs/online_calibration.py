@@ -127,8 +127,8 @@ class Refit:
         )
 
 
-_Row = tuple[str, float, float, float, float]
-"""Strategy, predicted and measured seconds of computation, predicted and measured seconds of the switch."""
+_Pair = tuple[PhaseSeconds, PhaseSeconds]
+"""What was predicted of a phase, and what was measured."""
 
 
 class OnlineCalibration:
@@ -144,7 +144,7 @@ class OnlineCalibration:
     def __init__(self, strategies: Iterable[Strategy]) -> None:
         self.factors = Factors()
         self._strategies = tuple(sorted(strategies))
-        self._window: list[list[_Row]] = []
+        self._window: list[list[_Pair]] = []
 
     def observe(self, predicted: Sequence[PhaseSeconds], measured: Sequence[PhaseSeconds]) -> Refit | None:
         """Takes the phases of one mini-batch.
@@ -156,45 +156,48 @@ class OnlineCalibration:
         Returns:
             The correction, where one is due; it is in force already.
         """
-        rows = [
-            (str(p.strategy), float(p.compute_s), float(m.compute_s), float(p.switch_s), float(m.switch_s))
-            for p, m in zip(predicted, measured, strict=True)
-        ]
-        self._window = [*self._window, rows][-WINDOW:]
+        self._window = [*self._window, list(zip(predicted, measured, strict=True))][-WINDOW:]
         if len(self._window) < WINDOW or (error := median(map(self._error, self._window))) <= LIMIT:
             return None
         self.factors = self._refitted()
         self._window = []
         return Refit(error, self.factors)
 
-    def _error(self, rows: Sequence[_Row]) -> float:
+    def _error(self, pairs: Sequence[_Pair]) -> float:
         """How far the phases of a mini-batch are off, as a share of what was measured; errors do not cancel."""
         off = total = 0.0
-        for name, predicted_c, measured_c, predicted_s, measured_s in rows:
-            corrected = self.factors.apply(PhaseSeconds(Strategy.parse(name), predicted_c, predicted_s))
-            off += abs(corrected.compute_s - measured_c) + abs(corrected.switch_s - measured_s)
-            total += measured_c + measured_s
+        for predicted, measured in pairs:
+            corrected = self.factors.apply(predicted)
+            off += abs(corrected.compute_s - measured.compute_s) + abs(corrected.switch_s - measured.switch_s)
+            total += measured.seconds
         return off / total if total else 0.0
 
     def _refitted(self) -> Factors:
-        rows = [row for mini_batch in self._window for row in mini_batch]
-        compute = [(row[0], row[2] / row[1]) for row in rows if row[1] > 0]
-        switch = [(row[0], row[4] / row[3]) for row in rows if row[3] > 0]
+        pairs = [pair for mini_batch in self._window for pair in mini_batch]
+        compute = [(p.strategy, m.compute_s / p.compute_s) for p, m in pairs if p.compute_s > 0]
+        switch = [(p.strategy, m.switch_s / p.switch_s) for p, m in pairs if p.switch_s > 0]
         return Factors(self._medians(compute, self.factors.compute), self._medians(switch, self.factors.switch))
 
-    def _medians(self, ratios: Sequence[tuple[str, float]], before: Mapping[Strategy, float]) -> dict[Strategy, float]:
+    def _medians(
+        self, ratios: Sequence[tuple[Strategy, float]], before: Mapping[Strategy, float]
+    ) -> dict[Strategy, float]:
         if not ratios:
             return dict(before)
         common = median(ratio for _, ratio in ratios)
         factors = {}
         for strategy in self._strategies:
-            own = [ratio for name, ratio in ratios if name == str(strategy)]
+            own = [ratio for ran, ratio in ratios if ran == strategy]
             old = before.get(strategy, 1.0)
             factors[strategy] = min(max(median(own) if len(own) >= _SEEN else common, old / _STEP), old * _STEP)
         return factors
 
     def state_dict(self) -> dict[str, Any]:
-        return {"factors": self.factors.to_dict(), "window": [[list(row) for row in rows] for rows in self._window]}
+        """JSON-ready; of a phase the strategy, seconds of computation (predicted, measured) and of the switch."""
+        window = [
+            [[str(p.strategy), *map(float, (p.compute_s, m.compute_s, p.switch_s, m.switch_s))] for p, m in pairs]
+            for pairs in self._window
+        ]
+        return {"factors": self.factors.to_dict(), "window": window}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state.
@@ -204,13 +207,13 @@ class OnlineCalibration:
         """
         with reading_state("the time model's correction", "the correction starts anew"):
             factors = Factors.from_dict(state["factors"])
-            window = [[_row(*row) for row in rows] for rows in state["window"]]
+            window = [[_pair(*row) for row in rows] for rows in state["window"]]
         self.factors, self._window = factors, window
 
 
-def _row(name: str, *numbers: float) -> _Row:
-    a, b, c, d = map(float, numbers)
-    return str(Strategy.parse(name)), a, b, c, d
+def _pair(name: str, *numbers: float) -> _Pair:
+    strategy, (predicted_c, measured_c, predicted_s, measured_s) = Strategy.parse(name), map(float, numbers)
+    return PhaseSeconds(strategy, predicted_c, predicted_s), PhaseSeconds(strategy, measured_c, measured_s)
 
 
 def fingerprint(time: TimeModel, switch: Mapping[Strategy, float]) -> str:

@@ -6,7 +6,7 @@ itself. No torch.
 
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaError
@@ -18,19 +18,20 @@ from hf_hotspa.search.plan import Plan
 from hf_hotspa.strategy import Bucket, Strategy
 
 
+@dataclass(frozen=True)
 class SingleStrategy:
     """One strategy that would train everything.
 
     Args:
         bucket: The strategy, its longest sequence and its packs.
         switch: Load and return seconds of it, and of the strategies of the mini-batches.
+        quadratic_cost: See `ModelShape.quadratic_cost`.
     """
 
-    def __init__(
-        self, bucket: Bucket, time: TimeModel, switch: Mapping[Strategy, float], quadratic_cost: float
-    ) -> None:
-        self.bucket = bucket
-        self._time, self._switch, self._quadratic_cost = time, switch, quadratic_cost
+    bucket: Bucket
+    time: TimeModel
+    switch: Mapping[Strategy, float]
+    quadratic_cost: float
 
     def seconds_by(self, plan: MiniBatchPlan) -> tuple[float, float] | None:
         """Predicted seconds for the rows of a mini-batch, loads and returns included, by this time model: of this strategy
@@ -38,9 +39,9 @@ class SingleStrategy:
         lengths = [sequence.num_tokens for phase in plan.phases for sequence in phase.sequences()]
         if not lengths or max(lengths) > self.bucket.capacity:
             return None
-        evaluator = Evaluator([lengths], self._time, self._switch, self._quadratic_cost)
+        evaluator = Evaluator([lengths], self.time, self.switch, self.quadratic_cost)
         alone = evaluator.phase(self.bucket.strategy, 0, max(lengths), self.bucket.pack_tokens).seconds
-        return alone, sum(phase.seconds for phase in predict_phases(self._time, self._switch, plan))
+        return alone, sum(phase.seconds for phase in predict_phases(self.time, self.switch, plan))
 
 
 def with_single(report: StepReport, single: SingleStrategy, plan: MiniBatchPlan) -> StepReport:

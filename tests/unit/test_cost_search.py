@@ -222,7 +222,7 @@ def test_a_pipeline_without_room_for_many_long_sequences_takes_smaller_packs() -
     strategies, time, roomy, switch = planner(8)
     lengths, longest = synthetic_lengths("commoncrawl", 512, 32768), 32768
     model = roomy.model
-    limit = 1.02 * min(model.bytes_needed(s, longest) for s in strategies)
+    limit = 1.02 * min(model.breakdown(s, longest).total for s in strategies)
     capacities = Capacities(model, limit)
     full = FixedCapacities({s: model.largest_pack(s, limit) for s in strategies})
 

@@ -32,7 +32,7 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.stragglers.tensor_shares import shares_by_speed, works_by_degree
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.trainer.stage_cuts import StageCuts
 from tests.families import tiny_model
 
@@ -169,7 +169,7 @@ def test_memory_is_that_of_the_fullest_rank():
         for stage in range(strategy.pp):
             of_stage = held[stage * strategy.stage_size : (stage + 1) * strategy.stage_size]
             assert stages[stage].weight_bytes == 8 * max(of_stage)
-        before, after = (model.stages(strategy, 64)[-1] for model in models)
+        before, after = (model.stages(Bucket(strategy, 0, 64))[-1] for model in models)
         assert after.activations > before.activations
         assert after.weights > before.weights
     assert uneven.stages(Strategy(dp=4)) == even.stages(Strategy(dp=4))
