@@ -21,8 +21,7 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream
 from hf_hotspa.reporting.pictures import SUFFIX
-from hf_hotspa.search.histogram import DISTRIBUTIONS
-from hf_hotspa.search.lengths import LONGEST
+from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST
 from hf_hotspa.search.planning import Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
+from statistics import geometric_mean
 from typing import Annotated, Any
 
 import msgspec
@@ -32,7 +33,6 @@ from hf_hotspa.costs.measurements import (
     SwitchSample,
 )
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
-from hf_hotspa.costs.phase_factors import phase_factors
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
 from hf_hotspa.costs.switch_time import port_seconds
 from hf_hotspa.costs.time import TimeModel
@@ -46,6 +46,8 @@ SCHEMA_VERSION = 1
 CACHE_VARIABLE = "HF_HOTSPA_CACHE"
 _MASTER_BYTES = 4
 _NANOSECOND = 1e-9
+_LARGEST_FACTOR = 2.0
+"""The most that a factor of phases multiplies or divides by: beyond, something else went on while it was measured."""
 _NOT_IN_OLDER_FILES = ("phases", "layers", "exchanges")
 
 
@@ -189,10 +191,35 @@ class Calibration:
             slots=self.slots,
             pipeline_factor=self.pipeline_factor,
         )
-        factors = phase_factors(of_packs, self.phases, self.model, self.depth)
         return replace(
-            of_packs, slots=self.slots * nodes, phase_factors=factors, context_exchanges=self.context_exchanges
+            of_packs,
+            slots=self.slots * nodes,
+            phase_factors=self._phase_factors(of_packs),
+            context_exchanges=self.context_exchanges,
         )
+
+    def _phase_factors(self, of_packs: TimeModel) -> dict[tuple[int, int], float]:
+        """By what the seconds of each kind of strategy, (tp, pp), are to be multiplied: whole phases over the sum of their
+        parts, the geometric mean of the samples of each.
+
+        The time model puts a phase together from packs that were measured one by one, all ranks alike. How ranks wait for
+        one another, share cores and caches when packs are of different lengths is not in them, and is not the same for
+        replicas, stages and tensor parallelism. Samples are of copies with few layers, which are cut into stages as the
+        whole is; those that the time model has no coefficients for are left out.
+        """
+        ratios: dict[tuple[int, int], list[float]] = {}
+        for sample in self.phases:
+            strategy, num_layers = Strategy.parse(sample.strategy), sample.num_layers
+            if of_packs.knows(strategy):
+                cut = StageCosts(
+                    (self.model.layer_parameters,) * num_layers, self.model.vocab_size * self.model.hidden_size
+                )
+                share = self.depth(num_layers) / num_layers
+                layers = {tp: cost * share for tp, cost in of_packs.layers.items()}
+                predicted = replace(of_packs, cut=cut, layers=layers).phase_seconds(strategy, sample.replicas)
+                ratios.setdefault((strategy.tp, strategy.pp), []).append(sample.seconds / predicted)
+        means = {key: geometric_mean(of_key) for key, of_key in ratios.items()}
+        return {key: min(max(mean, 1 / _LARGEST_FACTOR), _LARGEST_FACTOR) for key, mean in means.items()}
 
     @cached_property
     def context_exchanges(self) -> dict[tuple[int, int], Exchanges]:

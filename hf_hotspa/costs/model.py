@@ -13,8 +13,7 @@ from hf_hotspa.costs.calibration import Calibration
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.streams import Streams
-from hf_hotspa.costs.switch_time import EFFICIENCY, estimate
+from hf_hotspa.costs.switch_time import EFFICIENCY, Streams, estimate
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.model_shape import ModelShape

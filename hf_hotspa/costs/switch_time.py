@@ -2,9 +2,19 @@
 
 Estimated from sizes alone, for the many strategies that a search looks at. The fluid port model (`plan/ports.py`) is a
 lower bound: real transfers reach a part of it, given as `efficiency`, and every switch has a fixed cost.
+
+Fully sharded strategies (`+z2`, `+z3`) move their units while they compute instead (`Streams`). Every pack loads all units for
+its forward pass and for its backward pass (`+z3`), and returns their gradients (`+z2`, `+z3`), but for the units that are
+there already (`plan.units`). Transfers of all stages go one after the other. They hide behind the pass they belong to, as
+far as that is long enough; where ranks share cores nothing hides. Replicas keep step with the slowest, pack by pack.
+
+Promises: a strategy with `+z2` or `+z3` is never said to be faster than the same one without, load and return included,
+so that nothing is chosen for it but the memory. Plain data, no torch.
 """
 
+import math
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 from hf_hotspa.cluster import Cluster
 from hf_hotspa.costs.sizes import ModelSizes, dtype_bytes
@@ -14,6 +24,8 @@ from hf_hotspa.strategy import Strategy
 
 EFFICIENCY = 0.6
 """Share of the port model's speed where nothing was measured; published systems reach 0.25 to 0.6."""
+_MORE = 1.01
+"""Units travel in more messages than whole layouts."""
 
 
 def estimate(
@@ -30,7 +42,7 @@ def estimate(
     brings what a node lacks across its NICs once: the tp shards and stages that meet in the node, but for what its
     devices own. Returning gradients is the same flow backwards, the sums of a node's replicas made before the NIC.
     Within about a factor of two of the plans. With `+z2` nothing is returned, and with `+z3` nothing loaded either: units are
-    moved while the phase computes (`costs.streams`).
+    moved while the phase computes (`Streams`).
 
     Args:
         efficiency: Measured speed over that of the port model.
@@ -63,3 +75,75 @@ def port_seconds(strategy: Strategy, num_bytes: float, cluster: Cluster) -> floa
         missed = num_bytes * min(1.0, shards * stages) * (1 - per_node * own)
         seconds = max(seconds, missed / per_node / nic_bandwidth(cluster))
     return seconds
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A pack, or what chunks make of it, of the slowest replica.
+
+    Args:
+        forward_s: Its forward passes.
+        backward_s: Its backward passes.
+        forwards: How many forward passes load units.
+        backwards: How many backward passes do.
+    """
+
+    forward_s: float
+    backward_s: float
+    forwards: int = 1
+    backwards: int = 1
+
+
+@dataclass(frozen=True)
+class Streams:
+    """What moves units.
+
+    Args:
+        efficiency: Speed over that of the port model, as for switches.
+    """
+
+    sizes: ModelSizes
+    cluster: Cluster
+    efficiency: float = EFFICIENCY
+
+    def load_s(self, strategy: Strategy) -> float:
+        """Loading all units of all stages once."""
+        num_bytes = self.sizes.num_parameters * dtype_bytes(self.sizes.compute_dtype)
+        return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
+
+    def return_s(self, strategy: Strategy) -> float:
+        """Returning the gradients of all units of all stages once."""
+        num_bytes = self.sizes.num_trained * dtype_bytes(self.sizes.gradients.moved(self.sizes.compute_dtype))
+        return strategy.pp * _MORE * port_seconds(strategy, num_bytes, self.cluster) / self.efficiency
+
+    def pack_s(self, strategy: Strategy, forwards: int = 1, backwards: int = 1) -> float:
+        """All transfers of a pack, less the two units that are there already whenever passes turn round."""
+        loads = self.load_s(strategy) if strategy.z == 3 else 0.0
+        kept = min(1.0, 4 / (self.sizes.shape.num_layers + 2)) * loads
+        return max(0.0, (forwards + backwards) * loads - kept) + backwards * self.return_s(strategy)
+
+    def once_s(self, strategy: Strategy) -> float:
+        """What the same strategy without `+z2` or `+z3` would have moved in its switch, and this one does not."""
+        return (self.load_s(strategy) if strategy.z == 3 else 0.0) + self.return_s(strategy)
+
+    def seconds(self, strategy: Strategy, turns: Iterable[Turn], slots: float) -> float:
+        """Seconds of the packs of a phase, transfers included.
+
+        Args:
+            turns: Its packs, each with the slowest replica's seconds.
+            slots: How many ranks compute at a time where ranks share cores; infinite where they do not.
+        """
+        turns = list(turns)
+        load = self.load_s(strategy) if strategy.z == 3 else 0.0
+        back = self.return_s(strategy)
+        alone = sum(turn.forward_s + turn.backward_s for turn in turns)
+        if math.isfinite(slots):
+            return alone + max(
+                self.once_s(strategy), sum(self.pack_s(strategy, t.forwards, t.backwards) for t in turns)
+            )
+        streamed = 0.0
+        for turn in turns:
+            streamed += max(turn.forward_s, turn.forwards * load)
+            streamed += max(turn.backward_s, turn.backwards * (load + back))
+        units = self.sizes.shape.num_layers + 2  # the first load and the last return have nothing beside them
+        return max(streamed + (load + back) / units, alone + self.once_s(strategy))

@@ -20,7 +20,7 @@ from hf_hotspa.costs.fitting import Sample, fit_costs
 from hf_hotspa.costs.hardware import Hardware
 from hf_hotspa.costs.pipelines import Pipeline, pipeline_seconds, shared_pipelines, shared_seconds
 from hf_hotspa.costs.sizes import ModelSizes
-from hf_hotspa.costs.streams import Streams, Turn
+from hf_hotspa.costs.switch_time import Streams, Turn
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.shares import fastest_stages, paces_of_groups
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
@@ -62,7 +62,7 @@ class TimeModel:
             rank that has a core to itself. Infinite where every rank has a device of its own.
         pipeline_factor: By how much a pack costs more when it runs in stages, beside passing hidden states.
         phase_factors: By how much whole phases cost more (or less) than their packs, by (tp, pp), see
-            `costs.phase_factors`; of a deeper pipeline than was measured, as much as with the nearest depth.
+            `Calibration`; of a deeper pipeline than was measured, as much as with the nearest depth.
         schedule: The schedule of pipelines, one of `pipeline_order.SCHEDULES`.
         paced: The parameters, whose MLPs are divided by the paces of ranks: tensor-parallel groups with slow ones take so much
             longer. None, or without paces, where no device is slow.

@@ -1,4 +1,5 @@
-"""Length histograms: named synthetic distributions, and JSON files.
+"""The lengths that a plan is made for: named synthetic distributions, JSON histograms, or those of a data set; and what becomes
+of long ones.
 
 The two long-tailed ones are log-normal with the parameters that make the published stage times of a 32B model
 reproduce the published step times of HotSPa (SOSP'24, Table 3); they stand in for corpora whose lengths nobody
@@ -8,17 +9,26 @@ published. Deterministic for a seed; no torch.
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from hf_hotspa.costs.json_file import read_json, write_json
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS
+from hf_hotspa.errors import HotspaConfigError, OverlongError, check_choice
+from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 
 KIND = "hf_hotspa length histogram"
 SCHEMA_VERSION = 1
 SHORTEST = 16
 """Tokens of the shortest synthetic sequence."""
 _MOST_DIGITS = 12
+LONGEST = 32768
+"""The longest sequence of synthetic lengths, where a model has positions for it."""
+_SEQUENCES = 2048
+_MINI_BATCHES = 64
+"""Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
+_MOST_SEQUENCES = 1 << 14
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
@@ -92,7 +102,16 @@ class Counts:
 
     def drawn(self, most: int | None = None, seed: int = 0) -> list[int]:
         """At most so many lengths in random order, always with the longest one; all of them without a number."""
-        return _drawn(self.lengths, self.sizes, min(self.total, most or self.total), seed)
+        count, total = min(self.total, most or self.total), self.total
+        rng, order = np.random.default_rng(seed), np.argsort(self.lengths)
+        ends, lengths = np.cumsum(self.sizes[order]), self.lengths[order]
+        # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all of them
+        at = (np.arange(count) * total) // count + (
+            rng.integers(0, max(1, total // count), count) if count < total else 0
+        )
+        drawn = lengths[np.searchsorted(ends, np.minimum(at, total - 1), side="right")]
+        drawn[-1] = int(lengths[ends > ends[-1] - 1][0])
+        return [int(length) for length in rng.permutation(drawn)]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes them as a JSON histogram."""
@@ -131,15 +150,60 @@ def load_counts(path: str | os.PathLike[str]) -> Counts:
     return Counts(np.array(lengths), np.array(sizes), where)
 
 
-def _drawn(
-    lengths: np.typing.NDArray[np.int64], sizes: np.typing.NDArray[np.int64], count: int, seed: int
-) -> list[int]:
-    rng = np.random.default_rng(seed)
-    order = np.argsort(lengths)
-    ends = np.cumsum(sizes[order])
-    total = int(ends[-1])
-    # one draw from each of `count` equal slices of the sorted lengths; with count == total these are all of them
-    at = (np.arange(count) * total) // count + (rng.integers(0, max(1, total // count), count) if count < total else 0)
-    drawn = lengths[order][np.searchsorted(ends, np.minimum(at, total - 1), side="right")]
-    drawn[-1] = int(lengths[order][ends > ends[-1] - 1][0])
-    return [int(length) for length in rng.permutation(drawn)]
+def read_lengths(
+    given: str | Counts, mini_batch_size: int, longest: int | None, positions: int | None, overlong: str = "error"
+) -> tuple[list[int], int]:
+    """Lengths to plan for, in random order, and the longest sequence that must fit.
+
+    Args:
+        given: One of `DISTRIBUTIONS`, the path of a histogram, or counts.
+        longest: The longest sequence that must fit; that of the lengths when None.
+        positions: Those of the model, which synthetic lengths keep to; None for no limit.
+        overlong: What becomes of longer ones, one of `bucketing.OVERLONG_POLICIES`.
+
+    Raises:
+        HotspaConfigError: no such distribution or file, an impossible size or policy, or the policy leaves nothing.
+        OverlongError: there are sequences longer than `longest`, and the policy is `error`.
+    """
+    check_choice("the policy for over-long sequences", overlong, OVERLONG_POLICIES)
+    if not 1 <= mini_batch_size <= _MOST_SEQUENCES:
+        raise HotspaConfigError(
+            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {_MOST_SEQUENCES}"
+        )
+    if longest is not None and not 1 <= longest < UNLIMITED_TOKENS:
+        raise HotspaConfigError(f"a longest sequence of {longest} tokens is impossible", fix="use at least 1")
+    count = max(mini_batch_size, min(_SEQUENCES, _MINI_BATCHES * mini_batch_size))
+    if isinstance(given, str):
+        if given in DISTRIBUTIONS or not (Path(given).exists() or given.endswith(".json")):
+            top = longest or min(LONGEST, positions or LONGEST)
+            return synthetic_lengths(given, count, top), top
+        given = load_counts(given)
+    if longest is None:
+        return given.drawn(count), int(given.lengths[given.sizes > 0].max())
+    above = int(given.sizes[given.lengths > longest].sum())
+    if above and overlong == "error":
+        most = int(given.lengths.max())
+        raise OverlongError(
+            f"{above} of {given.total} lengths are above --longest {longest}; the longest is {most}",
+            where=given.source,
+            fix=f"use --longest {most}, or --overlong truncate, split or drop as hotspa_overlong will",
+        )
+    fitting = list(_fitting(given.drawn(count), longest, overlong))
+    if not fitting:
+        raise HotspaConfigError(
+            f"none of {given.total} sequences has at most {longest} tokens", where=given.source, fix="raise --longest"
+        )
+    return fitting, longest
+
+
+def _fitting(lengths: Iterable[int], longest: int, policy: str) -> Iterable[int]:
+    """What a policy makes of lengths."""
+    for length in lengths:
+        if length <= longest:
+            yield length
+        elif policy == "truncate":
+            yield longest
+        elif policy == "split":
+            yield from [longest] * (length // longest)
+            if length % longest:
+                yield length % longest

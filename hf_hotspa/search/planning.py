@@ -25,8 +25,7 @@ from hf_hotspa.layout.gradients import IN_FP32, GradientDtypes
 from hf_hotspa.packing.weight_versions import PIPEDREAM, SYNCHRONOUS, PipeDream, check_pipedream
 from hf_hotspa.search.baselines import STAGES, DataParallel
 from hf_hotspa.search.capacities import Capacities
-from hf_hotspa.search.histogram import Counts
-from hf_hotspa.search.lengths import read_lengths
+from hf_hotspa.search.histogram import Counts, read_lengths
 from hf_hotspa.search.long_sequences import longest_by_strategy
 from hf_hotspa.search.offers import choose, divided
 from hf_hotspa.search.plan import Plan, memory_dict
