@@ -56,5 +56,5 @@ def read_object(path: str | os.PathLike[str], what: str, remedy: str) -> dict[st
     except (ValueError, RecursionError) as error:
         raise HotspaConfigError(f"{what} is not valid JSON: {error}", where=where, fix=remedy) from None
     if not isinstance(data, dict):
-        raise HotspaConfigError(f"{what} holds {type(data).__name__}", where=where, fix=remedy)
+        raise HotspaConfigError(f"{what} holds {type(data).__name__!r}", where=where, fix=remedy)
     return data

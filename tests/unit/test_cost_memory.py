@@ -210,7 +210,7 @@ def test_several_stages_on_a_rank_hold_the_same_weights_and_more_activations() -
 def test_gpipe_holds_as_much_on_every_stage() -> None:
     plain, gpipe = (MemoryModel(SIZES_7B, 8, MemoryOptions(schedule=schedule)) for schedule in ("auto", "gpipe"))
     strategy, tokens = Strategy(2, 1, 4), 4096
-    ours, theirs = plain.stages(strategy, tokens), gpipe.stages(strategy, tokens)
+    ours, theirs = (model.stages(Bucket(strategy, 0, tokens)) for model in (plain, gpipe))
     assert [found.held_tokens for found in ours] == [4 * tokens, 3 * tokens, 2 * tokens, tokens]
     assert [found.held_tokens for found in theirs] == [4 * tokens] * 4
     assert theirs[1].activations > ours[0].activations

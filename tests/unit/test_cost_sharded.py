@@ -75,7 +75,7 @@ def test_sharding_is_never_predicted_to_be_faster(data):
     pack = st.lists(st.integers(1, 4096), min_size=1, max_size=4)
     replicas = [data.draw(st.lists(pack, min_size=1, max_size=5)) for _ in range(strategy.dp)]
     switch = COST.switch_seconds([strategy, whole])
-    seconds = {s: COST.phase_seconds(s, replicas, 8192) + switch[s] for s in (strategy, whole)}
+    seconds = {s: COST.time.phase_seconds(s, replicas, 8192) + switch[s] for s in (strategy, whole)}
     assert seconds[strategy] >= seconds[whole]
 
 
@@ -86,18 +86,18 @@ def test_chunks_of_a_pipeline_move_all_units_each():
     streams = COST.time.streams
     num_chunks = 16  # of equal time; later tokens attend to more
     moved = num_chunks * (2 * streams.load_s(streamed) + streams.return_s(streamed))
-    assert COST.phase_seconds(streamed, replicas) == pytest.approx(moved, rel=0.15)
-    assert COST.phase_seconds(streamed, replicas) > 7 * COST.phase_seconds(replace(streamed, ck=0), replicas)
+    assert COST.time.phase_seconds(streamed, replicas) == pytest.approx(moved, rel=0.15)
+    assert COST.time.phase_seconds(streamed, replicas) > 7 * COST.time.phase_seconds(replace(streamed, ck=0), replicas)
 
 
 def test_transfers_hide_behind_long_packs_and_decide_short_ones():
     streamed, whole = Strategy(8, z=3), Strategy(8)
     long, short = [[[8192]] * 4] * 8, [[[16]] * 4] * 8
     switch = COST.switch_seconds([whole])[whole]
-    assert COST.phase_seconds(streamed, long) <= 1.05 * (COST.phase_seconds(whole, long) + switch)
+    assert COST.time.phase_seconds(streamed, long) <= 1.05 * (COST.time.phase_seconds(whole, long) + switch)
     streams = COST.time.streams
     moved = 4 * (2 * streams.load_s(streamed) + streams.return_s(streamed))
-    assert COST.phase_seconds(streamed, short) == pytest.approx(moved, rel=0.1)
+    assert COST.time.phase_seconds(streamed, short) == pytest.approx(moved, rel=0.1)
     shared = replace(COST.time, slots=2.0)
     assert shared.phase_seconds(streamed, long) > shared.phase_seconds(whole, long) + 0.8 * moved
     with pytest.raises(HotspaConfigError, match="knows no links"):

@@ -17,7 +17,7 @@ from hf_hotspa.packing.pipeline_order import choose_passes
 from hf_hotspa.packing.weight_versions import PipeDream, check_pipedream, delay_text
 from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.table import DST, SRC
-from hf_hotspa.strategy import Strategy, parse_buckets
+from hf_hotspa.strategy import Bucket, Strategy, parse_buckets
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from tests.random_models import random_model
 
@@ -105,7 +105,7 @@ def test_memory_counts_versions_and_the_masters_of_a_stage(capsys: pytest.Captur
     strategy = Strategy(2, 1, 3)
     sizes = ModelSizes(model.shape, vector=model.vector)
     plain, synced = (
-        MemoryModel(sizes, 6, MemoryOptions(pipedream=PipeDream(vertical))).stages(strategy, 64)
+        MemoryModel(sizes, 6, MemoryOptions(pipedream=PipeDream(vertical))).stages(Bucket(strategy, 0, 64))
         for vertical in (False, True)
     )
     own, layout = sizes.stages(strategy), master_layout(model.vector, 6, strategy)
