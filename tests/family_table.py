@@ -17,13 +17,26 @@ import torch
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, __version__
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, FIELDS, model_from
+from hf_hotspa.costs.model_config import FAMILIES_FILE, FAMILIES_KIND, FAMILIES_VERSION, model_from
 from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.specs import ModelDescription, describe_model
 from hf_hotspa.model_shape import ModelShape
 from tests.tiny_families import UNPLANNED, swept_families, tiny_config_of, without_dropout
 
 _DEFAULTS = ("num_key_value_heads", "head_dim", "tie_word_embeddings")
+FIELDS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "vocab_size",
+    "max_position_embeddings",
+    "num_experts",
+)
+"""What `costs.model_config` reads of a config, in the names that most families use."""
+
 FACTS = (
     "refused",
     "pp_unsupported_reason",

@@ -35,7 +35,7 @@ UNLIMITED_TOKENS = 1 << 40
 PLANNED_SHARE = 0.9
 """The share of a device's memory that plans fill, whoever makes them, where no limit is given."""
 
-_MIB, _GIB = 1 << 20, 1 << 30
+_MIB = 1 << 20
 
 
 def activation_bytes(

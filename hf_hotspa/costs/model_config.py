@@ -26,18 +26,6 @@ from hf_hotspa.model_shape import ModelShape
 FAMILIES_FILE = Path(__file__).with_name("families.json")
 FAMILIES_KIND = "hf_hotspa model families"
 FAMILIES_VERSION = 1
-FIELDS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-    "vocab_size",
-    "max_position_embeddings",
-    "num_experts",
-)
-"""What is read of a config, in the names that most families use."""
 
 _PRESETS = Path(__file__).parent / "models"
 _GATED = ("silu", "swish", "swiglu", "geglu", "reglu")

@@ -7,7 +7,7 @@ gradients too, stage 3 everything. Section 7 has what is sent. These are the for
 keeps is counted in `memory`.
 """
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from hf_hotspa.errors import HotspaConfigError
 
@@ -39,8 +39,7 @@ def model_state_bytes(
     Raises:
         HotspaConfigError: there is no such stage, or dp is below 1.
     """
-    if stage not in STAGES:
-        raise HotspaConfigError(f"there is no ZeRO stage {stage!r}", fix=f"use one of {', '.join(map(str, STAGES))}")
+    _check_stage(stage)
     if dp < 1:
         raise HotspaConfigError(f"a data-parallel degree of {dp} is impossible", fix="use at least 1")
     return num_parameters * (
@@ -50,22 +49,16 @@ def model_state_bytes(
     )
 
 
-@dataclass(frozen=True)
-class Traffic:
+class Traffic(NamedTuple):
     """What a ring sends in one optimizer step, in elements that each device sends (and receives).
 
-    Args:
+    Attributes:
         gathers: Weights, by all-gathers.
         reduces: Gradients, by reduce-scatters.
     """
 
     gathers: float
     reduces: float
-
-    @property
-    def total(self) -> float:
-        """Both."""
-        return self.gathers + self.reduces
 
 
 def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> Traffic:
@@ -79,9 +72,13 @@ def traffic(trained: float, frozen: float, dp: int, stage: int, packs: int) -> T
     Raises:
         HotspaConfigError: there is no such stage.
     """
-    if stage not in STAGES:
-        raise HotspaConfigError(f"there is no ZeRO stage {stage!r}", fix=f"use one of {', '.join(map(str, STAGES))}")
+    _check_stage(stage)
     share = (dp - 1) / dp
     reduces = trained * (packs if stage >= 2 else 1)
     gathers = 2 * packs * (trained + frozen) if stage == 3 else trained
     return Traffic(gathers * share, reduces * share)
+
+
+def _check_stage(stage: int) -> None:
+    if stage not in STAGES:
+        raise HotspaConfigError(f"there is no ZeRO stage {stage!r}", fix=f"use one of {', '.join(map(str, STAGES))}")

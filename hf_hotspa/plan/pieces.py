@@ -111,10 +111,9 @@ def cut_pieces(sources: Sequence[tuple[Placement, int]], target: tuple[Placement
     number = np.cumsum(wanted) - 1
     held = held[wanted[held[:, 0]]]
     count = int(wanted.sum())
-    lengths = np.diff(cuts)[wanted] if count else np.empty(0, np.int64)
     return Pieces(
-        cuts[:-1][wanted] if count else np.empty(0, np.int64),
-        lengths,
+        cuts[:-1][wanted],
+        np.diff(cuts)[wanted],
         _holders(held, number, count, world_size),
         _holders(needed, number, count, world_size),
     )
@@ -138,5 +137,5 @@ def _holders(rows: Numbers, number: Numbers, count: int, world_size: int) -> Hol
         rows = rows[np.concatenate(([True], ~double))]
     piece = number[rows[:, 0]] if len(rows) else np.empty(0, np.int64)
     first = np.searchsorted(piece, np.arange(count + 1))
-    columns = [np.ascontiguousarray(rows[:, i]) for i in (1, 2, 3)]
-    return Holders(piece, columns[0], columns[1], columns[2], first, world_size)
+    rank, offset, store = (np.ascontiguousarray(rows[:, i]) for i in (1, 2, 3))
+    return Holders(piece, rank, offset, store, first, world_size)

@@ -98,10 +98,9 @@ class PlanPool:
         drawn = previous if self.second_source and previous != strategy and not streams else None
         key = drawn, strategy, trained_only
         if key not in self._loads:
-            sources = [self.master] if key[0] is None else [self.master, self._layouts[key[0]]]
-            target = self._layouts[strategy]
-            if trained_only:
-                target = trained_layout(self._vector, target)
+            sources = [self.master] if drawn is None else [self.master, self._layouts[drawn]]
+            whole = self._layouts[strategy]
+            target = trained_layout(self._vector, whole) if trained_only else whole
             plan = plan_load(sources, target, self._cluster, self._weight_sizes, self._planner)
             if strategy.z == 3:
                 self._add_units(strategy, plan, True)

@@ -127,11 +127,7 @@ class _Cutter:
                 closes = hop == hops_of[group][-1] and index == len(drafts) - 1
                 rounds.append(self._round(draft, group, hop, max(before, default=-1), opens, closes))
             last[group, hop] = len(rounds) - 1
-        return Schedule(
-            tuple(rounds),
-            tuple(groups),
-            self._extents(),
-        )
+        return Schedule(tuple(rounds), tuple(groups), self._extents())
 
     def _groups(self, group_bytes: int | None) -> list[tuple[int, ...]]:
         busiest = [self._busiest(kind) for kind in range(len(self._plan.kinds))]
@@ -277,9 +273,8 @@ class _Cutter:
             (sends if is_send else receives).append(message)
         sends.sort(key=lambda message: ((message.peer - rank) % world_size, message.channel))
         receives.sort(key=lambda message: ((rank - message.peer) % world_size, message.channel))
-        local = tuple(draft.local)
-        messages = tuple(sends), tuple(receives)
-        return Round(group, hop, *messages, local, send_bytes, receive_bytes, needs, opens, closes)
+        moves = tuple(sends), tuple(receives), tuple(draft.local)
+        return Round(group, hop, *moves, send_bytes, receive_bytes, needs, opens, closes)
 
     def _extents(self) -> dict[tuple[int, int], int]:
         """What this rank's buffers must hold at least; a relay buffer all of its segment."""

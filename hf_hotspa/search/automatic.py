@@ -172,8 +172,4 @@ def pool_of(choice: Choice, capacities: Capacities) -> tuple[Bucket, ...]:
         spare = replace(same, pack_tokens=max(same.pack_tokens, capacity))
     elif same is not None:
         spare = replace(spare, low=same.low, pack_tokens=min(same.pack_tokens, capacity))
-    return tuple(sorted([*others, spare], key=_by_length))
-
-
-def _by_length(bucket: Bucket) -> tuple[int, int]:
-    return bucket.longest, bucket.pack_tokens
+    return tuple(sorted([*others, spare], key=lambda bucket: (bucket.longest, bucket.pack_tokens)))
