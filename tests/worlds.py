@@ -68,7 +68,7 @@ def make_mini_batch(
 
 def shared_reference(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> tuple[float, dict[str, Tensor]]:
     """`reference_step`, which rank 0 computes for all: the ranks of a test share few cores. Collective."""
-    return _from_rank_0(lambda: reference_step(model, rows))
+    return from_rank_0(lambda: reference_step(model, rows))
 
 
 def shared_logits(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> list[Tensor]:
@@ -78,10 +78,11 @@ def shared_logits(model: PreTrainedModel, rows: Sequence[dict[str, Any]]) -> lis
         with torch.no_grad(), exact_in_double(model.dtype):
             return [model(input_ids=torch.tensor([row["input_ids"]]), use_cache=False).logits[0] for row in rows]
 
-    return _from_rank_0(logits)
+    return from_rank_0(logits)
 
 
-def _from_rank_0(compute: Callable[[], T]) -> T:
+def from_rank_0(compute: Callable[[], T]) -> T:
+    """What rank 0 computes, for all. Collective."""
     values = [compute() if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(values)
     return cast(T, values[0])

@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
@@ -61,8 +60,7 @@ def test_trains_on_two_ranks(tmp_path):
 
 
 def test_a_wrong_number_of_processes_is_named(tmp_path):
-    command = [sys.executable, str(SCRIPT), *arguments_of(tmp_path, "dp2:128")]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
-    assert run.returncode != 0
-    assert "the strategies need 2 processes and 1 are running" in run.stderr
-    assert "accelerate launch --multi_gpu --num_processes 2" in run.stderr
+    log = str(tmp_path / "log.txt")
+    [run] = run_ranks(1, run_script, arguments_of(tmp_path, "dp2:128"), log, init=False, expect_failure=True)
+    assert "the strategies need 2 processes and 1 are running" in run.error
+    assert "accelerate launch --multi_gpu --num_processes 2" in run.error

@@ -201,7 +201,7 @@ def migrating_runs(rank, world_size, runs):
 
 
 class Given(TrainerCallback):
-    """Keeps what the ranks of tp4 gave away in each mini-batch."""
+    """Keeps what the ranks of a tensor-parallel group gave away in each mini-batch."""
 
     def __init__(self, trainer):
         self.trainer, self.found = trainer, []
@@ -211,17 +211,27 @@ class Given(TrainerCallback):
         self.found.append([work.shares for work in works if work is not None])
 
 
-@pytest.mark.parametrize("lora", [None, {"target_modules": "all-linear"}], ids=["weights", "lora"])
-def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora):
-    common = {"max_steps": STEPS, "hotspa_strategies": "tp4:60", "hotspa_stragglers": "migrate", "lora": lora}
+LORA = {"target_modules": "all-linear"}
+
+
+@pytest.mark.parametrize(
+    ("lora", "ranks"),
+    [
+        pytest.param(None, 4, id="weights"),
+        pytest.param(LORA, 2, id="lora"),
+        pytest.param(LORA, 4, id="lora on four ranks", marks=pytest.mark.slow),
+    ],
+)
+def test_migrate_gives_columns_away_and_goes_on_bit_for_bit(tmp_path, lora, ranks):
+    common = {"max_steps": STEPS, "hotspa_strategies": f"tp{ranks}:60", "hotspa_stragglers": "migrate", "lora": lora}
     points = (5, 8)
     runs = [(str(tmp_path / "a"), None, common)]
     runs += [(str(tmp_path / f"b{p}"), str(tmp_path / "a" / f"checkpoint-{p}"), common) for p in points]
     runs += [(str(tmp_path / "off"), None, {**common, "hotspa_stragglers": "off", "save_strategy": "no"})]
-    (losses, given), *resumed, (plain, none) = run_ranks(4, migrating_runs, runs)[0]
+    (losses, given), *resumed, (plain, none) = run_ranks(ranks, migrating_runs, runs)[0]
     assert none == [[]] * STEPS
     assert [step for step, [shares] in enumerate(given, 1) if any(shares)] == [6, 7, 8, 9]
-    assert given[5][0][1] > 0.6
+    assert given[5][0][1] > (0.6 if ranks == 4 else 0.55)  # a single helper is slower with it, and so takes less
     assert all(abs(losses[step] - plain[step]) <= 1e-5 * plain[step] for step in losses)
     assert all(losses[step] == plain[step] for step in range(1, 6))  # as long as nothing is given, bit for bit
     for point, (found, _) in zip(points, resumed, strict=True):

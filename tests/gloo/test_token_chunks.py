@@ -32,13 +32,18 @@ pytestmark = pytest.mark.gloo
 
 LOSS = {"loss_chunk_tokens": 7}
 OVERLAP = {"overlap_load": True, "overlap_return": True}
-HOT = "dp4+ck3+kg1:4@24,dp2tp2+sp+ck7+kh:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
+HOT = "dp4+ck1+kg1:4@24,dp2tp2+sp+ck7+kh:14@32,tp2pp2+rc+ck11:40@50,pp4+ck6:52@64,tp4+ck13:60@64"
 
 
-def chunked_buckets(world_size: int, family: str) -> list[str]:
-    """Every strategy, with and without `+sp` and `+rc`, in chunks of all sorts of sizes."""
+SIZES = (3, 7, 13, 39, 40, 6, 11, 64, 5, 19, 1)
+LARGE = (13, 39, 17, 40, 11, 64, 19)
+"""Chunks of all sorts of sizes; and those that leave sequences of 40 tokens in four parts at most, which costs less."""
+
+
+def chunked_buckets(world_size: int, family: str, of_chunks: tuple[int, ...]) -> list[str]:
+    """Every strategy, with and without `+sp` and `+rc`, in chunks of these sizes in turn."""
     shape = describe_model(tiny_model(family)).shape
-    found, sizes = [], cycle((3, 7, 13, 39, 40, 6, 11, 64, 5, 19, 1))
+    found, sizes = [], cycle(of_chunks)
     kept = cycle(("", "+kh", "+kg2", "+kg3+kh"))
     for strategy in strategies_of(world_size):
         for options in (
@@ -51,11 +56,12 @@ def chunked_buckets(world_size: int, family: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "family",
-    [pytest.param(f, marks=() if f == "qwen3_qk_norm_tied" else pytest.mark.slow) for f in FAMILIES],
+    ("family", "sizes"),
+    [("qwen3_qk_norm_tied", LARGE), *(pytest.param(f, SIZES, marks=pytest.mark.slow) for f in FAMILIES)],
 )
-def test_every_strategy(family):
-    buckets = chunked_buckets(4, family)
+def test_every_strategy(family, sizes):
+    """Chunks of one token: in the mini-batch with other strategies, below, and in the slow test of every size."""
+    buckets = chunked_buckets(4, family, sizes)
     assert len(buckets) in (12, 18)
     check(run_ranks(4, rank_errors, family, torch.float64, buckets, [LOSS, {}, OVERLAP], timeout=300), torch.float64)
 
@@ -122,7 +128,9 @@ def one_mini_batch(rank, world_size, family, options):
     return worst_error_with_logits(tiny_model(family, torch.float64), HOT, 30, **options)
 
 
-@pytest.mark.parametrize("overlap", [{}, OVERLAP], ids=["one after the other", "overlap"])
+@pytest.mark.parametrize(
+    "overlap", [pytest.param({}, id="one after the other", marks=pytest.mark.slow), pytest.param(OVERLAP, id="overlap")]
+)
 def test_chunks_beside_other_strategies_in_one_mini_batch(overlap):
     """Trained, and evaluated with logits."""
     assert max(run_ranks(4, one_mini_batch, "llama_gqa_bias", {**LOSS, **overlap})) <= 1e-11

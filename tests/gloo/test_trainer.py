@@ -135,7 +135,7 @@ def test_a_users_run_in_fp64_follows_the_stock_trainer(tmp_path):
 
 SAVING = "dp4+rc:16@32,tp2pp2+sp+rc2:32,tp4+sp:60@66"
 """Strategies that save memory."""
-CHUNKS = "dp4+ck7:16@32,dp2tp2+sp+ck9:32,tp4+ck16:60@64"
+CHUNKS = "dp4+ck7:16@32,dp2tp2+sp+ck17:32,tp4+ck32:60@64"
 """Chunks of tokens, in which sequences are cut."""
 SHARDED = "dp4+z3:16@32,dp2tp2+z2:32,tp2pp2+rc+z3:60@64"
 """Strategies that hold gradients, or weights, of one layer at a time."""

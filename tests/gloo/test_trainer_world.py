@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_hotspa.reporting.run_log import read_run_log
 from tests.families import FAMILIES, tiny_model
+from tests.gloo.test_examples_run import run_script
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 
@@ -169,25 +170,43 @@ def make_tokenizer(tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_the_example_trains_on_the_standard_library(tmp_path):
-    done = launch(
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_example_trains_on_the_standard_library(tmp_path, launched):
+    """By `accelerate launch`, or in ranks that have imported torch already."""
+    arguments = (
         f"--use_cpu --max_steps 2 --hotspa_mini_batch_size 4 --vocab_size 400 --output_dir {tmp_path / 'out'} "
-        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate --measure_gain 2",
-        HF_HOME=str(tmp_path / "cache"),
+        "--hotspa_strategies dp2:256@512,tp2:1024 --hotspa_overlong truncate --measure_gain 2"
     )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.startswith("[  0 s] importing torch")  # before anything that takes time
-    assert "equal to what was trained: True" in done.stdout
-    assert "longest" in done.stdout  # the histogram of lengths
-    run, last = read_run_log(tmp_path / "out"), done.stdout.splitlines()[-10:]
+    environment = {"HF_HOME": str(tmp_path / "cache")}
+    if launched:
+        done = launch(arguments, **environment)
+        assert done.returncode == 0, done.stderr[-3000:]
+        text = done.stdout
+    else:
+        log = tmp_path / "log.txt"
+        run_ranks(2, run_script, "demo.py", arguments.split(), str(log), env=environment)
+        text = log.read_text()
+    assert text.startswith("[  0 s] importing torch")  # before anything that takes time
+    assert "equal to what was trained: True" in text
+    assert "longest" in text  # the histogram of lengths
+    run, last = read_run_log(tmp_path / "out"), text.splitlines()[-10:]
     assert len(run.gain.switching) == 2
     assert run.gain.sentence in last
     assert f"The run in one page: {tmp_path / 'out' / 'hotspa_report' / 'report.html'}" in last
     assert last[-1].endswith("hf-hotspa train --model Qwen/Qwen3-0.6B --dataset my.jsonl --use_cpu")
 
 
-def test_the_wrong_launch_line_prints_the_right_one(tmp_path):
-    done = launch("--use_cpu --hotspa_strategies dp4:64 --output_dir " + str(tmp_path), processes=1)
-    assert done.returncode != 0
-    assert "HSP-001" in done.stderr
-    assert "accelerate launch --multi_gpu --num_processes 4" in done.stderr
+@pytest.mark.parametrize("launched", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_the_wrong_launch_line_prints_the_right_one(tmp_path, launched):
+    """How an error is printed at the end of a process: test_launch.py."""
+    arguments = f"--use_cpu --hotspa_strategies dp4:64 --output_dir {tmp_path}"
+    if launched:
+        done = launch(arguments, processes=1)
+        assert done.returncode != 0
+        text = done.stderr
+    else:
+        given = "demo.py", arguments.split(), str(tmp_path / "log.txt")
+        [done] = run_ranks(1, run_script, *given, init=False, expect_failure=True)
+        text = done.error
+    assert "HSP-001" in text
+    assert "accelerate launch --multi_gpu --num_processes 4" in text
