@@ -44,7 +44,7 @@ from hf_hotspa.trainer.worker_processes import worker_context
 
 
 class ChosenRows(list[int]):
-    """The rows of a mini-batch, the buckets that were chosen for them (None: those of the planner), and the speeds by
+    """The rows of a mini-batch, the buckets that were chosen for them (None: those of the collator), and the speeds by
     which their packs are divided."""
 
     def __init__(
@@ -62,7 +62,7 @@ class MiniBatchSampler(Sampler[list[int]]):
 
     Args:
         seed: Seed of the order; the order of epoch e depends on ``seed + e`` only. None keeps the rows in their order.
-        chooser: Chooses the buckets of each mini-batch; None for those of the planner.
+        chooser: Chooses the buckets of each mini-batch; None for those of the collator.
         row_sampler: Gives the order instead of the seed.
         speeds: By which the packs of each mini-batch are divided over replicas; None divides evenly.
     """

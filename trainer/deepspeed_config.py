@@ -316,9 +316,7 @@ def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], wor
     if total is None:
         return mapping
     factors = [arguments[name] for name in names if name in said]
-    product = world_size
-    for factor in factors:
-        product *= factor
+    product = world_size * math.prod(factors)
     exact = len(factors) == len(names)
     if (exact and product != total) or total % product:
         raise UnsupportedError(

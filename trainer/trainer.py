@@ -217,9 +217,8 @@ class HotSPaTrainer(
         args = self.args
         shape = engine.description.shape
         self._stream_progress = None
-        streams = is_stream(self.train_dataset)
         speeds = self._devices.start() if self._devices is not None else None
-        if streams:
+        if is_stream(self.train_dataset):
             size = self.get_total_train_batch_size(args)
             rows = self._data.stream(
                 engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last, speeds
