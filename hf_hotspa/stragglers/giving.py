@@ -128,7 +128,7 @@ class Giving:
         times = [paces[rank] if rank in slow else 1.0 for rank in group]
         products = [t * self._products[strategy][rank] for t, rank in zip(times, group, strict=True)]
         if self.mode == "resize":
-            return [(0.0, share) for share in excess_ratios(times, products, True)]
+            return [(0.0, share) for share in excess_ratios(times, products)]
         return [(share, 0.0) for share in settled_ratios(times, products, givers)]
 
     def _semi(self, strategy: str, index: int, group: Sequence[int], slow: frozenset[int]) -> list[tuple[float, float]]:

@@ -34,16 +34,9 @@ def excess_ratio(seconds: float, product_s: float, reference_s: float) -> float:
     return min((seconds - reference_s) / product_s, MOST)
 
 
-def excess_ratios(seconds: Sequence[float], product_s: Sequence[float], least: bool = False) -> tuple[float, ...]:
-    """Equation 1 for every task.
-
-    Args:
-        seconds: Of each task.
-        product_s: Of the matrix products of each.
-        least: Whether the reference is the fastest task instead of the mean.
-    """
-    reference = min(seconds) if least else sum(seconds) / len(seconds)
-    return tuple(excess_ratio(t, m, reference) for t, m in zip(seconds, product_s, strict=True))
+def excess_ratios(seconds: Sequence[float], product_s: Sequence[float]) -> tuple[float, ...]:
+    """Equation 1 for every task; the reference is the fastest."""
+    return tuple(excess_ratio(t, m, min(seconds)) for t, m in zip(seconds, product_s, strict=True))
 
 
 def settled_ratios(seconds: Sequence[float], product_s: Sequence[float], givers: Collection[int]) -> tuple[float, ...]:
@@ -195,7 +188,7 @@ def divide_semi(
         workloads: L of each, in columns of all its layers.
         curves: Of the pretest.
     """
-    gammas = excess_ratios(seconds, product_s, least=True)
+    gammas = excess_ratios(seconds, product_s)
     order = sorted(range(len(seconds)), key=lambda i: (-seconds[i], i))
     slower = [i for i in order if gammas[i] > 0.0]
     work = [TaskWork() for _ in seconds]

@@ -5,12 +5,12 @@ Mini-batches are planned ahead of training, by data loader workers by several; s
 then divides alike, and so does a run that goes on from `state_dict`. No torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.typed import reading_state
+from hf_hotspa.typed import Positive, reading_state, typed
 
 
 @dataclass(frozen=True)
@@ -25,9 +25,13 @@ class Speeds:
             share: one tuple for each degree of tp, behind it.
     """
 
-    ranks: tuple[float, ...]
-    loads: tuple[tuple[float, ...], ...] = ()
-    works: tuple[tuple[int, tuple[float, ...]], ...] = ()
+    ranks: tuple[Positive, ...]
+    loads: tuple[tuple[Positive, ...], ...] = ()
+    works: tuple[tuple[int, tuple[Positive, ...]], ...] = ()
+
+    def __post_init__(self) -> None:
+        if not self.ranks or any(len(own) != len(self.ranks) for _, own in self.works):
+            raise ValueError("works of another number of ranks")
 
     def of_replicas(self, strategy: Strategy) -> tuple[float, ...] | None:
         """The speed of each replica, that of the rank which is done last; None where all are as fast."""
@@ -76,11 +80,7 @@ class SpeedHistory:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that the next divisions depend on, JSON-ready."""
-        return {
-            "in_force": [
-                [first, *((None,) if s is None else (s.ranks, s.loads, s.works))] for first, s in self._in_force
-            ]
-        }
+        return {"in_force": [[first, *((None,) if s is None else vars(s).values())] for first, s in self._in_force]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Goes on from a state.
@@ -89,25 +89,14 @@ class SpeedHistory:
             HotspaConfigError: it is not one.
         """
         with reading_state("the speeds of devices", "packs are divided evenly until slow devices are found anew"):
-            history = [(int(first), _read(*speeds)) for first, *speeds in state["in_force"]]
+            history = [(int(first), _read(numbers)) for first, *numbers in state["in_force"]]
             if not history:
                 raise ValueError("no speeds")
         self._in_force = history
 
 
-def _read(
-    ranks: Sequence[float] | None,
-    loads: Sequence[Sequence[float]] = (),
-    works: Sequence[tuple[int, Sequence[float]]] = (),
-) -> Speeds | None:
-    if ranks is None:
+def _read(numbers: list[Any]) -> Speeds | None:
+    """What stands for speeds in a state: their fields, or None; earlier versions had fewer fields."""
+    if numbers[0] is None:
         return None
-    of_stages = tuple(tuple(map(float, of_depth)) for of_depth in loads)
-    of_ranks = tuple((int(tp), tuple(map(float, own))) for tp, own in works)
-    speeds = Speeds(tuple(map(float, ranks)), of_stages, of_ranks)
-    if any(len(own) != len(speeds.ranks) for _, own in of_ranks):
-        raise ValueError("works of another number of ranks")
-    every = (speeds.ranks, *speeds.loads, *(own for _, own in of_ranks))
-    if min((number for numbers in every for number in numbers), default=0.0) <= 0.0:
-        raise ValueError("no speeds")
-    return speeds
+    return typed(dict(zip(Speeds.__match_args__[: len(numbers)], numbers, strict=True)), Speeds)

@@ -44,8 +44,8 @@ FOUR_SLOW = [8.0, 6.0, 4.0, 2.0, 1.0, 1.0, 1.0, 1.0]
 @pytest.mark.parametrize(("chi", "of_mean", "of_least"), [(2.0, 0.4375, 0.5), (8.0, 0.765625, 0.875)])
 def test_equation_1_of_one_slow_task_of_eight(chi, of_mean, of_least):
     seconds = [chi] + [1.0] * 7
-    assert excess_ratios(seconds, seconds) == (of_mean, *[0.0] * 7)
-    assert excess_ratios(seconds, seconds, least=True) == (of_least, *[0.0] * 7)
+    assert excess_ratio(seconds[0], seconds[0], sum(seconds) / 8) == of_mean
+    assert excess_ratios(seconds, seconds) == (of_least, *[0.0] * 7)
 
 
 def test_equation_1_takes_products_only_and_never_everything():
@@ -365,6 +365,8 @@ def test_speeds_hold_when_nobody_has_planned_ahead_and_go_on_from_a_state():
         {"in_force": [[0, [1.0, 0.0]]]},
         {"in_force": [["x", None]]},
         {"in_force": [[0, [1.0], [[0.0]]]]},
+        {"in_force": [[0, []]]},
+        {"in_force": [[0, [1.0], [], [], []]]},
     ):
         with pytest.raises(HotspaConfigError, match="speeds of devices cannot be read"):
             resumed.load_state_dict(damage)
