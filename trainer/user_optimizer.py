@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_json
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.master import MasterShare
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.trainer.optimizers import check_optimizer
@@ -80,8 +81,8 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
         )
     if len({id(share) for share in after}) < len(after):
         raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
-    ranges = engine.master.owned_ranges()
-    state = {id(p): _cut(value, *ranges[names[id(p)]], kind) for p, value in bare.state.items() if id(p) in moved}
+    shares = engine.master.shares
+    state = {id(p): _cut(value, shares[names[id(p)]], kind) for p, value in bare.state.items() if id(p) in moved}
     for group in bare.param_groups:
         group["params"][:] = [moved.get(id(p), p) for p in group["params"]]
     for parameter in [p for p in bare.state if id(p) in moved]:
@@ -97,9 +98,9 @@ def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: boo
     return True
 
 
-def _cut(state: Any, spec: Any, start: int, stop: int, kind: str) -> Any:
-    """The state of a parameter, cut to the elements `[start, stop)` of its storage."""
-    cut = {}
+def _cut(state: Any, share: MasterShare, kind: str) -> Any:
+    """The state of a parameter, cut to what this rank owns of it."""
+    cut, (spec, start, stop, *_) = {}, share
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
             if tuple(value.shape) != tuple(spec.shape):

@@ -135,10 +135,10 @@ class StockCheckpoint:
                 why="the optimizer was made in another way, or the model is another one",
                 fix="go on with the same model, and an optimizer that is made in the same way",
             )
-        states, ranges = {}, master.owned_ranges()
+        states = {}
         for names, group in zip(groups, saved_groups, strict=True):
             for name, index in zip(names, group["params"], strict=True):
-                spec, start, stop = ranges[name]
+                spec, start, stop, *_ = master.shares[name]
                 of_parameter = self.optimizer["state"].get(index, {})
                 states[name] = {
                     key: self._share(value, spec.shape, spec.shard_dim, start, stop, f"{key} of {name}")
@@ -270,13 +270,11 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
         ResumeError: the file holds another adapter.
         DamagedCheckpointError: it cannot be read.
     """
-    trained = {
-        adapter_name(name): (name, *entry) for name, entry in master.owned_ranges().items() if entry[0].trainable
-    }
+    trained = {adapter_name(name): share for name, share in master.shares.items() if share.spec.trainable}
     differences = itertools.chain(
         (name for name in trained if name not in files.tensors),
         (name for name in files.tensors if name not in trained),
-        (name for name in trained if files.tensors[name].shape != trained[name][1].shape),
+        (name for name in trained if files.tensors[name].shape != trained[name].spec.shape),
     )
     for name in differences:
         raise ResumeError(
@@ -284,6 +282,6 @@ def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
             where=str(files.folder),
             fix="make the adapter with the config that it was saved with",
         )
-    for saved, (name, spec, start, stop) in trained.items():
+    for saved, (spec, start, stop, *_) in trained.items():
         if stop > start:
-            master.parameters[name].copy_(files.read(saved, spec.shard_dim, start, stop))
+            master.parameters[spec.name].copy_(files.read(saved, spec.shard_dim, start, stop))

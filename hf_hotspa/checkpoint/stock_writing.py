@@ -50,7 +50,7 @@ def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
     state = bare_optimizer(optimizer).state
     return sorted({
         key
-        for parameter, _ in master.trained_shares()
+        for parameter in master.parameters.values()
         for key, value in state.get(parameter, {}).items()
         if _is_elementwise(value, parameter)
     })  # fmt: skip
@@ -59,10 +59,11 @@ def state_names(master: MasterStore, optimizer: Optimizer) -> list[str]:
 def state_buffers(master: MasterStore, optimizer: Optimizer, key: str) -> list[Tensor | None]:
     """One of the states, laid out as this rank's share of the weights; zeros where a parameter has none."""
     state, buffers = bare_optimizer(optimizer).state, master.empty_buffers()
-    for parameter, (segment, low, high) in master.trained_shares():
-        value, buffer = state.get(parameter, {}).get(key), buffers[segment]
+    for name, parameter in master.parameters.items():
+        share, value = master.shares[name], state.get(parameter, {}).get(key)
+        buffer = buffers[share.segment]
         if buffer is not None and _is_elementwise(value, parameter):
-            buffer[low:high] = value
+            buffer[share.low : share.low + len(value)] = value
     return buffers
 
 

@@ -286,9 +286,8 @@ def restore(
     reader = ShareReader(folder, manifest)
     saved_parameters = {parameter.name: parameter for parameter in manifest.parameters}
     states: dict[str, dict[str, Any]] = {}
-    shares = master.owned_ranges()
     for name, of_name in saved_parameters.items():
-        parameter, (spec, start, stop) = master.parameters[name], shares[name]
+        parameter, (spec, start, stop, *_) = master.parameters[name], master.shares[name]
         if not spec.trainable:
             master.frozen_version += 1
         parameter.copy_(reader.read_as(of_name, WEIGHT, spec.shard_dim, start, stop))

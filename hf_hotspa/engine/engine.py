@@ -393,13 +393,14 @@ class HotSPaEngine:
         """Every weight whole, or every trained one, or other `buffers`, as `MasterStore.gather`. Collective: all take all."""
         # barriers wait longer than the group of switches for ranks that come late: a rank may write to a slow disk
         self.agreement.barrier()
-        return self.master.gather(self._groups.switch, False, frozen, self.agreement.barrier, buffers)
+        return self.master.gather(self._groups.switch, frozen, self.agreement.barrier, buffers)
 
     @torch.no_grad()
     def full_gradients(self) -> dict[str, torch.Tensor]:
         """The whole gradient of the last mini-batch by Hugging Face name, on every rank, for inspection. Collective."""
         self.agreement.barrier()
-        return {name: whole.clone() for name, whole in self.master.gather(self._groups.switch, gradients=True)}
+        gathered = self.master.gather(self._groups.switch, frozen=False, buffers=self.master.gradients)
+        return {name: whole.clone() for name, whole in gathered}
 
     def close(self) -> None:
         """Ends the switch thread, frees memory and destroys the process groups. Collective; nothing may follow."""

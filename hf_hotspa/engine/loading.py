@@ -362,8 +362,8 @@ def load_weights(folder: Path, model: PreTrainedModel, master: MasterStore, agre
     def read() -> None:
         for name, buffer in saved.buffers().items():
             model.get_buffer(name).copy_(buffer)
-        for name, (spec, start, stop) in master.owned_ranges().items():
-            if stop > start:
-                master.parameters[name].copy_(saved.read(spec, start, stop))
+        for name, share in master.shares.items():
+            if share.stop > share.start:
+                master.parameters[name].copy_(saved.read(share.spec, share.start, share.stop))
 
     agreement.run("loading weights", read)

@@ -6,15 +6,36 @@ work as usual, but only elementwise optimizers are exact on such shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_hotspa.layout.intervals import Interval
 from hf_hotspa.layout.placement import Layout, master_layout
 from hf_hotspa.layout.vector import ParameterSpec, ParameterVector
 from hf_hotspa.model.storage import from_storage, to_storage
 from hf_hotspa.strategy import Strategy
+
+
+class MasterShare(NamedTuple):
+    """What a rank owns of a parameter: elements `[start, stop)` of its storage, perhaps none, at `low` in the buffer of the
+    segment."""
+
+    spec: ParameterSpec
+    start: int
+    stop: int
+    segment: int
+    low: int
+
+
+def _share(spec: ParameterSpec, segment: int, owned: Mapping[int, Interval]) -> MasterShare:
+    held = owned.get(segment)
+    if held is None or held.stop <= spec.offset or spec.stop <= held.start:
+        return MasterShare(spec, 0, 0, segment, 0)
+    start, stop = max(held.start - spec.offset, 0), min(held.stop - spec.offset, spec.numel)
+    return MasterShare(spec, start, stop, segment, spec.offset + start - held.start)
 
 
 class MasterStore:
@@ -32,6 +53,7 @@ class MasterStore:
         gradients: The same for trained segments.
         parameters: 1-D views of `weights` by Hugging Face name, `requires_grad` as in the model; their `.grad` is a
             view of `gradients` after `bind_gradients`. Parameters of which this rank owns nothing have size 0.
+        shares: What this rank owns of each parameter, by Hugging Face name.
         frozen_version: Counts the changes of frozen weights, so that strategies that hold them know theirs are old.
     """
 
@@ -52,7 +74,6 @@ class MasterStore:
         self.frozen_version = 0
         self.weights: list[Tensor | None] = []
         self.gradients: list[Tensor | None] = []
-        self._owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
         for segment in vector.segments:
             size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
             memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
@@ -61,47 +82,21 @@ class MasterStore:
             self.gradients.append(torch.zeros(size, **memory) if trained else None)
         self.parameters: dict[str, nn.Parameter] = {}
         self._views: list[tuple[nn.Parameter, Tensor]] = []
-        for spec, segment_index, low, high in self._shares():
-            buffer, grad = self.weights[segment_index], self.gradients[segment_index]
-            segment = vector.segments[segment_index]
-            dtype = getattr(torch, segment.master_dtype)
-            view = buffer[low:high] if buffer is not None else torch.empty(0, dtype=dtype, device=device)
-            parameter = nn.Parameter(view, requires_grad=spec.trainable)
-            self.parameters[spec.name] = parameter
+        owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
+        self.shares = {spec.name: _share(spec, vector.segment_of(spec).index, owned) for spec in vector.specs}
+        for name, (spec, start, stop, index, low) in self.shares.items():
+            here = slice(low, low + stop - start)
+            buffer, grad = self.weights[index], self.gradients[index]
+            dtype = getattr(torch, spec.master_dtype)
+            view = buffer[here] if buffer is not None else torch.empty(0, dtype=dtype, device=device)
+            parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable)
             if spec.trainable:
-                self._views.append((parameter, grad[low:high] if grad is not None else torch.empty_like(view)))
-
-    def _shares(self) -> Iterator[tuple[ParameterSpec, int, int, int]]:
-        """`(spec, segment, low, high)`: what this rank's buffer of the segment holds of each parameter."""
-        for spec in self.vector.specs:
-            segment = self.vector.segment_of(spec)
-            held = self._owned.get(segment.index)
-            if held is None:
-                yield spec, segment.index, 0, 0
-                continue
-            low = min(max(spec.offset, held.start), held.stop) - held.start
-            high = max(min(spec.stop, held.stop), held.start) - held.start
-            yield spec, segment.index, low, max(low, high)
-
-    def trained_shares(self) -> Iterator[tuple[nn.Parameter, tuple[int, int, int]]]:
-        """Each trained parameter, and `(segment, low, high)`: where this rank's share of it lies in the segment's buffer."""
-        for spec, segment_index, low, high in self._shares():
-            if spec.trainable:
-                yield self.parameters[spec.name], (segment_index, low, high)
+                self._views.append((parameter, grad[here] if grad is not None else torch.empty_like(view)))
 
     def empty_buffers(self) -> list[Tensor | None]:
         """Zeros, laid out as this rank's trained weights: by segment, None where it owns nothing or nothing is trained."""
         pairs = zip(self.vector.segments, self.weights, strict=True)
         return [torch.zeros_like(own) if own is not None and segment.trainable else None for segment, own in pairs]
-
-    def owned_ranges(self) -> dict[str, tuple[ParameterSpec, int, int]]:
-        """Parameter name -> `(spec, start, stop)`: the elements of its storage that this rank owns (perhaps none)."""
-        ranges = {}
-        for spec, segment_index, low, high in self._shares():
-            held = self._owned.get(segment_index)
-            start = held.start + low - spec.offset if held is not None and high > low else 0
-            ranges[spec.name] = (spec, start, start + high - low)
-        return ranges
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,17 +106,14 @@ class MasterStore:
             tensors: Full parameters by Hugging Face name, on any device; those left out keep their values.
         """
         self.frozen_version += 1
-        for spec, segment_index, low, high in self._shares():
-            held, buffer = self._owned.get(segment_index), self.weights[segment_index]
-            if held is not None and buffer is not None and high > low and spec.name in tensors:
-                start = held.start + low - spec.offset
-                buffer[low:high].copy_(to_storage(tensors[spec.name], spec.shard_dim)[start : start + high - low])
+        for name, (spec, start, stop, *_) in self.shares.items():
+            if stop > start and name in tensors:
+                self.parameters[name].copy_(to_storage(tensors[name], spec.shard_dim)[start:stop])
 
     @torch.no_grad()
     def gather(
         self,
         group: dist.ProcessGroup | None,
-        gradients: bool = False,
         frozen: bool = True,
         before: Callable[[], None] = lambda: None,
         buffers: Sequence[Tensor | None] | None = None,
@@ -130,19 +122,19 @@ class MasterStore:
 
         Args:
             group: All ranks; None with one rank.
-            gradients: Gather the gradients of the trained parameters instead of the weights.
             frozen: Whether frozen weights are gathered, too.
             before: Called ahead of each segment.
-            buffers: Something else to gather, that is laid out as the weights and has their dtypes (`empty_buffers`).
+            buffers: Something else to gather, that is laid out as the weights and has their dtypes: the gradients,
+                `empty_buffers`.
 
         Yields:
             The Hugging Face name (tied names once each) and a tensor of the Hugging Face shape, valid until the next
             one.
         """
         if buffers is None:
-            buffers = self.gradients if gradients else self.weights
+            buffers = self.weights
         for segment in self.vector.segments:
-            if not segment.trainable and (gradients or not frozen):
+            if not segment.trainable and not frozen:
                 continue
             sizes = [self.layout.sizes[rank][segment.index] for rank in range(self.world_size)]
             dtype = getattr(torch, segment.master_dtype)
