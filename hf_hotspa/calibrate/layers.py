@@ -69,7 +69,6 @@ class _Layer:
     """One decoder layer on this rank, with the arguments that its model calls it with.
 
     Args:
-        description: The whole model.
         index: Which layer.
         pack: What it runs on.
     """
@@ -138,7 +137,6 @@ def time_layers(model: PreTrainedModel, longest: int, measuring: Measuring) -> t
 
     Args:
         model: The whole model, on the meta device.
-        longest: Tokens of the pack.
 
     Returns:
         A sample for each kind, the same on every rank; none where all layers are of one kind.

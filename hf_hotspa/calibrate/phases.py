@@ -29,7 +29,6 @@ def time_phases(
 
     Args:
         probe: Has all these strategies.
-        longest: Tokens of the longest pack.
     """
     if len(strategies) < 2:  # nothing to choose between
         return ()

@@ -113,7 +113,6 @@ def _on_shared_cores(clock: Tensor, on_core: Tensor, share: float) -> Tensor:
     Args:
         clock: Seconds by the clock of the slowest rank, [rounds, measurements].
         on_core: Seconds on a core, the mean over ranks, [rounds, measurements].
-        share: Cores for each rank.
     """
     cost = _lower_quartile(on_core)
     return torch.maximum(cost, torch.minimum(clock.amin(0) * share, _MOST_IDLE * cost))

@@ -59,7 +59,6 @@ class CheckpointWriter:
 
     Args:
         folder: The directory; only rank 0's is used to commit.
-        agreement: How the ranks agree.
 
     Attributes:
         committed_step: The step of the last checkpoint that this writer committed.

@@ -263,9 +263,6 @@ def _epochs(step: int, rows: int, steps_in_epoch: int, per_device: int, mini_bat
 def restore_adapter(files: WeightFiles, master: MasterStore) -> None:
     """Fills this rank's share of the trained weights from a file of PEFT's.
 
-    Args:
-        master: The master store of a model with an adapter.
-
     Raises:
         ResumeError: the file holds another adapter.
         DamagedCheckpointError: it cannot be read.

@@ -340,7 +340,6 @@ def load_optimizer(
         optimizer: A torch optimizer on the master store.
         states: Parameter -> state -> this rank's share of it.
         saved: As `optimizer_to_json` gives it.
-        where: The checkpoint, for messages.
 
     Raises:
         ResumeError: it is another optimizer.

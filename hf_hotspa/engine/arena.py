@@ -71,7 +71,6 @@ class Arenas:
     """The memory of the active strategy: its gradients, and its weights beside those of the one before.
 
     Args:
-        device: Where the memory is.
         copies: How many strategies' weights are kept at a time: 1, or 2 for a second source.
     """
 
@@ -153,9 +152,6 @@ class Arenas:
 
 class Arena:
     """Hands out flat buffers by segment.
-
-    Args:
-        device: Where the memory is.
 
     Attributes:
         holder: What its buffers hold, in the words of its user; None when not known.

@@ -41,8 +41,6 @@ class DevicePace:
     """Watches the devices of a run.
 
     Args:
-        vector: The parameters of the model.
-        layouts: Where the weights of each strategy lie.
         quadratic_cost: See `ModelShape.quadratic_cost`.
         gives: What slow ranks do with columns (`Giving`): `migrate`, `resize` or `semi`; None where they compute all of theirs.
 

@@ -46,8 +46,6 @@ class Evaluation:
     """One pass over an evaluation set; use it in a `with` statement. Everything is collective.
 
     Args:
-        phases: The runners of the pool.
-        agreement: The agreement of all ranks.
         ending_all: For `with`, around what runs a phase: where it fails, ends what is under way on all ranks.
         held: What else the ranks must have in common before weights are loaded.
     """

@@ -100,7 +100,6 @@ class SwitchExecutor:
     Args:
         transport: How messages travel.
         staging_bytes: Bound of each of the two staging buffers. Every rank must have the same: it decides the rounds.
-        device: Where the buffers are.
         forward: How messages of hops inside nodes travel (on NCCL a communicator of its own: one that spans nodes uses
             fewer channels); the same way as the others when None.
         native: The stores (`SOURCE`, `SECOND`, `RELAY`, `TARGET`) that hold what loads send in the dtype of the wire on

@@ -30,7 +30,6 @@ class OutOfMemory:
     Args:
         step: The mini-batch, counted from 1.
         act: What the phase did: `load`, `compute` or `return`.
-        strategy: The strategy of the phase.
         pack_tokens: Tokens of the largest pack that had been begun; 0 before the first one.
         predicted_bytes: What the strategy was expected to take on a rank: with `auto` all of it, else weights,
             gradients, master store and switch buffers alone.
@@ -52,11 +51,7 @@ class OutOfMemory:
         return asdict(self)
 
     def error(self, where: str) -> PhaseMemoryError:
-        """The error to raise.
-
-        Args:
-            where: The mini-batch and the strategy, for the message.
-        """
+        """The error to raise."""
         pack = f"a pack of {self.pack_tokens} tokens in {self.pack_sequences} sequences"
         return PhaseMemoryError(
             f"rank {self.rank} ran out of memory in the {self.act} of strategy {self.strategy}"
@@ -93,7 +88,6 @@ def out_of_memory(
 
     Args:
         failure: What the phase raised on this rank.
-        phase: What this rank ran.
         step: The mini-batch, counted from 1.
         predicted: Bytes on a rank by strategy, activations included, where a memory model knows them.
     """
@@ -142,9 +136,7 @@ class PhaseFailures:
         """From now on failures are those of this phase.
 
         Args:
-            phase: What this rank runs.
             step: The mini-batch, counted from 1.
-            where: Its name, for messages.
         """
         self._now = phase, runner, step, where
 

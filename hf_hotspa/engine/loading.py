@@ -50,12 +50,6 @@ def fill_from_model(
 ) -> tuple[str, bool]:
     """Takes each rank's share of a model that all ranks hold; of rank 0's, where they hold different ones. Collective.
 
-    Args:
-        model: The model, with weights.
-        master: The store to fill.
-        agreement: Of all ranks, on the host.
-        group: Of all ranks, on the device.
-
     Returns:
         The digest of this rank's model (`weights_digest`), which costs a pass over its weights; and whether all ranks
         held the same model.

@@ -40,8 +40,6 @@ def check_loss(
     """Refuses a loss that is no sum, and on rank 0 one that would be replaced by another without a word.
 
     Args:
-        model: The model that was given.
-        description: What was read from it.
         device: Where it computes: a loss of the user's own may hold tensors there.
 
     Raises:
@@ -68,7 +66,6 @@ def check_own_loss(loss: TokenLoss | SequenceLoss, vocab_size: int, device: torc
 
     Args:
         vocab_size: What the model's logits have.
-        device: Where it is called.
 
     Raises:
         UnsupportedError: it fails, gives no scalar with a gradient, is not the same twice, or is no sum over its parts.
@@ -250,7 +247,6 @@ def check_model_loss(model: nn.Module, description: ModelDescription, loss: Sequ
 
     Args:
         model: The model that was given; it is called once, without gradient, and not changed.
-        description: What was read from it.
         loss: What will be trained on its logits; the cross entropy, and the balance loss of routers, when None.
 
     Raises:

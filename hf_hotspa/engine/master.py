@@ -42,7 +42,6 @@ class MasterStore:
     """This rank's share of the weights and gradients.
 
     Args:
-        world_size: Ranks that share the store.
         device: Where the share lives.
         compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
             beside an accelerator is pinned.

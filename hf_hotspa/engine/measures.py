@@ -143,7 +143,6 @@ def step_report(
     """The report of a mini-batch.
 
     Args:
-        step: Mini-batches so far.
         loss: Token mean over all ranks.
         grad_norm: Before clipping.
         order: The phases of the plan in the order in which they ran.

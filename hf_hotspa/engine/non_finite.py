@@ -36,10 +36,6 @@ def raise_non_finite(
 
     Args:
         phases: The runners, which still know the losses of their packs.
-        master: The master store with the mini-batch's gradients.
-        agreement: Where ranks tell each other what they found.
-        loss: The loss of the mini-batch.
-        where: The mini-batch, for the message.
         is_unchanged: Whether no weight has been changed by this mini-batch.
 
     Raises:

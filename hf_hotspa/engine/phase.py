@@ -48,11 +48,6 @@ class PhaseRunner:
     """One strategy on this rank.
 
     Args:
-        description: The model as plain data.
-        mesh: The strategy and its groups.
-        switching: The plans of all strategies, and what runs them.
-        master: The master store.
-        buffers: The model's buffers by name.
         overlap: Which switches will be submitted to a worker.
         options: The engine's options. Its pipeline schedule is replaced by `own` where the first stage is frozen.
 

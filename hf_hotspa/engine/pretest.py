@@ -49,10 +49,6 @@ def pretest(engine: HotSPaEngine, giving: Giving) -> None:
 def measure(work: FlexibleWork, tokens: int, dtype: torch.dtype, device: torch.device) -> list[float]:
     """What this rank found. Collective in the group.
 
-    Args:
-        tokens: T of the tensors.
-        dtype: Of the tensors.
-
     Returns:
         The columns of all its products; then, of all its products together, static, extract (of one column), send, compute, and
         the static part of send, in seconds.

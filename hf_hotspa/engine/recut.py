@@ -58,7 +58,6 @@ def take_cut(
     """Makes everything for a cut. Collective.
 
     Args:
-        description: The model in the new cut.
         meshes: Of the strategies that it concerns.
         switching: Has the new plans afterwards.
         make: Makes a runner.

@@ -177,7 +177,6 @@ class Switching:
         """Fills the weights of a strategy. Collective.
 
         Args:
-            master: The weights of the master store.
             second: The weights of the strategy before, where the plan draws on them.
             beside: Whether it runs in the worker's thread; else the job is done.
         """
@@ -193,7 +192,6 @@ class Switching:
         """Adds the gradients of a strategy to those of the master store. Collective.
 
         Args:
-            master: Those of the master store.
             gate: Says which gradients are final: the return runs in the worker's thread. None: all are, and the job is
                 done.
         """
@@ -215,7 +213,6 @@ class Switching:
 
         Args:
             buffers: The strategy's weights, or gradients.
-            master: Those of the master store.
             gate: Says when the unit's buffers may be written, or read; None: they may.
             clears: Whether its gradients on this rank, which made none, are set to zero before they leave.
         """

@@ -63,7 +63,6 @@ class UnitStream:
 
     Args:
         replica: The replica; hooks are hung on its modules once.
-        switching: What runs the transfers.
     """
 
     def __init__(self, replica: Replica, switching: Switching) -> None:
@@ -126,8 +125,6 @@ class UnitStream:
         Args:
             program: The same on all ranks.
             weights: This rank's buffers, by segment.
-            gradients: The same for gradients.
-            master: The master store.
         """
         device, mine = self._replica.device, program.stages[self._stage]
         waits = {index for one in mine for visit in one.visits for index in visit.opens}

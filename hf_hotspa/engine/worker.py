@@ -51,7 +51,6 @@ class SegmentGate:
 
     Args:
         closed: The segments to keep; all others are open from the start.
-        device: Where the segments' buffers are.
     """
 
     def __init__(self, closed: Iterable[int], device: torch.device) -> None:
@@ -95,10 +94,8 @@ class SwitchJob:
     """One switch; made by `SwitchWorker.submit`, which runs it beside what follows, or by `done`.
 
     Args:
-        name: The plan's name, for messages.
         run: Runs the switch with the job as its progress.
         gate: What it must wait for before it reads a segment; None when everything is ready.
-        device: Where the buffers are.
     """
 
     def __init__(
@@ -245,7 +242,6 @@ class SwitchWorker:
     While jobs are under way nobody else may use the executor.
 
     Args:
-        device: Where the buffers are.
         on_failure: Told of a switch that failed (not: was cancelled), in the thread and at once: the caller may learn
             of it only after its computation has waited in vain for a peer.
     """
@@ -271,7 +267,6 @@ class SwitchWorker:
         they are complete, the source buffers may be changed until the gate opens and after the end of the job.
 
         Args:
-            name: The plan's name, for messages.
             run: Runs the switch, with the job as its progress.
             gate: Says when source segments may be read; None when all may.
 

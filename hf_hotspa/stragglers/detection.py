@@ -30,7 +30,6 @@ class PhaseWork:
     """What the ranks did in one phase.
 
     Args:
-        strategy: The strategy that ran.
         seconds: Of each rank, without waiting.
         costs: Predicted, of what each rank ran, in any unit; 0 for a rank that ran nothing.
         peers: For each rank a number; ranks of one number did comparable work.

@@ -167,8 +167,6 @@ class Disk:
         """Writes a new file and syncs it.
 
         Args:
-            folder: The directory of the checkpoint.
-            name: The file's name in it.
             chunks: Its contents, hashed and written one after the other.
         """
         path = folder / check_name(name, str(folder))

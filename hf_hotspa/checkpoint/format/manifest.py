@@ -74,7 +74,6 @@ class SavedParameter:
     """One parameter.
 
     Args:
-        name: Its Hugging Face name.
         shape: Its Hugging Face shape.
         shard_dim: The dim that is outermost in storage; None for the natural order.
         segment: The segment it lies in.
@@ -327,7 +326,6 @@ def verify_files(folder: Path, manifest: Manifest, part: int = 0, parts: int = 1
     """Compares sizes and hashes of the files with the manifest.
 
     Args:
-        folder: The checkpoint.
         part: Compare only every `parts`-th file, from this one on: the ranks share the work.
 
     Raises:
