@@ -6,6 +6,7 @@ failed; with strategies of the user's own it says so. The file is for people, to
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,7 @@ def record(folder: str | Path, shortage: OutOfMemory) -> None:
             entries = _entries(folder)
         except HotspaError:  # damaged: what is known now counts
             entries = []
-        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, shortage.to_dict()]})
+        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, asdict(shortage)]})
     except OSError as error:
         logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
 

@@ -25,7 +25,6 @@ from hf_hotspa.checkpoint.format.manifest import (
 from hf_hotspa.checkpoint.rng import set_random_state
 from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock, restore_adapter
 from hf_hotspa.checkpoint.tensors import (
-    bare_optimizer,
     check_model,
     copy_buffers,
     restore,
@@ -114,8 +113,7 @@ class Restorer:
         else:
             if adapted and engine.agreement.rank == 0:  # the main process's is the one that counts
                 self._check_base(state.get("base model"), str(path))
-            bare = bare_optimizer(optimizer) if optimizer is not None else None
-            restore(path, manifest, engine.master, bare, state["optimizer"])
+            restore(path, manifest, engine.master, optimizer, state["optimizer"])
         parts = (part.model for phase in engine.phases.values() for part in phase.parts)
         copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *parts])
 

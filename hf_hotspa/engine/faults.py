@@ -6,8 +6,7 @@ from.
 """
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
@@ -46,9 +45,6 @@ class OutOfMemory:
     predicted_bytes: int
     held_bytes: int
     text: str
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
     def error(self, where: str) -> PhaseMemoryError:
         """The error to raise."""

@@ -98,13 +98,13 @@ class GradientWatch:
     """
 
     def __init__(self, parameters: Sequence[tuple[nn.Parameter, Slot]]) -> None:
-        self._watched = [slot for _, slot in parameters if slot.spec.trainable and slot.numel]
+        watched = [(parameter, slot) for parameter, slot in parameters if slot.spec.trainable and slot.numel]
+        self._watched = [slot for _, slot in watched]
         self._gate: SegmentGate | None = None
         self._expected = 0
         self._counts: list[int] = []
         self._left: dict[int, int] = {}
-        trained = (parameter for parameter, slot in parameters if slot.spec.trainable and slot.numel)
-        for index, parameter in enumerate(trained):
+        for index, (parameter, _) in enumerate(watched):
             # the hook stays with the parameter, whatever storage it is bound to
             parameter.register_post_accumulate_grad_hook(partial(self._accumulated, index))
 

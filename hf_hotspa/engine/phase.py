@@ -206,7 +206,8 @@ class PhaseRunner:
             The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
         """
         plan, second = self._take(previous)
-        self._take_gradients()
+        arena, dtypes = self._switching.arenas.gradients, self._switching.gradient_dtypes
+        self._gradients = arena.take(self._sizes, dtypes, self._rooms.gradients)
         beside = bool(self._guards)
         job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
         for guard in self._guards:
@@ -251,10 +252,6 @@ class PhaseRunner:
         self.frozen_bytes = switching.frozen_bytes(plan)
         self._there = switching.frozen_segments if again else frozenset()
         return plan, kept.weights if kept else None
-
-    def _take_gradients(self) -> None:
-        switching = self._switching
-        self._gradients = switching.arenas.gradients.take(self._sizes, switching.gradient_dtypes, self._rooms.gradients)
 
     def compute(
         self,

@@ -13,6 +13,7 @@ Every rank makes the same observations and comes to the same state; `state_dict`
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_low
 from typing import Any
 
 from hf_hotspa.typed import reading_state
@@ -41,11 +42,6 @@ class PhaseWork:
     peers: tuple[int, ...]
 
 
-def _median(values: Sequence[float]) -> float:
-    """The lower median."""
-    return sorted(values)[(len(values) - 1) // 2]
-
-
 def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
     """What each rank would have taken at the pace of the median of its peers; 0 where there is nothing to compare."""
     ran = [rank for rank, cost in enumerate(work.costs) if cost > 0.0 and work.seconds[rank] > 0.0]
@@ -54,7 +50,7 @@ def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
         peers = [rank for rank in ran if work.peers[rank] == number]
         # a stage of one rank is compared with the other stages
         compared = peers if len(peers) > 1 else ran
-        pace[number] = _median([work.seconds[rank] / work.costs[rank] for rank in compared])
+        pace[number] = median_low(work.seconds[rank] / work.costs[rank] for rank in compared)
     there = frozenset(ran)
     return tuple(pace[work.peers[r]] * cost if r in there else 0.0 for r, cost in enumerate(work.costs))
 

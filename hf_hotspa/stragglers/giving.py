@@ -7,6 +7,7 @@ device is slow. Every rank comes to the same. No torch.
 """
 
 from collections.abc import Mapping, Sequence
+from statistics import median_low
 from typing import Any
 
 from hf_hotspa.stragglers.ratios import PretestCurves, excess_ratios, settled_ratios, settled_semi, undone
@@ -158,7 +159,7 @@ class Giving:
         for group in self._groups[strategy]:
             mine = [rows[rank][1:] for rank in group]
             # what is computed and copied is that of a usual rank; a message takes as long as its slowest end
-            static, extract, compute = (sorted(row[i] for row in mine)[(len(mine) - 1) // 2] for i in (0, 1, 3))
+            static, extract, compute = (median_low(row[i] for row in mine) for i in (0, 1, 3))
             send, send_static = (max(row[i] for row in mine) for i in (2, 4))
             curves.append(PretestCurves(*(s / pack_tokens for s in (static, extract, send, compute, send_static))))
         self.curves[strategy] = curves

@@ -8,6 +8,7 @@ straggler is meant, and its lines 10-11 print `L * beta` for `L * gamma * beta`.
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from statistics import fmean, linear_regression
 
 Curve = Callable[[float], float]
 """Seconds of a number of columns."""
@@ -112,14 +113,11 @@ def fitted_line(samples: Sequence[tuple[float, float]]) -> tuple[float, float]:
     Args:
         samples: Of at least two different x.
     """
-    mean_x = sum(x for x, _ in samples) / len(samples)
-    mean_y = sum(y for _, y in samples) / len(samples)
-    spread = sum((x - mean_x) ** 2 for x, _ in samples)
-    slope = max(sum((x - mean_x) * (y - mean_y) for x, y in samples) / spread, 0.0)
-    start = mean_y - slope * mean_x
-    if start >= 0.0:
-        return start, slope
-    return 0.0, sum(x * y for x, y in samples) / sum(x * x for x, _ in samples)
+    x, y = zip(*samples, strict=True)
+    slope, start = linear_regression(x, y)
+    if slope < 0.0:
+        return fmean(y), 0.0
+    return (start, slope) if start >= 0.0 else (0.0, linear_regression(x, y, proportional=True).slope)
 
 
 def migrated_share(columns: float, num_tasks: int, curves: PretestCurves) -> float:
