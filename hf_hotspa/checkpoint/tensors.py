@@ -93,19 +93,19 @@ def saved_vector(vector: ParameterVector, adapted: bool) -> ParameterVector:
     return trained_part(vector) if adapted else vector
 
 
-def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector | None = None) -> Share:
+def share_of(master: MasterStore, optimizer: Optimizer | None, vector: ParameterVector) -> Share:
     """This rank's share, as views of the master store and the optimizer's tensors.
 
     Args:
         optimizer: Its optimizer; None to leave it out.
-        vector: What is saved (`saved_vector`); everything when None.
+        vector: What is saved (`saved_vector`).
 
     Raises:
         UnsupportedError: the optimizer keeps something that belongs neither to one weight nor to one parameter.
     """
     share = Share()
     state = bare_optimizer(optimizer).state if optimizer is not None else {}
-    for name in (spec.name for spec in (vector or master.vector).specs):
+    for name in (spec.name for spec in vector.specs):
         parameter = master.parameters[name]
         stored: dict[str, Tensor] = {WEIGHT: parameter}
         for key, value in state.get(parameter, {}).items():

@@ -53,8 +53,8 @@ def kept_variation(
     return tuple(value if i in trained else old[i] for i, value in enumerate(new))
 
 
-def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int, alpha: float = ALPHA) -> float:
-    """PriDiff's ratio of one layer (lines 9-11): its columns that hardly vary, and at least `alpha * gamma`.
+def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int) -> float:
+    """PriDiff's ratio of one layer (lines 9-11): its columns that hardly vary, and at least `ALPHA * gamma`.
 
     Args:
         variation: The statistics of its columns.
@@ -63,7 +63,7 @@ def layer_ratio(variation: Sequence[float], gamma: float, num_iterations: int, a
     """
     theta = num_iterations * THETA_OF_ITERATION
     moving = sum(value > theta for value in variation)
-    return max(1.0 - moving / len(variation), alpha * gamma)
+    return max(1.0 - moving / len(variation), ALPHA * gamma)
 
 
 def num_kept(num_columns: int, ratio: float) -> int:
