@@ -1,6 +1,6 @@
 """Evaluation and prediction of `HotSPaTrainer`: what replaces the stock Trainer's loop over an evaluation set.
 
-Owns `EvaluationMixin`, which is behind the stock `evaluate` and `predict`. Promises:
+Owns `EvaluationLoop`, and `EvaluationMixin`, which puts it behind the stock `evaluate` and `predict`. Promises:
 
 * The loss is the token mean over the whole set, however it is cut into mini-batches; a NaN is shown as NaN.
 * Rows come in the order of the dataset, each exactly once, on every number of ranks.
@@ -9,7 +9,7 @@ Owns `EvaluationMixin`, which is behind the stock `evaluate` and `predict`. Prom
   `eval_accumulation_steps` on; what `preprocess_logits_for_metrics` made of them, where it is given).
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,9 +20,11 @@ from transformers import TrainerControl
 from transformers.trainer_pt_utils import EvalLoopContainer
 from transformers.trainer_utils import EvalLoopOutput, EvalPrediction, denumpify_detensorize, has_length
 
+from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.evaluation import EvaluationResult
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import Row
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.base import TrainerBase
 from hf_hotspa.trainer.evaluation_sets import EvaluationSets, check_evaluation_loader
 from hf_hotspa.trainer.views import EVALUATION
@@ -72,6 +74,92 @@ def _padded(result: EvaluationResult, rows: Mapping[int, Row]) -> tuple[Tensor, 
         inputs[index, span] = torch.from_numpy(np.array(row.ids[start:stop]))
         labels[index, span] = torch.from_numpy(own)
     return logits, labels, inputs
+
+
+class EvaluationLoop:
+    """One pass over an evaluation set, forward only.
+
+    Args:
+        compute_metrics: The user's, or None.
+        preprocess_logits: `preprocess_logits_for_metrics` of the user's, or None.
+        after_step: Called after every mini-batch.
+    """
+
+    def __init__(
+        self,
+        args: HotSPaTrainingArguments,
+        compute_metrics: Callable[..., dict[str, Any]] | None,
+        preprocess_logits: Callable[[Tensor, Tensor], Any] | None,
+        after_step: Callable[[], None],
+    ) -> None:
+        self._args, self._compute_metrics = args, compute_metrics
+        self._preprocess, self._after_step = preprocess_logits, after_step
+
+    def run(
+        self, engine: HotSPaEngine, dataloader: DataLoader[Any], loss_only: bool, prefix: str, predicts: bool
+    ) -> EvalLoopOutput:
+        """Every rank gets the same result. Collective.
+
+        Args:
+            dataloader: One of `EvaluationSets`.
+            prefix: What the keys of the metrics begin with.
+            predicts: Whether it is for `predict`: logits are wanted, and labels need not be there.
+
+        Raises:
+            HotspaError: on every rank.
+        """
+        args, metrics = self._args, dict[str, Any]()
+        keep = not args.batch_eval_metrics or predicts
+        held = {name: EvalLoopContainer(args.eval_do_concat_batches, padding_index=_IGNORED) for name in _COLLECTED}
+        loss_sum, num_labels, num_rows = 0.0, 0, 0
+        with engine.evaluation() as evaluation:
+            for step, (item, is_last) in enumerate(_with_last(dataloader)):
+                result = evaluation.run(item["mini_batch"], with_logits=not loss_only)
+                rows_here = item["mini_batch"].plan.num_rows
+                loss_sum, num_labels = loss_sum + result.loss_sum, num_labels + result.num_labels
+                num_rows += rows_here
+                if not loss_only:
+                    batch = self._batch(result, item["rows"], rows_here)
+                    if keep:
+                        for name, value in batch.items():
+                            held[name].add(value)
+                    if args.batch_eval_metrics and self._compute_metrics is not None:
+                        metrics = self._compute_metrics(_prediction(batch), compute_result=is_last)
+                self._after_step()
+                steps = args.eval_accumulation_steps
+                if steps is not None and (step + 1) % steps == 0:
+                    for container in held.values():
+                        container.to_cpu_and_numpy()
+        arrays = {name: container.get_arrays() for name, container in held.items()}
+        if self._compute_metrics is not None and not loss_only and not args.batch_eval_metrics:
+            metrics = self._compute_metrics(_prediction(arrays))
+        metrics = denumpify_detensorize(metrics or {})
+        if num_labels:
+            metrics[f"{prefix}_loss"] = loss_sum / num_labels
+        elif not predicts:
+            raise DataError(
+                f"none of the {num_rows} rows of the evaluation set has a label token",
+                why="the loss is a mean over label tokens",
+                fix="give the rows labels, or call predict()",
+            )
+        metrics = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
+        dataset: Any = dataloader.dataset
+        num_samples = len(dataset) if has_length(dataset) else num_rows
+        return EvalLoopOutput(
+            predictions=arrays["predictions"], label_ids=arrays["labels"], metrics=metrics, num_samples=num_samples
+        )
+
+    def _batch(self, result: EvaluationResult, rows: Mapping[int, Row], num_rows: int) -> dict[str, Tensor]:
+        logits, labels, inputs = _padded(result, rows)
+        if self._preprocess is not None:
+            logits = self._preprocess(logits, labels)
+        batch = {"predictions": logits, "labels": labels}
+        if "loss" in self._args.include_for_metrics:
+            mean = result.loss_sum / result.num_labels if result.num_labels else float("nan")
+            batch["losses"] = torch.full((num_rows,), mean)
+        if "inputs" in self._args.include_for_metrics:
+            batch["inputs"] = inputs
+        return batch
 
 
 def _prediction(values: Mapping[str, Any]) -> EvalPrediction:
@@ -134,61 +222,10 @@ class EvaluationMixin(TrainerBase):
             if callable(getattr(optimizer, "eval", None)):
                 optimizer.eval()
             self.callback_handler.eval_dataloader = dataloader
-            return self._evaluation_pass(dataloader, loss_only, metric_key_prefix, predicts=description == "Prediction")
-
-    def _evaluation_pass(
-        self, dataloader: DataLoader[Any], loss_only: bool, prefix: str, predicts: bool
-    ) -> EvalLoopOutput:
-        """One pass; for `predict`, logits are wanted, and labels need not be there."""
-        args, metrics = self.args, dict[str, Any]()
-        keep = not args.batch_eval_metrics or predicts
-        held = {name: EvalLoopContainer(args.eval_do_concat_batches, padding_index=_IGNORED) for name in _COLLECTED}
-        loss_sum, num_labels, num_rows = 0.0, 0, 0
-        with self._running.evaluation() as evaluation:
-            for step, (item, is_last) in enumerate(_with_last(dataloader)):
-                result = evaluation.run(item["mini_batch"], with_logits=not loss_only)
-                rows_here = item["mini_batch"].plan.num_rows
-                loss_sum, num_labels = loss_sum + result.loss_sum, num_labels + result.num_labels
-                num_rows += rows_here
-                if not loss_only:
-                    batch = self._collected(result, item["rows"], rows_here)
-                    if keep:
-                        for name, value in batch.items():
-                            held[name].add(value)
-                    if args.batch_eval_metrics and self.compute_metrics is not None:
-                        metrics = self.compute_metrics(_prediction(batch), compute_result=is_last)
-                self.control = self.callback_handler.on_prediction_step(args, self.state, self.control)
-                steps = args.eval_accumulation_steps
-                if steps is not None and (step + 1) % steps == 0:
-                    for container in held.values():
-                        container.to_cpu_and_numpy()
-        arrays = {name: container.get_arrays() for name, container in held.items()}
-        if self.compute_metrics is not None and not loss_only and not args.batch_eval_metrics:
-            metrics = self.compute_metrics(_prediction(arrays))
-        metrics = denumpify_detensorize(metrics or {})
-        if num_labels:
-            metrics[f"{prefix}_loss"] = loss_sum / num_labels
-        elif not predicts:
-            raise DataError(
-                f"none of the {num_rows} rows of the evaluation set has a label token",
-                why="the loss is a mean over label tokens",
-                fix="give the rows labels, or call predict()",
+            loop = EvaluationLoop(
+                args, self.compute_metrics, self.preprocess_logits_for_metrics, self._after_prediction_step
             )
-        metrics = {key if key.startswith(f"{prefix}_") else f"{prefix}_{key}": value for key, value in metrics.items()}
-        dataset: Any = dataloader.dataset
-        num_samples = len(dataset) if has_length(dataset) else num_rows
-        return EvalLoopOutput(
-            predictions=arrays["predictions"], label_ids=arrays["labels"], metrics=metrics, num_samples=num_samples
-        )
+            return loop.run(self._running, dataloader, loss_only, metric_key_prefix, description == "Prediction")
 
-    def _collected(self, result: EvaluationResult, rows: Mapping[int, Row], num_rows: int) -> dict[str, Tensor]:
-        logits, labels, inputs = _padded(result, rows)
-        if self.preprocess_logits_for_metrics is not None:
-            logits = self.preprocess_logits_for_metrics(logits, labels)
-        batch = {"predictions": logits, "labels": labels}
-        if "loss" in self.args.include_for_metrics:
-            mean = result.loss_sum / result.num_labels if result.num_labels else float("nan")
-            batch["losses"] = torch.full((num_rows,), mean)
-        if "inputs" in self.args.include_for_metrics:
-            batch["inputs"] = inputs
-        return batch
+    def _after_prediction_step(self) -> None:
+        self.control = self.callback_handler.on_prediction_step(self.args, self.state, self.control)
