@@ -19,18 +19,12 @@ class ModelShape:
         max_position_embeddings: The longest sequence the position encoding was made for; None when unbounded.
         has_tp_plan: Whether transformers has a tensor-parallel plan for the family.
         has_pp_plan: Whether transformers has a pipeline plan for the family.
-        tp_unsupported_reason: Why tp > 1 cannot be exact although there is a plan, or None.
-        pp_unsupported_reason: The same for pp > 1.
-        sp_unsupported_reason: Why tensor parallelism cannot be sequence parallel, too, or None.
-        ck_unsupported_reason: Why a sequence cannot be trained in chunks of tokens, or None.
-        cp_unsupported_reason: Why the tokens of a sequence cannot be divided over ranks, or None.
-        ring_unsupported_reason: Why its attention cannot run on a ring of these ranks, or None.
-        rc_unsupported_reason: Why its layers cannot compute their activations again (`+rc`), or None.
-        z_unsupported_reason: Why its layers cannot come and go one after the other (`+z2`, `+z3`), or None.
+        tp_unsupported_reason: Why tp > 1 cannot be exact although there is a plan, or None; others alike, by what a `Strategy`
+            calls it.
+        ring_unsupported_reason: Why its attention cannot run on a ring of the ranks of cp, or None.
         num_experts: Experts of a layer, where layers have any; 0 for a dense model.
         experts_per_token: Of them, those that compute a token.
         expert_parameters: Parameters of all experts of one layer (the mean, where layers differ).
-        ep_unsupported_reason: Why experts cannot be divided over ranks, or None.
         whole_attention: The share of its layers' attention, or what stands in its place, that tensor parallelism does not
             divide: every rank holds and computes it.
         whole_mlp: The same of its MLPs, experts and routers.

@@ -216,13 +216,13 @@ def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, v
     tokens: dict[int, Tokens] = {}
     if chats:
         laid_out = ChatTemplate(tokenizer).tokens(list(chats.values()), [rows[at] for at in chats])
-        tokens.update(zip(chats, laid_out, strict=True))
+        tokens = dict(zip(chats, laid_out, strict=True))
+    columns: _Columns = {"input_ids": [], "labels": []}
     for at, reading in enumerate(readings):
         if isinstance(reading, Strings):
-            tokens[at] = _completion_of_strings(reading.prompt, reading.completion, tokenizer, rows[at])
-    columns: _Columns = {"input_ids": [], "labels": []}
-    for at in range(len(readings)):
-        ids, counts = tokens[at]
+            ids, counts = _completion_of_strings(reading.prompt, reading.completion, tokenizer, rows[at])
+        else:
+            ids, counts = tokens[at]
         columns["input_ids"].append(ids)
         columns["labels"].append([i if count else IGNORED_LABEL for i, count in zip(ids, counts, strict=True)])
     return columns

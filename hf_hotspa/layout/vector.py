@@ -118,24 +118,19 @@ class ParameterSpec:
 
 @dataclass(frozen=True)
 class Segment:
-    """The parameters `[start, stop)` of the vector that share a unit, dtypes and being trained or frozen."""
+    """The parameters `[start, stop)` of the vector that share a unit, both dtypes and being trained or frozen."""
 
     index: int
     unit: int
     dtype: str
+    master_dtype: str
     trainable: bool
     start: int
     stop: int
-    frozen_dtype: str | None = None
 
     @property
     def numel(self) -> int:
         return self.stop - self.start
-
-    @property
-    def master_dtype(self) -> str:
-        """The dtype of the master store, see `ParameterSpec.master_dtype`."""
-        return master_dtype(self.dtype) if self.trainable else self.frozen_dtype or self.dtype
 
 
 @dataclass(frozen=True)
@@ -185,14 +180,15 @@ class ParameterVector:
     @cached_property
     def unit_costs(self) -> dict[int, UnitCosts]:
         """Of each layer what it computes."""
+        by_unit: dict[int, list[ParameterSpec]] = {unit: [] for unit in range(self.num_layers)}
+        for spec in self.specs:
+            if spec.unit in by_unit and len(spec.shape) > 1:
+                by_unit[spec.unit].append(spec)
         costs = {}
-        for unit in range(self.num_layers):
-            specs = [spec for spec in self._specs_by_unit.get(unit, []) if len(spec.shape) > 1]
-            paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts)]
-            if any(spec.experts for spec in specs):
-                paced = []
-            names = {spec.name for spec in paced}
-            rest = [spec for spec in specs if spec.name not in names]
+        for unit, specs in by_unit.items():
+            has_experts = any(spec.experts for spec in specs)
+            paced = [s for s in specs if s.parts and all(part.by_pace for part in s.parts) and not has_experts]
+            rest = [spec for spec in specs if spec not in paced]
             costs[unit] = UnitCosts(
                 cut=sum(s.numel for s in rest if s.shard_dim is not None) + self.head_cost // self.num_layers,
                 whole=sum(s.numel for s in rest if s.shard_dim is None),
@@ -200,13 +196,6 @@ class ParameterVector:
                 columns=paced[0].parts[0].rows if paced else 0,
             )
         return costs
-
-    @cached_property
-    def _specs_by_unit(self) -> dict[int, list[ParameterSpec]]:
-        by_unit: dict[int, list[ParameterSpec]] = {}
-        for spec in self.specs:
-            by_unit.setdefault(spec.unit, []).append(spec)
-        return by_unit
 
     def with_paces(self, paces: Iterable[int]) -> "ParameterVector":
         """The same parameters, whose MLPs are divided by these paces of the ranks; evenly where there are none.
@@ -307,9 +296,8 @@ def build_vector(specs: Iterable[ParameterSpec], layer_costs: Sequence[int], hea
             placed.append(replace(spec, offset=offset))
             offset += spec.numel
         if offset > start:
-            first = placed[-1]
-            kept = None if first.trainable else first.frozen_dtype
-            segments.append(Segment(len(segments), first.unit, first.dtype, first.trainable, start, offset, kept))
+            one, index = placed[-1], len(segments)
+            segments.append(Segment(index, one.unit, one.dtype, one.master_dtype, one.trainable, start, offset))
     if not segments:
         raise ModelError("the model has no parameters")
     return ParameterVector(tuple(placed), tuple(segments), tuple(layer_costs), head_cost)

@@ -42,10 +42,9 @@ def trace_events(steps: Sequence[TracedStep]) -> dict[str, Any]:
     events: list[dict[str, Any]] = []
     worlds = [len(t.report.ranks.agree_s) if t.report.ranks is not None else 1 for t in steps]
     for rank in range(max(worlds, default=0)):
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_name", "args": {"name": f"rank {rank}"}})
-        events.append({"ph": "M", "pid": rank, "tid": 0, "name": "process_sort_index", "args": {"sort_index": rank}})
-        for track, name in enumerate(_TRACKS):
-            events.append({"ph": "M", "pid": rank, "tid": track, "name": "thread_name", "args": {"name": name}})
+        names = [(0, "process_name", {"name": f"rank {rank}"}), (0, "process_sort_index", {"sort_index": rank})]
+        names += [(track, "thread_name", {"name": name}) for track, name in enumerate(_TRACKS)]
+        events += ({"ph": "M", "pid": rank, "tid": track, "name": name, "args": args} for track, name, args in names)
     for traced, world in zip(steps, worlds, strict=True):
         for rank in range(world):
             events += _rank_events(traced, rank)

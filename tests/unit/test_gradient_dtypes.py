@@ -14,7 +14,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.switch_time import estimate, port_seconds
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.gradients import GradientDtypes, master_dtype
-from hf_hotspa.layout.vector import Segment
+from hf_hotspa.layout.vector import ParameterSpec
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy
 from tests.calibrations import made_calibration
@@ -39,7 +39,7 @@ def test_what_the_words_mean() -> None:
     assert (GradientDtypes().accumulated("float64"), GradientDtypes().moved("float64")) == ("float64", "float64")
     assert GradientDtypes("bf16").moved("float64") == "bfloat16"
     for dtype in ("bfloat16", "float32", "float64"):
-        assert master_dtype(dtype) == Segment(0, 0, dtype, True, 0, 1).master_dtype
+        assert master_dtype(dtype) == ParameterSpec("weight", (1,), dtype, 0).master_dtype
     with pytest.raises(HotspaConfigError, match="in which gradients accumulate is 'fp16'.*use one of fp32, bf16"):
         GradientDtypes("fp16")
     with pytest.raises(HotspaConfigError, match="in which gradients travel is 'int8'.*auto, fp32, bf16"):
