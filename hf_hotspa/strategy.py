@@ -22,7 +22,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
-from hf_hotspa.in_flight import most_in_flight
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy_rules import CHUNK_FIX, check_strategy
 
@@ -308,8 +307,22 @@ class Bucket:
 
     @property
     def most_tokens(self) -> int:
-        """See `most_in_flight`."""
-        return most_in_flight(self.strategy, self.pack_tokens, self.longest)
+        """The most tokens in flight on a rank of a replica: a full pipeline, or one sequence longer than all of it.
+
+        With several stages on a rank, tokens count by the share of its stages that hold them: pp + (pp - 1) / v packs, which
+        is what the first rank holds in a full pipeline (`packing.interleaved_order`). With chunks in a pipeline, all chunks of
+        the longest sequence and one for each other stage; the last chunk of a sequence may be filled with short ones.
+        """
+        pp, v, ck = self.strategy.pp, self.strategy.v, self.strategy.ck
+
+        def full(tokens: int) -> int:
+            """Tokens on the first rank of a full pipeline of packs, or chunks, of so many."""
+            return pp * tokens - ((pp - 1) * tokens // -v if v > 1 else 0)
+
+        if not ck or pp == 1:
+            return max(full(self.pack_tokens), self.longest)
+        longest = self.longest or self.pack_tokens
+        return full(ck) + longest if longest > ck else full(min(ck, self.pack_tokens))
 
     def __str__(self) -> str:
         packs = f"@{self.pack_tokens}" if self.pack_tokens != self.longest else ""

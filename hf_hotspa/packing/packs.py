@@ -28,8 +28,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from hf_hotspa.errors import OverlongError
-from hf_hotspa.in_flight import most_in_flight
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Bucket, Strategy
 
 MIN_PIPELINE_PACK_TOKENS = 256
 """Tokens a pack should keep on average when packs are made smaller only to fill a pipeline: below that, a stage is
@@ -91,7 +90,7 @@ def pack_sequences(
     replicas = _to_replicas(alone + packs, costs, dp)
     if pp == 1:
         return replicas
-    most_tokens = most_in_flight(Strategy(pp=pp), capacity, longest)
+    most_tokens = Bucket(Strategy(pp=pp), longest, capacity).most_tokens
     return tuple(_filling_soon(replica, lengths, most_tokens) for replica in replicas)
 
 

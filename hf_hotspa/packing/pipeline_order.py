@@ -21,7 +21,7 @@ schedule. No stage waits for itself, also where a message occupies both ends unt
 forward pass at most, and that one comes right before the backward pass that it could wait for.
 
 In the functions here `tokens` are those of each unit, a pack or a chunk of one; `most_tokens` the most of them in flight on
-a stage (`most_in_flight`), None for no limit; `chains` how many units each chain has, in order, none where each stands alone.
+a stage (`Bucket.most_tokens`), None for no limit; `chains` how many units each chain has, in order, none where each stands alone.
 """
 
 from collections.abc import Sequence

@@ -9,6 +9,7 @@ widths are reckoned from above (`text_width`), as nobody knows the reader's font
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from xml.sax.saxutils import escape, quoteattr
 
 WIDTH, HEIGHT = 420, 230
@@ -234,21 +235,15 @@ def lines(
         y_range = (low - margin, high + margin)
     frame = _Frame(label, (xs[0], xs[-1]) if len(xs) > 1 else (xs[0] - 1, xs[0] + 1), y_range, unit)
     for s in series:
-        run: list[str] = []
-        pieces: list[list[str]] = [run]
-        points = [(x, v) for x, v in zip(xs, s.values, strict=True) if v is not None]
-        for x, value in zip(xs, s.values, strict=True):
-            if value is None and s.style != "eval":
-                run = []
-                pieces.append(run)
-            elif value is not None:
-                run.append(f"{frame.x(x):.1f},{frame.y(value):.1f}")
-        frame.parts += [f'<polyline class="line {s.style}" points="{" ".join(p)}"/>' for p in pieces if len(p) > 1]
+        at = [None if v is None else (frame.x(x), frame.y(v)) for x, v in zip(xs, s.values, strict=True)]
+        points = [point for point in at if point]
+        for _, piece in groupby(points if s.style == "eval" else at, key=bool):  # evaluations are joined
+            line = " ".join(f"{point[0]:.1f},{point[1]:.1f}" for point in piece if point)
+            if " " in line:
+                frame.parts.append(f'<polyline class="line {s.style}" points="{line}"/>')
         if len(points) <= 24:
-            frame.parts += [
-                f'<circle class="dot {s.style}" cx="{frame.x(x):.1f}" cy="{frame.y(v):.1f}" r="2.5"/>'
-                for x, v in points
-            ]
+            dots = (f'<circle class="dot {s.style}" cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in points)
+            frame.parts += dots
     column = frame.width / max(len(xs) - 1, 1)
     for i, x in enumerate(xs):
         shown = [f"{s.name} {short(v)}{unit}" for s in series if (v := s.values[i]) is not None]
