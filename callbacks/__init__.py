@@ -1,7 +1,8 @@
 """Trainer callbacks that read step reports, each loaded when first used."""
 
-from importlib import import_module
 from typing import TYPE_CHECKING
+
+from hf_hotspa._lazy import on_demand
 
 if TYPE_CHECKING:
     from hf_hotspa.callbacks.progress import PhaseProgressCallback
@@ -19,13 +20,4 @@ _HOMES = {
     "TraceCallback": "hf_hotspa.callbacks.trace",
 }
 
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(home), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -30,10 +30,10 @@ master store    fp32 master weights, optimizer state and gradient accumulator; e
 Importing the package imports no torch; the public names below are loaded when they are first used.
 """
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
 from hf_hotspa import _source_tree
+from hf_hotspa._lazy import on_demand
 
 if TYPE_CHECKING:
     from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
@@ -74,15 +74,4 @@ _HOMES = {
 
 _source_tree.install()
 
-
-def __getattr__(name: str) -> object:
-    home = _HOMES.get(name)
-    if home is None:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(import_module(home), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = on_demand(__name__, _HOMES)
