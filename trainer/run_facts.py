@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.model.specs import dtype_name
-from hf_hotspa.packing.weight_versions import delay_text
 from hf_hotspa.report import RunFacts
 from hf_hotspa.reporting.histogram import length_histogram
 from hf_hotspa.rows.table import SequenceTable
@@ -83,4 +82,4 @@ def run_facts(
 def pipeline_mode(args: HotSPaTrainingArguments) -> str:
     """How the stages of a run update: with `pipedream`, by how many packs their weights are behind."""
     mode = args.hotspa_pipedream
-    return args.hotspa_pipeline_mode if mode is None else delay_text(mode, args.hotspa_buckets[0].strategy.pp)
+    return args.hotspa_pipeline_mode if mode is None else mode.text(args.hotspa_buckets[0].strategy.pp)

@@ -76,18 +76,15 @@ class PipeDream:
                 versions.append(done)
         return versions
 
-    def __str__(self) -> str:
+    def text(self, num_stages: int) -> str:
+        """What the mode does to a run, for its log."""
         synced = ", all stages with the weights of the first" if self.vertical_sync else ""
-        return f"PipeDream: asynchronous 1F1B with weight stashing{synced}; not the synchronous update"
-
-
-def delay_text(mode: PipeDream, num_stages: int) -> str:
-    """What the mode does to a run, for its log."""
-    delays = ", ".join(map(str, mode.delays(num_stages)))
-    return (
-        f"{mode}. Each stage updates after the backward pass of every pack. Weights are behind by {delays} packs on stages 0 to"
-        f" {num_stages - 1} (fewer at the beginning of a mini-batch: the pipeline runs empty at its end)"
-    )
+        delays = ", ".join(map(str, self.delays(num_stages)))
+        return (
+            f"PipeDream: asynchronous 1F1B with weight stashing{synced}; not the synchronous update. Each stage updates after "
+            f"the backward pass of every pack. Weights are behind by {delays} packs on stages 0 to {num_stages - 1} (fewer at "
+            "the beginning of a mini-batch: the pipeline runs empty at its end)"
+        )
 
 
 def check_pipedream(buckets: Sequence[Bucket], tied: Sequence[str] = (), schedule: str = "auto") -> Strategy:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from xml.sax.saxutils import escape, quoteattr
 
+import numpy as np
+
 WIDTH, HEIGHT = 420, 230
 FONT = {"tick": 11.5, "label": 11.5, "marktext": 10.5}
 """Pixels, by class of text; as in `chart.css`."""
@@ -315,7 +317,8 @@ def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks:
     values = [v or 0.0 for s in series for v in s.values]
     frame = _Frame(label, (0, bins), (0.0, _top([v * 100 for v in values])), "%")
     slot = frame.width / bins
-    frame.marks([(frame.left + slot * _between(edges, mark.x), mark.text) for mark in marks])
+    between = np.interp([mark.x for mark in marks], edges, range(len(edges)))
+    frame.marks([(frame.left + slot * x, mark.text) for x, mark in zip(between.tolist(), marks, strict=True)])
     bar = slot * 0.84 / len(series)
     for i in range(bins):
         tip = f"{edges[i] + 1} to {edges[i + 1]} {x_label}: " + ", ".join(
@@ -327,11 +330,3 @@ def histogram(label: str, edges: Sequence[int], series: Sequence[Series], marks:
         frame.hover(frame.left + slot * (i + 0.5), slot, tip)
     every = -(-bins // 7)
     return frame.svg(x_label, [(frame.left + slot * (i + 1), short(edges[i + 1])) for i in range(bins - 1, -1, -every)])
-
-
-def _between(edges: Sequence[int], value: float) -> float:
-    """The place of a value on the axis of bins."""
-    for i in range(len(edges) - 1):
-        if value <= edges[i + 1]:
-            return i + max(0.0, (value - edges[i]) / (edges[i + 1] - edges[i]))
-    return float(len(edges) - 1)

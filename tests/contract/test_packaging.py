@@ -32,7 +32,7 @@ def _lines(text: str) -> list[str]:
 def _python(code: str, cwd: Path, *flags: str, **env: str) -> str:
     command = [sys.executable, *flags, "-c", code]
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    done = subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

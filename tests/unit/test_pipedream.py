@@ -14,7 +14,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.layout.placement import master_layout, strategy_layout
 from hf_hotspa.packing.pipeline_order import choose_passes
-from hf_hotspa.packing.weight_versions import PipeDream, check_pipedream, delay_text
+from hf_hotspa.packing.weight_versions import PipeDream, check_pipedream
 from hf_hotspa.plan.pool import PlanPool
 from hf_hotspa.plan.table import DST, SRC
 from hf_hotspa.strategy import Bucket, Strategy, parse_buckets
@@ -177,5 +177,5 @@ def test_flags_become_the_mode(tmp_path: Any) -> None:
         args.check_pipeline_mode(parse_buckets("pp2:64"))
         assert args.hotspa_pipedream == mode
     assert check_pipedream(parse_buckets("tp2pp2+sp+rc:64")) == Strategy(1, 2, 2, True, 1)
-    assert "behind by 3, 2, 1, 0 packs on stages 0 to 3" in delay_text(PipeDream(), 4)
-    assert "behind by 3, 3, 3, 3 packs" in delay_text(PipeDream(True), 4)
+    assert "behind by 3, 2, 1, 0 packs on stages 0 to 3" in PipeDream().text(4)
+    assert "behind by 3, 3, 3, 3 packs" in PipeDream(True).text(4)
