@@ -68,8 +68,8 @@ train: $(INSTALLED)  ## Two minutes: train a small model on PROCESSES=4 CPU proc
 .PHONY: test
 test: $(INSTALLED)  ## The fast tests, and a check that the multi-process ones really ran; both parts run, whatever the first says
 	@failed=0; \
-	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --durations 10 tests/unit tests/contract \
-		$(PYTEST_ARGS) || failed=1; \
+	$(ONE_THREAD) $(PY) -m pytest -m "not slow and not gpu" -n auto --maxprocesses 8 --dist worksteal --durations 10 \
+		tests/contract tests/unit $(PYTEST_ARGS) || failed=1; \
 	$(ONE_THREAD) HOTSPA_REQUIRE_GLOO=1 $(PY) -m pytest -m "not slow and not gpu" -n $(TEST_WORLDS) --dist worksteal \
 		--durations 10 tests/gloo $(PYTEST_ARGS) || failed=1; \
 	exit $$failed

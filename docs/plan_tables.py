@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from hf_hotspa.errors import DeviceMemoryError
@@ -82,10 +83,24 @@ def row(model: str, cluster: str) -> str:
     )
 
 
-def rewritten_tables() -> str:
-    """The page with the tables of now."""
-    page = _rewritten(PAGE.read_text(), BEGIN, HEADER + "".join(row(m, c) for m in MODELS for c in CLUSTERS))
-    return _rewritten(page, SHARDED_BEGIN, SHARDED_HEADER + "".join(sharded_row(*case) for case in SHARDED_CASES))
+ROWS = [
+    *((row, (model, cluster)) for model in MODELS for cluster in CLUSTERS),
+    *((sharded_row, case) for case in SHARDED_CASES),
+]  # fmt: skip
+"""What writes each line of the tables, and of what."""
+
+
+def rewritten_tables(lines: Sequence[str]) -> str:
+    """The page with these lines, one for each of `ROWS`."""
+    of_first = len(MODELS) * len(CLUSTERS)
+    page = _rewritten(PAGE.read_text(), BEGIN, HEADER + "".join(lines[:of_first]))
+    return _rewritten(page, SHARDED_BEGIN, SHARDED_HEADER + "".join(lines[of_first:]))
+
+
+def lines_of(page: str) -> list[str]:
+    """The lines of the tables that a page has."""
+    tables = [page.partition(begin)[2].partition(END)[0] for begin in (BEGIN, SHARDED_BEGIN)]
+    return [line for table in tables for line in table.splitlines(keepends=True)[2:]]
 
 
 def _rewritten(page: str, begin: str, table: str) -> str:
@@ -95,5 +110,5 @@ def _rewritten(page: str, begin: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(rewritten_tables())
+    PAGE.write_text(rewritten_tables([write(*case) for write, case in ROWS]))
     sys.exit(0)
