@@ -52,7 +52,7 @@ def nested_orders(
     candidates = {tp: [tuple(range(tp)), *_digit_reversals(tp)] for tp in degrees}
     movable = [tp for tp in degrees if len(candidates[tp]) > 1]
     costs = measured or StageCosts(tuple(layer_costs), head_cost)
-    scores = _pair_scores(strategies, degrees, candidates, layer_costs, costs)
+    scores = _pair_scores(strategies, candidates, layer_costs, costs)
 
     def value(choice: dict[int, int]) -> tuple[int, int, tuple[int, ...]]:
         total = sum(int(table[choice[a], choice[b]]) for (a, b), table in scores.items())
@@ -136,7 +136,6 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 
 def _pair_scores(
     strategies: Sequence[Strategy],
-    degrees: Sequence[int],
     candidates: dict[int, list[Order]],
     layer_costs: Sequence[int],
     costs: StageCosts,
@@ -150,25 +149,22 @@ def _pair_scores(
     ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}
     held = {key: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for key, cut in ranks.items()}
     common = {(p, q): (held[p] * weights) @ held[q].T for p in held for q in held}
+    # meetings[a, b][t, u]: the weight of the layers that ranks with coordinate t at degree a and u at degree b keep
+    meetings: dict[tuple[int, int], _Table] = {}
+    for s, o in product(strategies, strategies):
+        if s.tp < o.tp:
+            rank = np.arange(s.world_size)
+            kept = common[(s.pp, s.v), (o.pp, o.v)][rank * s.pp // s.world_size, rank * o.pp // o.world_size]
+            meeting = meetings.setdefault((s.tp, o.tp), np.zeros((s.tp, o.tp), np.int64))
+            np.add.at(meeting, (rank % s.tp, rank % o.tp), kept)
     tables = {}
-    for a, b in product(degrees, degrees):
-        if a >= b:
-            continue
-        # meeting[t, u]: the weight of the layers that ranks with coordinate t at degree a and u at degree b keep
-        meeting = np.zeros((a, b), np.int64)
-        for s in strategies:
-            for o in strategies:
-                if (s.tp, o.tp) == (a, b):
-                    rank = np.arange(s.world_size)
-                    kept = common[(s.pp, s.v), (o.pp, o.v)][rank * s.pp // s.world_size, rank * o.pp // o.world_size]
-                    np.add.at(meeting, (rank % a, rank % b), kept)
+    for (a, b), meeting in meetings.items():
         overlap = _overlaps(a, b)
-        tables[a, b] = np.array(
-            [
-                [int((meeting * overlap[np.ix_(first, second)]).sum()) for second in candidates[b]]
-                for first in candidates[a]
-            ]
-        ) * (math.lcm(*degrees) // math.lcm(a, b))
+        scores = [
+            [int((meeting * overlap[np.ix_(first, second)]).sum()) for second in candidates[b]]
+            for first in candidates[a]
+        ]
+        tables[a, b] = np.array(scores) * (math.lcm(*candidates) // math.lcm(a, b))
     return tables
 
 
