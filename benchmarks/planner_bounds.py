@@ -238,7 +238,7 @@ def pool(world_size: int, *, nested: bool) -> list[Strategy]:
     legal = [s for s in strategies_of(world_size) if s.pp <= NUM_LAYERS]
     if not nested:
         return legal
-    orders = nested_orders(legal, [1] * NUM_LAYERS)
+    orders = nested_orders(legal, [1] * NUM_LAYERS, StageCosts((1,) * NUM_LAYERS))
     return [s.ordered(orders[s]) for s in legal]
 
 

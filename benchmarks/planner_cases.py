@@ -161,7 +161,8 @@ def pool(world_size: int, model: str, *, nested: bool) -> list[Strategy]:
 
 def in_order(strategies: Sequence[Strategy], model: str) -> list[Strategy]:
     """Strategies with the nested shard orders that are best for them as a pool."""
-    orders = nested_orders(strategies, *stage_costs(model))
+    layers, head = stage_costs(model)
+    orders = nested_orders(strategies, layers, StageCosts(tuple(layers), head))
     return [strategy.ordered(orders[strategy]) for strategy in strategies]
 
 

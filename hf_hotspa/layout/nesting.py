@@ -26,7 +26,7 @@ _FINEST_WEIGHT = 1000
 
 
 def nested_orders(
-    strategies: Sequence[Strategy], layer_costs: Sequence[int], head_cost: int = 0, measured: StageCosts | None = None
+    strategies: Sequence[Strategy], layer_sizes: Sequence[int], costs: StageCosts
 ) -> dict[Strategy, tuple[int, ...]]:
     """The shard order of each strategy of a pool, one per tp degree.
 
@@ -38,9 +38,8 @@ def nested_orders(
 
     Args:
         strategies: The pool; all of one world size. Their own shard orders are ignored.
-        layer_costs: Relative cost of each layer, also taken as its relative size.
-        head_cost: The same for the head: stages are cut with it.
-        measured: What stages are cut by in the place of both, see `ParameterVector`.
+        layer_sizes: Relative to one another.
+        costs: What stages are cut by.
 
     Returns:
         For each strategy what `Strategy.ordered` takes: the shard of each tp coordinate; empty for the identity.
@@ -51,8 +50,7 @@ def nested_orders(
     degrees = sorted({s.tp for s in strategies})
     candidates = {tp: [tuple(range(tp)), *_digit_reversals(tp)] for tp in degrees}
     movable = [tp for tp in degrees if len(candidates[tp]) > 1]
-    costs = measured or StageCosts(tuple(layer_costs), head_cost)
-    scores = _pair_scores(strategies, candidates, layer_costs, costs)
+    scores = _pair_scores(strategies, candidates, layer_sizes, costs)
 
     def value(choice: dict[int, int]) -> tuple[int, int, tuple[int, ...]]:
         total = sum(int(table[choice[a], choice[b]]) for (a, b), table in scores.items())
@@ -137,15 +135,15 @@ def _starts(degrees: Sequence[int], candidates: dict[int, list[Order]]) -> list[
 def _pair_scores(
     strategies: Sequence[Strategy],
     candidates: dict[int, list[Order]],
-    layer_costs: Sequence[int],
+    layer_sizes: Sequence[int],
     costs: StageCosts,
 ) -> dict[tuple[int, int], _Table]:
     """For each pair of degrees a < b the score of every pair of their candidates.
 
     Strategies of equal degree share one order, which keeps the same amount in place whatever it is: no such pairs.
     """
-    heaviest = max(max(layer_costs, default=0), 1)
-    weights = np.array([max(1, cost * _FINEST_WEIGHT // heaviest) for cost in layer_costs], np.int64)
+    largest = max(max(layer_sizes, default=0), 1)
+    weights = np.array([max(1, size * _FINEST_WEIGHT // largest) for size in layer_sizes], np.int64)
     ranks = {(pp, v): costs.ranks(pp, v) for pp, v in sorted({(s.pp, s.v) for s in strategies})}
     held = {key: np.array([[i in layers for i in range(len(weights))] for layers in cut]) for key, cut in ranks.items()}
     common = {(p, q): (held[p] * weights) @ held[q].T for p in held for q in held}

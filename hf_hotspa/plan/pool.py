@@ -58,8 +58,7 @@ class PlanPool:
         check_choice("the planner", planner, PLANNERS)
         planner = "algorithm1" if by_stage and planner == "relay" else planner
         # by the usual paces: a cut for slow devices leaves every shard with its rank
-        measured = vector.measured.with_paces(()) if vector.measured is not None else None
-        orders = nested_orders(strategies, vector.layer_costs, vector.head_cost, measured)
+        orders = nested_orders(strategies, vector.layer_costs, vector.stage_costs.with_paces(()))
         self.strategies = tuple(strategy.ordered(orders[strategy]) for strategy in strategies)
         self.second_source = second_source
         self.units = Units(vector)

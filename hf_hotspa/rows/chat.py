@@ -27,20 +27,19 @@ class ChatTemplate(Template):
         Raises:
             DataError: the template fails on one, leaves something out, or does not show what the assistant says.
         """
-        by_place: dict[int, Tokens] = {}
+        tokens: list[Tokens] = []
         texts: dict[int, tuple[str, list[tuple[int, int]]]] = {}
         for at, (chat, row) in enumerate(zip(chats, rows, strict=True)):
             layout = Layout(self, chat, row)
-            tokens = layout.by_markers() if layout.marked else None
-            if tokens is None:
+            marked = layout.by_markers() if layout.marked else None
+            if marked is None:
                 texts[at] = layout.turn_by_turn()
-            else:
-                by_place[at] = tokens
+            tokens.append(marked or ([], []))
         if texts:
             encoded = self.encode([text for text, _ in texts.values()])
             for (at, (text, spans)), (ids, ends) in zip(texts.items(), encoded, strict=True):
-                by_place[at] = (ids, self._learned(text, spans, ids, ends, rows[at]))
-        return [by_place[at] for at in range(len(chats))]
+                tokens[at] = (ids, self._learned(text, spans, ids, ends, rows[at]))
+        return tokens
 
     def encode(self, texts: list[str]) -> list[tuple[list[int], list[int] | None]]:
         """Ids of each text, and where in it each token ends; None for a tokenizer that cannot say."""

@@ -78,7 +78,7 @@ def test_a_cut_moves_nothing_in_the_vector_and_changes_its_digest() -> None:
 def test_orders_of_shards_follow_the_cut() -> None:
     pool = [Strategy(tp=4), Strategy(tp=2, pp=2), Strategy(dp=4)]
     vector = describe_model(tiny_model(FAMILY), None).vector
-    even, heavy = (nested_orders(pool, vector.layer_costs, vector.head_cost, costs) for costs in (None, HEAVY))
+    even, heavy = (nested_orders(pool, vector.layer_costs, costs) for costs in (vector.stage_costs, HEAVY))
     assert even.keys() == heavy.keys()
 
 

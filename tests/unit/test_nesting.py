@@ -15,7 +15,7 @@ COSTS = [3] * 12
 
 def nested(*names: str) -> list[Strategy]:
     pool = [Strategy.parse(name) for name in names]
-    orders = nested_orders(pool, COSTS, 2)
+    orders = nested_orders(pool, COSTS, StageCosts(tuple(COSTS), 2))
     return [s.ordered(orders[s]) for s in pool]
 
 
@@ -108,4 +108,4 @@ def test_one_order_per_degree_and_the_same_every_time():
 
 def test_more_stages_than_layers():
     with pytest.raises(StrategyError):
-        nested_orders([Strategy(pp=4)], [1, 1])
+        nested_orders([Strategy(pp=4)], [1, 1], StageCosts((1, 1)))
