@@ -386,7 +386,7 @@ def auto_pool(rank, world, folder):
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
         trainer._agreement().barrier()
         train(trainer)
-        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._auto.buckets})
+        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._auto.plan.pool})
     return pools
 
 
