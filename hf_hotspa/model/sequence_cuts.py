@@ -63,7 +63,10 @@ def ring_unsupported_reason(family: str, layers: Sequence[nn.Module], drops: boo
     """Why attention of the layers cannot be computed block by block on a ring, or None."""
     for module in (module for layer in layers for module in layer.modules() if calls_attention(module)):
         names = names_in_forward(module)
-        window, cap = (getattr(module, name, None) for name in ("sliding_window", "attn_logit_softcapping"))
+        cap = getattr(module, "attn_logit_softcapping", None)
+        # some forwards read it from the config at each call
+        owner = module if hasattr(module, "sliding_window") or "sliding_window" not in names else module.config
+        window = getattr(owner, "sliding_window", None)
         widths = getattr(module, "qk_head_dim", None), getattr(module, "v_head_dim", None)
         for is_there, what in (
             (window is not None, f"a sliding window of {window} tokens"),

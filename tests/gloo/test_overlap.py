@@ -308,10 +308,10 @@ def no_memory_in_a_switch(rank, world_size, accumulate):
     real = executor._open
     if rank == 1:
 
-        def opened(plan, *args):
-            if plan.accumulate == accumulate:
+        def opened(bound, *args):
+            if bound.plan.accumulate == accumulate:
                 raise torch.OutOfMemoryError("no memory for a group")
-            return real(plan, *args)
+            return real(bound, *args)
 
         executor._open = opened
     try:

@@ -36,7 +36,7 @@ def ranks(monkeypatch, tmp_path):
 
 
 def raised(error):
-    hook = uncaught._Hook(sys.__excepthook__)
+    hook = uncaught._Hook()
     try:
         raise error
     except BaseException as caught:
