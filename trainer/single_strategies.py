@@ -18,7 +18,7 @@ from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Bucket
 from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, RankRows
 from hf_hotspa.trainer.engine_options import engine_options, given_buckets
 from hf_hotspa.trainer.row_order import order_seed
@@ -140,9 +140,12 @@ def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[
 
 def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
     """An engine that knows the strategies of all sides; they share its weights and its memory."""
-    buckets: dict[Strategy, Bucket] = {b.strategy: Bucket(b.strategy, 1, 1) for side in sides for b in side.buckets}
+    strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
+    buckets = [
+        Bucket(s, s.cp, s.cp) for s in strategies
+    ]  # mini-batches come with buckets of their own; cp needs a token a rank
     weights = None if has_weights(trainer.model) else trainer._source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
     time = trainer._auto.time if trainer._auto is not None else None
     options = engine_options(trainer.args, trainer._own_loss(), measured, time)
-    return HotSPaEngine(trainer.model, list(buckets.values()), options, weights=weights, device=trainer.args.device)
+    return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)

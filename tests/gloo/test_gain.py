@@ -145,3 +145,18 @@ def test_what_cannot_be_measured(tmp_path):
         assert "0 mini-batches" in none
         assert "nothing was trained" in untrained
         assert one is None
+
+
+def beside_cp(rank, world_size, folder):
+    from hf_hotspa.trainer.single_strategies import measure_gain
+
+    trainer = make_trainer(folder, "dp2:16@32,cp2:60")
+    trainer.train()
+    return measure_gain(trainer, steps=1)
+
+
+def test_the_single_strategy_may_be_one_with_context_parallelism(tmp_path):
+    gain, other = run_ranks(2, beside_cp, str(tmp_path))
+    assert gain == other
+    assert list(gain.singles) == ["dp1cp2tp1pp1"]
+    assert gain.loss_difference < 1e-5
