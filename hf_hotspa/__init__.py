@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     from hf_hotspa.errors import HotspaError
     from hf_hotspa.model.options import EngineOptions
     from hf_hotspa.strategy import Strategy, parse_buckets
+    from hf_hotspa.switched.model import SwitchedModel
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
@@ -56,6 +57,7 @@ __all__ = [
     "PackedBucketCollator",
     "Strategy",
     "SwitchOverheadCallback",
+    "SwitchedModel",
     "__version__",
     "parse_buckets",
 ]
@@ -68,6 +70,7 @@ _HOMES = {
     "HotspaError": "hf_hotspa.errors",
     "PackedBucketCollator": "hf_hotspa.data.collator",
     "Strategy": "hf_hotspa.strategy",
+    "SwitchedModel": "hf_hotspa.switched.model",
     "SwitchOverheadCallback": "hf_hotspa.callbacks.switch_overhead",
     "parse_buckets": "hf_hotspa.strategy",
 }

@@ -29,6 +29,7 @@ from hf_hotspa.versions import version_of
 
 USAGE_ERROR = 2
 TRAIN = "train"
+_MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
 _LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
@@ -56,111 +57,133 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     # its flags are those of TrainingArguments and more, which only torch and transformers know: `main` hands them on
     commands.add_parser(TRAIN, add_help=False, help="fine-tune a model on a data set; hf-hotspa train --help")
-    model = argparse.ArgumentParser(add_help=False)
-    model.add_argument(
+    model = _model_arguments()
+    setup = _setup_arguments(model)
+    _add_plan(commands, setup)
+    _add_estimate(commands, setup)
+    _add_calibrate(commands, model)
+    for others in (formulas, inputs, reports, checkpoints):
+        others.add_parsers(commands)
+    return parser
+
+
+def _model_arguments() -> argparse.ArgumentParser:
+    """The arguments of every command that reads a model."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument(
         "--model",
         required=True,
         help=f"a name on the hub, a config.json, its folder, or one of: {', '.join(preset_names())}",
     )
-    model.add_argument("--json", action="store_true", help="print JSON instead of tables")
-    common = argparse.ArgumentParser(add_help=False, parents=[model])
-    common.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
-    common.add_argument(
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    return parser
+
+
+def _setup_arguments(model: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """The arguments of commands that predict a run: what `_setup` reads, but for the hardware."""
+    parser = argparse.ArgumentParser(add_help=False, parents=[model])
+    parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
+    parser.add_argument(
         "--memory-limit",
         metavar="SIZE",
         help="what a plan may fill of a device, such as 70GiB; 90 %% of its memory by default",
     )
-    common.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
-    common.add_argument(
+    parser.add_argument("--dtype", help="of weights and activations (default: that of the calibration, else bfloat16)")
+    parser.add_argument(
         "--sequence-parallel",
         action="store_true",
         help="all strategies with tp are sequence parallel (+sp): norms and residuals divided over tp; `plan` tries both",
     )
-    common.add_argument(
+    parser.add_argument(
         "--recompute",
         action="store_true",
         help="all strategies recompute (+rc): layers keep their input only; `plan` tries both",
     )
-    common.add_argument(
+    parser.add_argument(
         "--lora",
         metavar="ADAPTER",
         help="train a LoRA adapter, the model frozen: its r, such as 16, or r=16,targets=q_proj+v_proj (default: all-linear)",
     )
-    common.add_argument(
+    parser.add_argument(
         "--grad-accum-dtype", default=FP32, choices=ACCUMULATION_DTYPES, help="in which micro-batches add up gradients"
     )
-    common.add_argument(
+    parser.add_argument(
         "--grad-wire-dtype",
         default=AUTO,
         choices=WIRE_DTYPES,
         help="in which gradients travel to the master store (auto: the one in which they add up)",
     )
-    common.add_argument(
+    parser.add_argument(
         "--pipeline-schedule",
         default="auto",
         choices=SCHEDULES,
         help="hotspa_pipeline_schedule: gpipe holds more than the others, up to what a bucket allows",
     )
-    machines = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
+    return parser
 
-    plan = commands.add_parser("plan", parents=[common], help="choose strategies, buckets and packs")
-    plan.set_defaults(answer=_plan)
-    source = plan.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hardware", help=machines)
+
+def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("plan", parents=[setup], help="choose strategies, buckets and packs")
+    parser.set_defaults(answer=_plan)
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hardware", help=_MACHINES)
     source.add_argument("--calibration", metavar="FILE", help="what `hf-hotspa calibrate` measured, instead")
-    rows = plan.add_mutually_exclusive_group(required=True)
+    rows = parser.add_mutually_exclusive_group(required=True)
     rows.add_argument(
         "--lengths", help=f"{', '.join(DISTRIBUTIONS)}, or a JSON histogram, which `hf-hotspa lengths` makes"
     )
-    inputs.add_data_arguments(rows, plan)
-    plan.add_argument(
+    inputs.add_data_arguments(rows, parser)
+    parser.add_argument(
         "--longest",
         type=int,
         metavar="TOKENS",
         help=f"the longest sequence that must fit; by default that of the histogram, or {LONGEST} (the model's "
         "positions, if fewer) for named lengths",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--overlong",
         default="error",
         choices=OVERLONG_POLICIES,
         help="hotspa_overlong: what becomes of sequences above --longest (default: %(default)s)",
     )
-    plan.add_argument(
+    parser.add_argument(
         "--mini-batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
     )
-    plan.add_argument("--max-buckets", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)")
-    plan.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
+    parser.add_argument(
+        "--max-buckets", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)"
+    )
+    parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
 
-    memory = commands.add_parser("estimate", parents=[common], help="memory of one strategy")
-    memory.set_defaults(answer=_estimate)
-    memory.add_argument("--hardware", help=f"{machines}; gives the limit")
-    memory.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
-    memory.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
-    memory.add_argument(
+
+def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser("estimate", parents=[setup], help="memory of one strategy")
+    parser.set_defaults(answer=_estimate)
+    parser.add_argument("--hardware", help=f"{_MACHINES}; gives the limit")
+    parser.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
+    parser.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
+    parser.add_argument(
         "--pipeline-mode",
         default=SYNCHRONOUS,
         choices=PIPELINE_MODES,
         help="hotspa_pipeline_mode: with pipedream each stage keeps versions of its weights",
     )
 
-    measure = commands.add_parser(
+
+def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
+    parser = commands.add_parser(
         "calibrate",
         parents=[model],
         help="measure this machine",
         description="Measures a model on the machine at hand, seconds long. Under torchrun or accelerate launch it runs "
         "on the processes that are there, and else starts its own.",
     )
-    measure.set_defaults(answer=_calibrate)
-    measure.add_argument(
+    parser.set_defaults(answer=_calibrate)
+    parser.add_argument(
         "--processes", type=int, metavar="N", help="started where no launcher did (default: GPUs, else cores)"
     )
-    measure.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
-    measure.add_argument("--output", metavar="FILE", help="also write the calibration here")
-    measure.add_argument("--force", action="store_true", help="measure although the cache holds it")
-    for others in (formulas, inputs, reports, checkpoints):
-        others.add_parsers(commands)
-    return parser
+    parser.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
+    parser.add_argument("--output", metavar="FILE", help="also write the calibration here")
+    parser.add_argument("--force", action="store_true", help="measure although the cache holds it")
 
 
 def _setup(args: argparse.Namespace) -> Setup:

@@ -182,6 +182,10 @@ class StepReport:
             into account (`stragglers/detection.py`); None for a rank that ran nothing that says it, and altogether where
             nobody watches.
         slow: The ranks that are called slow after this mini-batch.
+        rows_bytes: Bytes of rows (lengths, tokens, labels) that ranks sent each other, summed over ranks: under a
+            `SwitchedModel`, where each rank reads its own batch.
+        numbers_bytes: Bytes of losses, log-probabilities and the like that went back to the ranks of the rows.
+        seeds_bytes: Bytes of gradients by these numbers that went to the ranks that train the rows.
     """
 
     step: Count
@@ -199,6 +203,9 @@ class StepReport:
     single_s: float | None = None
     paces: tuple[float | None, ...] | None = None
     slow: tuple[Count, ...] = ()
+    rows_bytes: Count = 0
+    numbers_bytes: Count = 0
+    seeds_bytes: Count = 0
 
     @property
     def num_tokens(self) -> int:

@@ -171,40 +171,13 @@ def prepare_auto(
         HotspaError: on every rank: lengths or model that cannot be trained, a calibration that cannot be used, a memory
             limit under which nothing fits.
     """
-
-    def look() -> tuple[ModelDescription, list[SequenceTable]]:
-        """At what can be wrong before anything is measured, which takes a minute."""
-        compute_dtype = torch.bfloat16 if args.bf16 else None
-        description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
-        tables = read_tables()
-        longest_wanted(tables, description.shape, args.hotspa_longest, args.hotspa_overlong)
-        return description, tables
-
-    description, tables = agreement.run(
-        "auto strategies",
-        look,
-        lambda prepared: {"model": prepared[0].digest()},
-        facts=lambda prepared: (
-            model_facts(model)
-            | {
-                "rows of the data set": str([len(table) for table in prepared[1]]),
-                "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
-            }
-        ),
-    )
-    every = args.hotspa_recompute_every
+    description, tables = _agreed_inputs(model, args, agreement, read_tables)
     strategies = searched_strategies(description.shape, args, may_divide=may_chunk)
     calibration = agreed_calibration(model.config, description, args, measured_strategies(strategies), agreement)
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description = replace(description, vector=vector)
     limit, source = memory_limit(args, agreement)
-    avoided = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
-    # nodes may have disks of their own
-    known = fewest_tokens([json.loads(text) for text in agreement.texts(avoided)])
-    most = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
-    if most and args.process_index == 0:
-        logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, ", ".join(map(str, most)))
-
+    most_tokens = _tokens_before_out_of_memory(args, agreement)
     cost = cost_model(calibration, description, args)
 
     def planned(among: list[Strategy]) -> Plan:
@@ -218,7 +191,7 @@ def prepare_auto(
             longest=args.hotspa_longest,
             policy=args.hotspa_overlong,
             max_phases=args.hotspa_max_buckets,
-            most_tokens=most,
+            most_tokens=most_tokens,
             evaluated=tables[1:],
             may_chunk=may_chunk,
             has_host_memory=args.device.type != "cpu",
@@ -238,6 +211,49 @@ def prepare_auto(
         cost_model(calibration, cut, args).memory.check_pool(plan.pool, limit, limit_text(limit, source))
 
     return AutoStrategies(plan, cost, args, quadratic_cost, singles, vector.measured, fits)
+
+
+def _agreed_inputs(
+    model: PreTrainedModel,
+    args: HotSPaTrainingArguments,
+    agreement: Agreement,
+    read_tables: Callable[[], list[SequenceTable]],
+) -> tuple[ModelDescription, list[SequenceTable]]:
+    """The model and the scans, on all ranks alike. Collective."""
+
+    def look() -> tuple[ModelDescription, list[SequenceTable]]:
+        """At what can be wrong before anything is measured, which takes a minute."""
+        compute_dtype = torch.bfloat16 if args.bf16 else None
+        description = describe_model(model, compute_dtype, args.hotspa_attention_dropout is None)
+        tables = read_tables()
+        longest_wanted(tables, description.shape, args.hotspa_longest, args.hotspa_overlong)
+        return description, tables
+
+    return agreement.run(
+        "auto strategies",
+        look,
+        lambda prepared: {"model": prepared[0].digest()},
+        facts=lambda prepared: (
+            model_facts(model)
+            | {
+                "rows of the data set": str([len(table) for table in prepared[1]]),
+                "tokens of the data set": str([table.num_tokens for table in prepared[1]]),
+            }
+        ),
+    )
+
+
+def _tokens_before_out_of_memory(args: HotSPaTrainingArguments, agreement: Agreement) -> dict[Strategy, int]:
+    """The most tokens of a pack of strategies that ran out of memory before, on any node: these may have disks of their
+    own. Collective."""
+    own = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
+    known = fewest_tokens([json.loads(text) for text in agreement.texts(own)])
+    every = args.hotspa_recompute_every
+    most_tokens = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
+    if most_tokens and args.process_index == 0:
+        packs = ", ".join(map(str, most_tokens))
+        logger.warning("%s: packs of %s are kept below what ran out of memory", FILE, packs)
+    return most_tokens
 
 
 def measured_costs(

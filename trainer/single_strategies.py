@@ -73,7 +73,7 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
             why="every side needs the same rows, and a stream gives them once",
             fix="use a data set with random access",
         )
-    hot, size = _switching(trainer), trainer.get_total_train_batch_size(trainer.args)
+    hot = _switching(trainer)
     if len(hot.buckets) < 2:
         return None
     dataset, table = trainer._data.train(trainer.train_dataset)
@@ -83,17 +83,49 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
             "no single strategy is known to hold every row, so there is nothing to compare with",
             fix="hotspa_calibration=measure finds out which of them fit",
         )
-    shuffled = trainer.args.train_sampling_strategy != "sequential"
-    order = MiniBatchSampler(len(table), size, seed=order_seed(trainer.args) if shuffled else None)
-    batches = list(islice(order, steps))
+    batches = _first_mini_batches(trainer, len(table), steps)
     trainer._update_model()
     engine = _engine(trainer, sides)
     readers = [RankRows(dataset, trainer._data.collator(engine, side.buckets, table)) for side in sides]
+    seconds, differences = _take_turns(engine, sides, readers, batches, steps, trainer.is_world_process_zero())
+    engine.close()
+    singles = {side.name: tuple(seconds[side.name]) for side in sides[1:]}
+    measured = MeasuredGain(tuple(seconds[hot.name]), singles, max(differences))
+    if trainer.is_world_process_zero():
+        tqdm.write(str(measured))
+    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=measured)
+    return measured
+
+
+def _first_mini_batches(trainer: "HotSPaTrainer", num_rows: int, steps: int) -> list[list[int]]:
+    """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer."""
+    args = trainer.args
+    seed = order_seed(args) if args.train_sampling_strategy != "sequential" else None
+    return list(islice(MiniBatchSampler(num_rows, trainer.get_total_train_batch_size(args), seed=seed), steps))
+
+
+def _take_turns(
+    engine: HotSPaEngine,
+    sides: Sequence[Side],
+    readers: Sequence[RankRows],
+    batches: Sequence[Sequence[int]],
+    steps: int,
+    verbose: bool,
+) -> tuple[dict[str, list[float]], list[float]]:
+    """Runs the mini-batches under each side, after one that is not timed. Collective.
+
+    Args:
+        batches: The rows of the mini-batches; they come again where there are fewer than `steps`.
+        verbose: Whether this process prints which mini-batch is next.
+
+    Returns:
+        The seconds of each side by its name, and how far the losses of the sides of each mini-batch differ.
+    """
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
     differences = []
     for number in range(-1, steps):
         rows = batches[max(number, 0) % len(batches)]
-        if trainer.is_world_process_zero():
+        if verbose:
             shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
             tqdm.write(f"measuring {shown} under {', '.join(side.name for side in sides)}")
         losses = []
@@ -107,14 +139,7 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
             if number >= 0:
                 seconds[sides[at].name].append(took)
         differences.append((max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0)
-    engine.close()
-    switching, *others = (tuple(seconds[side.name]) for side in sides)
-    singles = dict(zip((side.name for side in sides[1:]), others, strict=True))
-    measured = MeasuredGain(switching, singles, max(differences))
-    if trainer.is_world_process_zero():
-        tqdm.write(str(measured))
-    trainer.callback_handler.dispatch("on_gain_measured", trainer.args, trainer.state, trainer.control, gain=measured)
-    return measured
+    return seconds, differences
 
 
 def _switching(trainer: "HotSPaTrainer") -> Side:

@@ -155,52 +155,21 @@ class MemoryModel:
         return [self._breakdown(bucket, stage, num_packs, arena_bytes) for stage in range(bucket.strategy.pp)]
 
     def _breakdown(self, bucket: Bucket, stage: int, num_packs: int | None, arena_bytes: int) -> MemoryBreakdown:
-        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
-        options, sizes, shape = self.options, self.sizes.stages(strategy)[stage], self.sizes.shape
+        strategy, options, sizes = bucket.strategy, self.options, self.sizes.stages(bucket.strategy)[stage]
         master = self._master_of(strategy, stage)
-        held_tokens, longest, chain = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity, 1
-        if strategy.ck and strategy.pp > 1:
-            chain = num_chunks(longest, strategy.ck, shape.quadratic_cost)
-            num_packs = None if num_packs is None else num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
-        in_flight = most_packs(options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
-        if strategy.ck and strategy.pp == 1:
-            in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
-            held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
-        elif in_flight is None:
-            in_flight = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
-        elif chain == 1:  # what else a chain is cut into depends on what is measured
-            held_tokens = min(in_flight * pack_tokens, held_tokens)
-
-        hidden = shape.hidden_size * dtype_bytes(options.compute_dtype)
-        last = stage == strategy.pp - 1 and in_flight > 0
+        pack_tokens = tokens_at_a_time(strategy, bucket.capacity)
+        num_packs, chain = self._packs_or_chunks(bucket, num_packs)
+        in_flight, held_tokens = self._in_flight(bucket, stage, num_packs, chain)
         weights = options.weight_copies * sizes.weight_bytes
         if options.pipedream is not None:
             versions = options.pipedream.most_versions(strategy.pp, stage, num_packs)
             weights += (versions - 1) * sizes.trained_bytes
-        rows = -(-shape.vocab_size // strategy.tp)
-        logits = options.end_bytes.get(strategy.tp)
-        if logits is None:
-            logits = rows * 4 * options.logit_copies
-        at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
-        # of the other tokens, the hidden states and their gradients
-        rest = 2 * hidden * (pack_tokens - at_a_time)
-        logit_bytes = at_a_time * logits + rest if last else 0.0
-        num_layers = self._layers_that_hold(strategy, stage)
-        layers = self._layers_bytes(strategy, num_layers, held_tokens, pack_tokens, logit_bytes)
-        width = dtype_bytes(options.compute_dtype)
-        kept_layers = num_layers if not strategy.rc else 1
-        layers += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
-        layers += carried_bytes(strategy, shape, sizes.num_layers, longest, width)
-        # a layer that attends and the logits are never there at the same time
-        layers += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
-        if in_flight and (not last or strategy.v > 1):
-            # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
-            copies = 1 if options.schedule in ("auto", "own") else 2
-            layers += copies * hidden / self._sharers(strategy) * held_tokens * strategy.v
+        last = stage == strategy.pp - 1 and in_flight > 0
+        sends = in_flight > 0 and (not last or strategy.v > 1)
+        logits = self._logit_bytes(strategy, pack_tokens) if last else 0.0
+        activations = self._held_activations(bucket, stage, held_tokens, logits, sends)
         if last and in_flight > 1:
-            # a loss keeps probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
-            kept = rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + hidden
-            logit_bytes += kept * held_tokens
+            logits += self._kept_by_loss(strategy) * held_tokens
         return MemoryBreakdown(
             master_weights=master.weight_bytes,
             master_gradients=master.gradient_bytes,
@@ -208,14 +177,86 @@ class MemoryModel:
             weights=weights,
             gradients=sizes.gradient_bytes,
             arena=max(0, arena_bytes - weights - sizes.gradient_bytes),
-            activations=layers,
-            logits=logit_bytes,
+            activations=activations,
+            logits=logits,
             switch=min(options.switch_bytes, self._most_moved(sizes, arena_bytes)),
             stage=stage,
             in_flight=in_flight,
             held_tokens=held_tokens,
             pack_tokens=pack_tokens,
         )
+
+    def _packs_or_chunks(self, bucket: Bucket, num_packs: int | None) -> tuple[int | None, int]:
+        """How many packs of a replica go through the pipeline one by one, or chunks where it cuts them (`+ck`); and how
+        many chunks of one sequence, 1 where it does not."""
+        strategy = bucket.strategy
+        if not strategy.ck or strategy.pp == 1:
+            return num_packs, 1
+        chain = num_chunks(bucket.longest or bucket.capacity, strategy.ck, self.sizes.shape.quadratic_cost)
+        if num_packs is not None:
+            num_packs = num_packs * num_chunks(bucket.capacity, strategy.ck) + chain
+        return num_packs, chain
+
+    def _in_flight(self, bucket: Bucket, stage: int, num_packs: int | None, chain: int) -> tuple[int, int]:
+        """The most packs (or chunks) whose activations a stage keeps, and the tokens of them that a rank holds.
+
+        Args:
+            num_packs: See `_packs_or_chunks`; `chain`, too.
+        """
+        strategy, pack_tokens = bucket.strategy, tokens_at_a_time(bucket.strategy, bucket.capacity)
+        held_tokens, longest = -(-bucket.most_tokens // strategy.cp), bucket.longest or bucket.capacity
+        in_flight = most_packs(self.options.schedule, strategy.pp, stage, num_packs, chain, strategy.v)
+        if strategy.ck and strategy.pp == 1:
+            in_flight = min(1 + strategy.kg, num_chunks(longest, strategy.ck))
+            held_tokens = min(in_flight * pack_tokens, max(-(-longest // strategy.cp), pack_tokens))
+        elif in_flight is None:
+            in_flight = held_tokens // max(1, min(pack_tokens, tokens_at_a_time(strategy, bucket.pack_tokens)))
+        elif chain == 1:  # what else a chain is cut into depends on what is measured
+            held_tokens = min(in_flight * pack_tokens, held_tokens)
+        return in_flight, held_tokens
+
+    def _hidden_bytes(self) -> int:
+        """Bytes of the hidden state of a token."""
+        return self.sizes.shape.hidden_size * dtype_bytes(self.options.compute_dtype)
+
+    def _logit_bytes(self, strategy: Strategy, pack_tokens: int) -> float:
+        """What the end of the last stage holds of one pack, while its logits are there."""
+        rows = -(-self.sizes.shape.vocab_size // strategy.tp)
+        logits = self.options.end_bytes.get(strategy.tp)
+        if logits is None:
+            logits = rows * 4 * self.options.logit_copies
+        at_a_time = min(pack_tokens, loss_chunk_tokens(rows))
+        # of the other tokens, the hidden states and their gradients
+        return at_a_time * logits + 2 * self._hidden_bytes() * (pack_tokens - at_a_time)
+
+    def _kept_by_loss(self, strategy: Strategy) -> float:
+        """Bytes of a token that a loss keeps until the backward pass of its pack."""
+        shape = self.sizes.shape
+        rows = -(-shape.vocab_size // strategy.tp)
+        # probabilities, or gradients of the hidden state and of the head (`parallel.head_loss`)
+        return rows * 4 * max(1.0, shape.hidden_size / loss_chunk_tokens(rows)) + self._hidden_bytes()
+
+    def _held_activations(self, bucket: Bucket, stage: int, held_tokens: int, logit_bytes: float, sends: bool) -> float:
+        """Bytes of a stage's activations when most is held, those of all packs in flight; without the logits.
+
+        Args:
+            sends: Whether a later stage goes on with what it computes.
+        """
+        strategy, options, shape = bucket.strategy, self.options, self.sizes.shape
+        pack_tokens, width = tokens_at_a_time(strategy, bucket.capacity), dtype_bytes(options.compute_dtype)
+        num_layers = self._layers_that_hold(strategy, stage)
+        held = self._layers_bytes(strategy, num_layers, held_tokens, pack_tokens, logit_bytes)
+        kept_layers = num_layers if not strategy.rc else 1
+        held += returned_bytes(strategy, shape, width) * kept_layers * held_tokens
+        layers_of_stage = self.sizes.stages(strategy)[stage].num_layers
+        held += carried_bytes(strategy, shape, layers_of_stage, bucket.longest or bucket.capacity, width)
+        # a layer that attends and the logits are never there at the same time
+        held += max(0.0, gathered_bytes(strategy, shape, pack_tokens, options.context_parallel, width) - logit_bytes)
+        if sends:
+            # what a stage sends stays until its backward pass; torch's schedules have buffers for its gradients, too
+            copies = 1 if options.schedule in ("auto", "own") else 2
+            held += copies * self._hidden_bytes() / self._sharers(strategy) * held_tokens * strategy.v
+        return held
 
     def _layers_that_hold(self, strategy: Strategy, stage: int) -> int:
         """Layers of a rank; of several stages as if all were as long as the longest, which may hold most of the packs."""
@@ -252,7 +293,7 @@ class MemoryModel:
             backward = 0.0 if logit_bytes else min(per_token, self.options.end_bytes.get(strategy.tp, 0.0))
             return per_token * num_layers * held_tokens + backward * pack_tokens
         shape, element_bytes = self.sizes.shape, dtype_bytes(self.options.compute_dtype)
-        hidden = shape.hidden_size * element_bytes
+        hidden = self._hidden_bytes()
         inner = shape.active_mlp_parameters / (3 * shape.hidden_size) * element_bytes
         inner *= shape.whole_mlp + (1 - shape.whole_mlp) * self.sizes.mlp_share(strategy)
         gradients = 2 * hidden / sharers + inner + (hidden if sharers > 1 else 0.0)
@@ -274,7 +315,7 @@ class MemoryModel:
             return measured[tp] + repeated
         if strategy.sp and 1 in measured:
             # all is divided, but for what the two blocks gather
-            gathered = 2 * shape.hidden_size * element_bytes
+            gathered = 2 * self._hidden_bytes()
             return (measured[1] - gathered) / tp + gathered + repeated
         own = activation_bytes(shape, tp, sequence_parallel=strategy.sp, element_bytes=element_bytes, ep=strategy.ep)
         return own + repeated

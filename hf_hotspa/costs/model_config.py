@@ -119,60 +119,10 @@ def model_from(data: Mapping[str, Any], name: str, where: str, facts: Mapping[st
     """
     text = data.get("text_config")
     config = _Config({**data, **text} if isinstance(text, dict) else data, where)
-    kv_heads = config.get("num_key_value_heads") or config.need("num_attention_heads")
-    heads, hidden = config.need("num_attention_heads"), config.need("hidden_size")
-    layers = config.need("num_hidden_layers")
-    head_dim = config.get("head_dim") or hidden // heads
-    if layers > _MOST_LAYERS or kv_heads > heads or heads % kv_heads or not head_dim:
-        raise ModelError(
-            f"{layers} layers of {heads} heads with {kv_heads} key/value heads and hidden size {hidden} are impossible",
-            where=where,
-            fix=_HOW,
-        )
-    if config.get("kv_lora_rank"):
-        raise ModelError(
-            f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
-            where=where,
-            fix="use a model with queries, keys and values of their own",
-        )
-    family = config.table
-    known: Mapping[str, Any] = family if facts is None else facts
-    if "refused" in known:
-        raise ModelError(
-            f"{config.family} cannot be trained: {known['refused']}", where=where, fix="use a model of another family"
-        )
-    mlp, width = config.mlp(hidden)
-    num_experts, of_experts = config.experts(hidden)
-    counted = 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
-    shape = ModelShape(
-        family=config.family,
-        num_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        hidden_size=hidden,
-        attention_size=heads * head_dim,
-        vocab_size=config.need("vocab_size"),
-        layer_parameters=round(counted * known.get("layer_factor", 1)),
-        max_position_embeddings=config.get("max_position_embeddings"),
-        has_tp_plan=family["tp"],
-        has_pp_plan=family["pp"],
-        num_experts=num_experts,
-        experts_per_token=(config.get("num_experts_per_tok") or 1) if num_experts else 0,
-        expert_parameters=round(of_experts * known.get("layer_factor", 1)),
-        **{name: reason for name, reason in known.items() if name.endswith("_unsupported_reason")},
-        **known.get("whole", {}),
-    )
-    tied = config.data.get("tie_word_embeddings", family.get("defaults", {}).get("tie_word_embeddings", False))
-    queries, keys = heads * head_dim, kv_heads * head_dim
-    linears = {
-        "q_proj": Linear(hidden, queries, "query", True),
-        "k_proj": Linear(hidden, keys, "key", True),
-        "v_proj": Linear(hidden, keys, "key", True),
-        "o_proj": Linear(queries, hidden, "query", False),
-        **{name: Linear(hidden, width, None, True) for name in ("gate_proj", "up_proj")[not config.gated :] if width},
-        **({"down_proj": Linear(width, hidden, None, False)} if width else {}),
-    }
-    return ModelConfig(name, shape, bool(tied), linears)
+    shape = _shape(config, config.table if facts is None else facts)
+    defaults = config.table.get("defaults", {})
+    tied = config.data.get("tie_word_embeddings", defaults.get("tie_word_embeddings", False))
+    return ModelConfig(name, shape, bool(tied), _linears(config, shape))
 
 
 class _Config:
@@ -239,3 +189,69 @@ class _Config:
             return 0, 0
         each = self.get("moe_intermediate_size") or self.get("intermediate_size") or 4 * hidden
         return experts, matrices * hidden * experts * each
+
+
+def _shape(config: _Config, facts: Mapping[str, Any]) -> ModelShape:
+    kv_heads = config.get("num_key_value_heads") or config.need("num_attention_heads")
+    heads, hidden = config.need("num_attention_heads"), config.need("hidden_size")
+    layers = config.need("num_hidden_layers")
+    head_dim = config.get("head_dim") or hidden // heads
+    if layers > _MOST_LAYERS or kv_heads > heads or heads % kv_heads or not head_dim:
+        raise ModelError(
+            f"{layers} layers of {heads} heads with {kv_heads} key/value heads and hidden size {hidden} are impossible",
+            where=config.where,
+            fix=_HOW,
+        )
+    _check_family(config, facts)
+    mlp, _ = config.mlp(hidden)
+    num_experts, of_experts = config.experts(hidden)
+    counted = 2 * hidden * head_dim * (heads + kv_heads) + mlp + 2 * hidden
+    return ModelShape(
+        family=config.family,
+        num_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=hidden,
+        attention_size=heads * head_dim,
+        vocab_size=config.need("vocab_size"),
+        layer_parameters=round(counted * facts.get("layer_factor", 1)),
+        max_position_embeddings=config.get("max_position_embeddings"),
+        has_tp_plan=config.table["tp"],
+        has_pp_plan=config.table["pp"],
+        num_experts=num_experts,
+        experts_per_token=(config.get("num_experts_per_tok") or 1) if num_experts else 0,
+        expert_parameters=round(of_experts * facts.get("layer_factor", 1)),
+        **{name: reason for name, reason in facts.items() if name.endswith("_unsupported_reason")},
+        **facts.get("whole", {}),
+    )
+
+
+def _check_family(config: _Config, facts: Mapping[str, Any]) -> None:
+    """Refuses a family that cannot be counted or trained."""
+    if config.get("kv_lora_rank"):
+        raise ModelError(
+            f"the parameters of {config.family} cannot be counted from its config: multi-head latent attention",
+            where=config.where,
+            fix="use a model with queries, keys and values of their own",
+        )
+    if "refused" in facts:
+        raise ModelError(
+            f"{config.family} cannot be trained: {facts['refused']}",
+            where=config.where,
+            fix="use a model of another family",
+        )
+
+
+def _linears(config: _Config, shape: ModelShape) -> dict[str, Linear]:
+    """See `ModelConfig`."""
+    hidden, queries = shape.hidden_size, shape.attention_size
+    keys = queries // shape.num_attention_heads * shape.num_key_value_heads
+    _, width = config.mlp(hidden)
+    return {
+        "q_proj": Linear(hidden, queries, "query", True),
+        "k_proj": Linear(hidden, keys, "key", True),
+        "v_proj": Linear(hidden, keys, "key", True),
+        "o_proj": Linear(queries, hidden, "query", False),
+        **{name: Linear(hidden, width, None, True) for name in ("gate_proj", "up_proj")[not config.gated :] if width},
+        **({"down_proj": Linear(width, hidden, None, False)} if width else {}),
+    }

@@ -332,16 +332,14 @@ class PackedBucketCollator:
         ends = np.cumsum(lengths)
         num_tokens = int(ends[-1])
         ids_T = np.empty(num_tokens, np.int64)
-        labels_T = np.full(num_tokens, IGNORED_LABEL, np.int64)
+        labels_T = np.empty(num_tokens, np.int64)
         begin = 0
         for sequence, end in zip(pack.sequences, ends.tolist(), strict=True):
-            ids, labels = rows[sequence.row].ids, rows[sequence.row].labels
-            if sequence.stop > len(ids):
-                raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(ids)}")
-            ids_T[begin:end] = ids[sequence.start : sequence.stop]
-            targets = (ids if labels is None else labels)[sequence.start + 1 : sequence.stop]
-            labels_T[begin : end - 1] = targets
-            num_labels = len(targets) if labels is None else int(np.count_nonzero(targets != IGNORED_LABEL))
+            row = rows[sequence.row]
+            if sequence.stop > len(row.ids):
+                raise self._stale(sequence.row, f"tokens up to {sequence.stop} were planned and it has {len(row.ids)}")
+            ids_T[begin:end] = row.ids[sequence.start : sequence.stop]
+            labels_T[begin:end], num_labels = row.targets_of(sequence.start, sequence.stop)
             if num_labels != sequence.num_labels:
                 raise self._stale(sequence.row, f"it has {num_labels} labels and {sequence.num_labels} were planned")
             begin = end

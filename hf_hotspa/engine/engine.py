@@ -40,7 +40,10 @@ from hf_hotspa.engine.recut import changed, take_cut, with_paces
 from hf_hotspa.engine.set_up import describe, plan_switches
 from hf_hotspa.errors import DataError, HotspaConfigError
 from hf_hotspa.layout.placement import Layout
+from hf_hotspa.model.attachment import Attachment
+from hf_hotspa.model.model_check import check_same_build
 from hf_hotspa.model.options import EngineOptions, default_device
+from hf_hotspa.model.replica import Replica
 from hf_hotspa.model.specs import ModelDescription
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement, Mailbox, hotspa_cause
@@ -115,6 +118,7 @@ class HotSPaEngine:
                 self._frozen_in = weakref.ref(model), self.master.frozen_version
         self.updates = stage_updates(options.pipedream, strategies[0], self._groups, self.master)
         self._buffers, self._options = dict(bare_model(model)[0].named_buffers()), options
+        self._attached: list[Callable[[Replica], Attachment]] = []
         self.phases = {strategy: self._runner(self.description, self._groups.mesh(strategy)) for strategy in strategies}
         self.agreement.barrier()  # building takes ranks unequally long, and the groups of switches wait less
         self._groups.warm_up()
@@ -129,7 +133,10 @@ class HotSPaEngine:
         shared = self._switching, self.master, self._buffers, self.overlap, self._options
         if self.updates is not None:
             return PipeDreamRunner(description, mesh, *shared, updates=self.updates)
-        return PhaseRunner(description, mesh, *shared)
+        runner = PhaseRunner(description, mesh, *shared)
+        for make in self._attached:
+            _attach(make, runner)
+        return runner
 
     def recut(
         self,
@@ -213,6 +220,10 @@ class HotSPaEngine:
         works = {strategy: runner.replica.flexible for strategy, runner in self.phases.items()}
         return {strategy: work for strategy, work in works.items() if work is not None}
 
+    def side_agreement(self) -> Agreement:
+        """An agreement over a group of its own, for a thread that works beside the engine. Collective."""
+        return Agreement(self._groups.beside(), self.rank, None)
+
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""
         return bool(self.agreement.gather([float(flag)]).any())
@@ -272,13 +283,23 @@ class HotSPaEngine:
     # -- a mini-batch -------------------------------------------------------------------------------------------------
 
     def forward_backward(
-        self, mini_batch: MiniBatch, step: int | None = None, facts: Mapping[str, str] | None = None
+        self,
+        mini_batch: MiniBatch,
+        step: int | None = None,
+        facts: Mapping[str, str] | None = None,
+        *,
+        add: bool = False,
+        needs_labels: bool = True,
+        scored: Evaluation | None = None,
     ) -> StepReport:
         """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
 
         Args:
             step: How many came before it in the run (a resumed one counts on); counted by the engine when None.
             facts: What must be the same on all ranks beside it, by name, such as the learning rates.
+            add: Add to the gradients that are there, instead of beginning at zero; `grad_norm` is that of the sum.
+            needs_labels: Whether a mini-batch without a label is an error: not where a tape is in the place of the loss.
+            scored: A pass over rows of this mini-batch; the phase that it has loaded runs first, from there.
 
         Raises:
             HotspaError: on every rank. Before the first transfer: an error found while reading rows, a mini-batch that
@@ -287,7 +308,7 @@ class HotSPaEngine:
         begin, self._steps = time.perf_counter(), self._steps if step is None else step
         where = f"mini-batch {self._steps + 1}"
         error = mini_batch.error
-        if error is None and mini_batch.num_labels == 0:
+        if error is None and needs_labels and mini_batch.num_labels == 0:
             error = DataError(
                 f"none of the {mini_batch.plan.num_rows} rows of the mini-batch has a label token",
                 where=where,
@@ -296,11 +317,15 @@ class HotSPaEngine:
             )
         check_mini_batch(self.agreement, mini_batch, self._switching.held(), error, where, facts)
         self._agreed = time.perf_counter()  # about the same moment on all ranks
-        self.master.zero_gradients()
+        if not add:
+            self.master.zero_gradients()
         self.master.bind_gradients()
         measures: list[PhaseMeasure] = []
         loss, previous = 0.0, None
-        order = self._order(mini_batch)
+        loaded = (
+            scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
+        )
+        order = self._order(mini_batch, loaded)
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
@@ -310,12 +335,13 @@ class HotSPaEngine:
                 phase_loss, measured = runner.run(
                     phase,
                     mini_batch.plan.phases[index],
-                    1.0 / mini_batch.num_labels,
+                    1.0 / max(mini_batch.num_labels, 1),
                     previous,
                     step=self._steps,
                     since=self._agreed,
                     wait_for_all=self.agreement.barrier,
                     following=following,
+                    is_loaded=runner is loaded and not measures,
                 )
             loss += phase_loss
             self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
@@ -324,10 +350,11 @@ class HotSPaEngine:
         self._steps += 1
         return self._finish(mini_batch, order, loss, measures, begin, where)
 
-    def _order(self, mini_batch: MiniBatch) -> list[int]:
-        """The phases in the order in which switching between them costs least (`PlanPool.order`)."""
+    def _order(self, mini_batch: MiniBatch, loaded: PhaseRunner | None = None) -> list[int]:
+        """The phases in the order in which switching between them costs least (`PlanPool.order`), from what is loaded on."""
         strategies = [phase.bucket.strategy for phase in mini_batch.phases]
-        return [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
+        order = [strategies.index(strategy) for strategy in self._switching.pool.order(strategies, self._steps)]
+        return sorted(order, key=lambda index: loaded is None or strategies[index] != loaded.mesh.strategy)
 
     @contextmanager
     def _ending_all(self, phase: PhaseBatch, where: str) -> Iterator[None]:
@@ -375,9 +402,49 @@ class HotSPaEngine:
             self._steps, total_loss, self._grad_norm, mini_batch.plan, order, per_phase, total_s, ranks, facts
         )
 
-    def evaluation(self) -> Evaluation:
-        """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`."""
-        return Evaluation(self.phases, self.agreement, self._groups, self._ending_all, self._switching.held)
+    def evaluation(self, store: MasterStore | None = None, training: bool = False, step: int = 0) -> Evaluation:
+        """A pass over an evaluation set: `with engine.evaluation() as evaluation: evaluation.run(mini_batch)`.
+
+        Args:
+            store: Weights of a second model (`frozen_weights`), in the place of the engine's own.
+            training: Whether the model is in training mode, with the dropout of mini-batch `step` (counted from 0).
+        """
+        shared = self.phases, self.agreement, self._groups, self._ending_all, self._switching.held
+        return Evaluation(*shared, store, training, step)
+
+    def frozen_weights(self, model: nn.Module) -> MasterStore:
+        """The weights of a second model, for `evaluation`: shared out like the engine's own, never trained. Collective.
+
+        Raises:
+            ModelError: on every rank: the model is not built as the engine's is.
+        """
+        agreement, vector = self.agreement, self.description.vector
+        agreement.run("set-up of a second model", lambda: check_same_build(model, self.description, self._buffers))
+        home = self._options.master_device(self.device)
+        store = MasterStore(vector, self.rank, self.world_size, home, self.device, trained=False)
+        fill_from_model(model, store, agreement, self._groups.switch)
+        return store
+
+    def attach(self, make: Callable[[Replica], Attachment]) -> None:
+        """Hangs something on every replica of this rank, and on those that later cuts make. Not collective.
+
+        Args:
+            make: The attachment of a replica.
+        """
+        self._attached.append(make)
+        for runner in self.phases.values():
+            _attach(make, runner)
+
+    def scale_gradients(self, factor: float) -> None:
+        """Multiplies the gradients that are there, and their norm. Not collective: the same on all ranks."""
+        self.master.scale_gradients(factor)
+        self._grad_norm *= abs(factor)
+
+    def drop_gradients(self) -> None:
+        """Makes the gradients 0. Not collective: on all ranks."""
+        self.master.zero_gradients()
+        self.master.bind_gradients()
+        self._grad_norm = 0.0
 
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
@@ -408,3 +475,8 @@ class HotSPaEngine:
         self.agreement.barrier()
         self._switching.arenas.clear()
         self._groups.close()
+
+
+def _attach(make: Callable[[Replica], Attachment], runner: PhaseRunner) -> None:
+    for part in runner.parts:
+        part.attachments.append(make(part))

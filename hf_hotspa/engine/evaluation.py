@@ -5,7 +5,7 @@ another strategy than the one before and stay loaded until the end, no gradient 
 is in eval mode. The loss comes back as a sum over labels and their number, so that the mean over a whole set is exact.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_hotspa.data.collator import MiniBatch, PhaseBatch
+from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.engine.phase import PhaseRunner
 from hf_hotspa.errors import HotspaError, ModelError
 from hf_hotspa.model.replica import Replica
@@ -48,6 +49,9 @@ class Evaluation:
     Args:
         ending_all: For `with`, around what runs a phase: where it fails, ends what is under way on all ranks.
         held: What else the ranks must have in common before weights are loaded.
+        store: Other weights than those of the master store: a second, frozen model of the same shape.
+        training: Whether the model is in training mode, and drops what it drops in the step.
+        step: Mini-batches before this one in the run.
     """
 
     def __init__(
@@ -57,9 +61,12 @@ class Evaluation:
         groups: ProcessGroups,
         ending_all: Callable[[PhaseBatch, str], AbstractContextManager[None]],
         held: Callable[[], dict[str, str]],
+        store: MasterStore | None = None,
+        training: bool = False,
+        step: int = 0,
     ) -> None:
         self._phases, self._agreement, self._groups, self._held = phases, agreement, groups, held
-        self._ending_all = ending_all
+        self._ending_all, self._store, self._training, self._step = ending_all, store, training, step
         self._loaded: PhaseRunner | None = None
         self._num_mini_batches = 0
 
@@ -76,11 +83,22 @@ class Evaluation:
             self._loaded.release()
             self._loaded = None
 
-    def run(self, mini_batch: MiniBatch, with_logits: bool = False) -> EvaluationResult:
+    def hand_over(self, strategies: Collection[Strategy]) -> PhaseRunner | None:
+        """What has its weights loaded, for a training pass that is to begin with it; None, and nothing is loaded, where its
+        strategy is none of these. Not collective."""
+        runner, self._loaded = self._loaded, None
+        if runner is None or runner.mesh.strategy in strategies:
+            return runner
+        runner.release()
+        return None
+
+    def run(self, mini_batch: MiniBatch, with_logits: bool = False, keep_graphs: bool = False) -> EvaluationResult:
         """Runs all phases of a mini-batch forward.
 
         Args:
             mini_batch: Its strategies must be of the engine's pool. A mini-batch without labels is a normal case.
+            keep_graphs: Keep those of packs of the last phase, of as many tokens as a pack may have: the training pass that
+                it is handed over to begins with them.
             with_logits: Give every rank the logits of all sequences: tokens of the mini-batch x vocabulary size x 4
                 bytes on each rank, and the same over the wire.
 
@@ -91,9 +109,11 @@ class Evaluation:
         where = f"evaluation mini-batch {self._num_mini_batches}"
         check_mini_batch(self._agreement, mini_batch, self._held(), mini_batch.error, where)
         loss_sum, logits = 0.0, dict[tuple[int, int], Tensor]()
-        for plan, phase in self._in_order(mini_batch):
+        in_order = self._in_order(mini_batch)
+        for index, (plan, phase) in enumerate(in_order):
             with self._ending_all(phase, where):
-                loss_sum += self._run_phase(plan, phase, with_logits)
+                kept = phase.bucket.pack_tokens if keep_graphs and index == len(in_order) - 1 else 0
+                loss_sum += self._run_phase(plan, phase, with_logits, kept)
                 if with_logits:
                     logits.update(self._gather_logits(plan))
         total = float(self._agreement.gather([loss_sum]).sum())
@@ -105,16 +125,17 @@ class Evaluation:
         loaded = self._loaded.mesh.strategy if self._loaded is not None else None
         return sorted(pairs, key=lambda pair: pair[1].bucket.strategy != loaded)
 
-    def _run_phase(self, plan: PhasePlan, phase: PhaseBatch, with_logits: bool) -> float:
+    def _run_phase(self, plan: PhasePlan, phase: PhaseBatch, with_logits: bool, kept: int) -> float:
         runner = self._phases[phase.bucket.strategy]
         if runner is not self._loaded:
             self.close()
             self._agreement.barrier()  # which waits longer than the group of switches for ranks that come late
             self._loaded = runner
-            runner.load_for_forward()
+            runner.load_for_forward(self._store, self._training)
+        runner.parts.begin_step(self._step)
         runner.replica.logits = [] if with_logits else None
         micro_batches = [m.to(self._groups.device, non_blocking=True) for m in phase.micro_batches]
-        return float(runner.compute_forward(micro_batches, 1.0, plan))
+        return float(runner.compute_forward(micro_batches, 1.0, plan, kept))
 
     def _gather_logits(self, phase: PhasePlan) -> Iterator[tuple[tuple[int, int], Tensor]]:
         """Every sequence's logits on every rank: each shard of some tokens is broadcast by the rank that has it."""

@@ -46,6 +46,7 @@ class MasterStore:
         compute_device: Where this rank computes, and its process groups are; `device` when None. A share in host memory
             beside an accelerator is pinned.
         by_stage: See `master_layout`.
+        trained: Whether any gradient will exist; else it only holds weights that strategies load.
 
     Attributes:
         weights: By segment, 1-D of the segment's master dtype; None where this rank owns nothing.
@@ -64,6 +65,7 @@ class MasterStore:
         device: torch.device,
         compute_device: torch.device | None = None,
         by_stage: Strategy | None = None,
+        trained: bool = True,
     ) -> None:
         self.vector, self.rank, self.world_size, self.device = vector, rank, world_size, device
         self.by_stage = by_stage
@@ -77,8 +79,8 @@ class MasterStore:
             size, dtype = self.layout.sizes[rank][segment.index], getattr(torch, segment.master_dtype)
             memory = {"dtype": dtype, "device": device, "pin_memory": pinned}
             self.weights.append(torch.empty(size, **memory) if size else None)
-            trained = size and segment.trainable
-            self.gradients.append(torch.zeros(size, **memory) if trained else None)
+            has_gradient = size and segment.trainable and trained
+            self.gradients.append(torch.zeros(size, **memory) if has_gradient else None)
         self.parameters: dict[str, nn.Parameter] = {}
         self._views: list[tuple[nn.Parameter, Tensor]] = []
         owned = {interval.segment: interval for interval in self.layout.holdings[rank]}
@@ -88,8 +90,8 @@ class MasterStore:
             buffer, grad = self.weights[index], self.gradients[index]
             dtype = getattr(torch, spec.master_dtype)
             view = buffer[here] if buffer is not None else torch.empty(0, dtype=dtype, device=device)
-            parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable)
-            if spec.trainable:
+            parameter = self.parameters[name] = nn.Parameter(view, requires_grad=spec.trainable and trained)
+            if parameter.requires_grad:
                 self._views.append((parameter, grad[here] if grad is not None else torch.empty_like(view)))
 
     def empty_buffers(self) -> list[Tensor | None]:

@@ -100,6 +100,7 @@ class PhaseRunner:
         self.act = "load"
         self.frozen_bytes = 0
         self._holder: Hashable = None
+        self._source = master
         self._there: frozenset[int] = frozenset()
 
     def run(
@@ -113,6 +114,7 @@ class PhaseRunner:
         since: float,
         wait_for_all: Callable[[], None],
         following: "PhaseRunner | None" = None,
+        is_loaded: bool = False,
     ) -> tuple[float, PhaseMeasure]:
         """The whole phase: load, compute, return. Collective.
 
@@ -125,6 +127,7 @@ class PhaseRunner:
             since: The moment from which its start is counted.
             wait_for_all: Returns when all ranks are here.
             following: The phase after of the same mini-batch.
+            is_loaded: Whether the weights are there, from `load_for_forward`, and perhaps graphs of its packs.
 
         Returns:
             This rank's part of the loss, and what it measured.
@@ -137,8 +140,8 @@ class PhaseRunner:
             clock.append(time.perf_counter())
             return clock[-1] - clock[-2]
 
-        takes_over, hands_over = self.shares_with(previous), self.shares_with(following)
-        load = self._take_over(previous) if takes_over and previous is not None else self.load(previous)
+        hands_over = self.shares_with(following)
+        load = self._make_ready(previous, is_loaded)
         load_s = lap()
         micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
         sent_before = self.parts.sent_bytes
@@ -171,6 +174,17 @@ class PhaseRunner:
             *self._of_experts(),
             float(self.parts.sent_bytes - sent_before),
         )
+
+    def _make_ready(self, previous: "PhaseRunner | None", is_loaded: bool) -> SwitchJob:
+        """Weights in place and gradients clear, by as little as that takes."""
+        if is_loaded:
+            self.act, self.frozen_bytes = "load", 0
+            self._take_gradients()
+            self.parts.bind_gradients(self._gradients)
+            return self._switching.nothing(f"weights of {self.mesh.strategy}, which are there")
+        if previous is not None and self.shares_with(previous):
+            return self._take_over(previous)
+        return self.load(previous)
 
     def _of_experts(self) -> tuple[float, float]:
         """Tokens that the experts here computed, and those that were dropped, told by one rank of each stage of a replica."""
@@ -205,28 +219,36 @@ class PhaseRunner:
         Returns:
             The load: done, or beside what follows, where `compute` waits for the weights when it needs them.
         """
-        plan, second = self._take(previous)
-        arena, dtypes = self._switching.arenas.gradients, self._switching.gradient_dtypes
-        self._gradients = arena.take(self._sizes, dtypes, self._rooms.gradients)
+        plan, second = self._take(previous, self._master)
         beside = bool(self._guards)
         job = self._load_job = self._switching.load(plan, self._master.weights, self.weights, second, beside)
         for guard in self._guards:
             guard.arm(job, self._there)
         if not beside:
             self._is_loaded()
-        for gradient in self._gradients:
-            if gradient is not None:
-                gradient.zero_()
+        self._take_gradients()
         self.parts.bind(self.weights, self._gradients)
         return job
 
-    def load_for_forward(self) -> None:
-        """Fills this strategy's weights for `compute_forward` alone: no gradient buffer, eval mode. Collective."""
-        plan, _ = self._take(None)
-        self._load_job = self._switching.load(plan, self._master.weights, self.weights)
+    def _take_gradients(self) -> None:
+        arena, dtypes = self._switching.arenas.gradients, self._switching.gradient_dtypes
+        self._gradients = arena.take(self._sizes, dtypes, self._rooms.gradients)
+        for gradient in self._gradients:
+            if gradient is not None:
+                gradient.zero_()
+
+    def load_for_forward(self, store: MasterStore | None = None, training: bool = False) -> None:
+        """Fills this strategy's weights for `compute_forward` alone: no gradient buffer. Collective.
+
+        Args:
+            store: Where the weights come from; the master store when None.
+            training: Whether the model is in training mode, or else in eval mode.
+        """
+        plan, _ = self._take(None, store or self._master)
+        self._load_job = self._switching.load(plan, self._source.weights, self.weights)
         self._is_loaded()
         self.parts.bind(self.weights, None)
-        self.parts.train(False)
+        self.parts.train(training)
 
     def _is_loaded(self) -> None:
         """Waits for the load, and for good."""
@@ -235,15 +257,16 @@ class PhaseRunner:
             self._switching.arenas.loaded(self._holder)
             self._load_job = None
 
-    def _take(self, previous: "PhaseRunner | None") -> tuple[SwitchPlan, Buffers | None]:
+    def _take(self, previous: "PhaseRunner | None", store: MasterStore) -> tuple[SwitchPlan, Buffers | None]:
         """Takes this phase's weights; the plan that fills them, and the second source that it draws on.
 
         Where the buffers still hold this strategy's weights of an earlier load, the plan leaves out the frozen ones.
         """
         self.act, switching, strategy = "load", self._switching, self.mesh.strategy
+        self._source = store
         keeps = switching.arenas.keeps_last and previous is not None and 3 not in (strategy.z, previous.mesh.strategy.z)
         kept = previous if keeps else None
-        known = switching.pool.has_frozen and strategy.z != 3
+        known = switching.pool.has_frozen and strategy.z != 3 and store is self._master
         self._holder = (str(strategy.layout), self._master.frozen_version) if known else None
         self.weights, again = switching.arenas.take_weights(
             self._sizes, switching.weight_dtypes, self._holder, self._rooms.weights
@@ -290,17 +313,48 @@ class PhaseRunner:
         return self._counted(loss)
 
     def compute_forward(
-        self, micro_batches: Sequence[MicroBatch], scale: float, plan: PhasePlan | None = None
+        self,
+        micro_batches: Sequence[MicroBatch],
+        scale: float,
+        plan: PhasePlan | None = None,
+        most_kept: int = 0,
     ) -> Tensor:
-        """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it."""
+        """Forward only, after `load_for_forward`; this rank's part of the loss, as `compute` returns it.
+
+        Args:
+            most_kept: Of how many tokens the graphs are kept for a `run` of the same packs: of the first ones, which that
+                begins with. None where a strategy can't.
+        """
         self.act = "compute"
         if self.mesh.strategy.z == 3:
             self._begin_units(plan, None, False)
+        kept: list[MicroBatch] = []
+        while most_kept and self.can_keep and micro_batches:
+            if sum(m.num_tokens for m in (*kept, micro_batches[0])) > most_kept:
+                break
+            kept.append(micro_batches[0])
+            micro_batches = micro_batches[1:]
         loss = self._runner.run_forward(self._in_step(micro_batches, plan), scale)
+        self.replica.keeps_graphs = True
+        for micro_batch in kept:  # last, so that little else is computed while they exist
+            loss = loss + self.replica.forward(micro_batch, None, scale).detach()
+        self.replica.keeps_graphs = False
         self._forget_idle(len(micro_batches))
         if self._stream is not None:
             self._stream.end()
         return self._counted(loss)
+
+    @property
+    def can_keep(self) -> bool:
+        """Whether graphs of packs can outlive a forward: one stage has all layers, whole packs, and its weights all the time."""
+        strategy = self.mesh.strategy
+        return not (
+            strategy.num_stages > 1
+            or strategy.ck
+            or strategy.z
+            or strategy.keeps_step
+            or self.replica.routers is not None
+        )
 
     def _begin_units(self, plan: PhasePlan | None, most_tokens: int | None, is_trained: bool) -> None:
         """Starts the transfers of units."""
@@ -309,7 +363,7 @@ class PhaseRunner:
         assert plan is not None, f"{self.mesh.strategy} needs to know what all replicas run"
         passes = beats(self.mesh.strategy, pack_lengths(plan), most_tokens, is_trained, self._pair_cost)
         program = make_program(self._switching.pool.units, self.mesh.strategy, passes)
-        self._stream.begin(program, self.weights, self._gradients, self._master)
+        self._stream.begin(program, self.weights, self._gradients, self._source)
 
     def _in_step(self, micro_batches: Sequence[MicroBatch], plan: PhasePlan | None) -> Sequence[MicroBatch]:
         """As many packs as the replica with most of them has, where ranks of several exchange tokens."""

@@ -21,8 +21,10 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups
+from hf_hotspa.parallel.router_loss import recordable_routers
 from hf_hotspa.strategy import Bucket, check_buckets
 
 
@@ -46,6 +48,8 @@ def describe(
     def described() -> ModelDescription:
         description = describe_model(model, options.compute_dtype, options.attention_dropout)
         description = replace(description, vector=description.vector.with_measured(options.stage_costs))
+        if options.record_routers:
+            description = replace(description, router_layers=recordable_routers(bare_model(model)[0]))
         check_buckets(buckets, groups.world_size, description.shape)
         of_run = options.pipeline_schedule, options.context_parallel, groups.device.type, options.flexible
         RunOptions(*of_run, options.expert_capacity).check(buckets, description.shape)

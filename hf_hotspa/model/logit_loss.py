@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +16,23 @@ from hf_hotspa.parallel.tensor_parallel import gather_shards
 
 LossOfLogits = Callable[[Tensor, slice], Tensor]
 """Of logits [t, V] of some tokens of a micro-batch their scaled loss, an fp64 scalar."""
+
+
+class Objective(Protocol):
+    """What a last stage computes of the logits of its packs."""
+
+    @property
+    def logit_widths(self) -> tuple[int, ...]:
+        """Logits that each tensor-parallel shard has, in the order of shards."""
+
+    def of(self, micro_batch: MicroBatch, whole: MicroBatch, scale: float) -> LossOfLogits:
+        """What makes of the logits of some tokens of a micro-batch their scaled loss.
+
+        Args:
+            micro_batch: This rank's tokens of a pack.
+            whole: The pack.
+            scale: 1 / (label tokens of the mini-batch).
+        """
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,7 @@ class LogitLoss:
             return of_nothing
         first_row, group = (sum(self.widths[: tensor.shard]), tensor.group) if tensor is not None else (0, None)
         if isinstance(own, SequenceLoss):
-            widths = self._logit_widths()
+            widths = self.logit_widths
 
             def of_sequences(logits: Tensor, tokens: slice) -> Tensor:
                 of_all_rows = logits if tensor is None else gather_shards(logits, widths, tensor)
@@ -60,7 +78,8 @@ class LogitLoss:
         pack = tokens_of(micro_batch)
         return lambda logits, tokens: own.of(log_probabilities(logits, tokens), pack, tokens, scale)
 
-    def _logit_widths(self) -> tuple[int, ...]:
+    @property
+    def logit_widths(self) -> tuple[int, ...]:
         """Logits that each tensor-parallel shard has, in the order of shards: its rows, without those that are dropped."""
         widths, left = [], self.vocab_size
         for width in self.widths:

@@ -6,11 +6,13 @@ after it was made (hooks, resized embeddings, replaced layers) has to be found h
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
@@ -59,6 +61,42 @@ def check_model(model: nn.Module, description: ModelDescription, weights: Path |
             fix="put every change into the config (vocab_size after resizing embeddings, ...) and rebuild the model",
         )
     _check_scalings(fresh, description)
+
+
+def check_same_build(model: nn.Module, description: ModelDescription, buffers: Mapping[str, Tensor]) -> None:
+    """Whether replicas of a described model compute, with this model's weights, what this model computes.
+
+    Args:
+        buffers: The described model's, by name in its own class.
+
+    Raises:
+        ModelError: naming what differs.
+    """
+    bare, prefix = bare_model(model)
+    expected = {name: spec.shape for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
+    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    mine, others = (_deciding(config) for config in (description.config, bare.config))
+    own = dict(bare.named_buffers())
+    differ = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
+    differ += [f"config.{name}" for name in mine.keys() | others.keys() if mine.get(name) != others.get(name)]
+    differ += [
+        n for n in own.keys() | buffers.keys() if n not in own or n not in buffers or not _same(own[n], buffers[n])
+    ]
+    differ += ["class"] if type(bare) is not description.model_class else []
+    if differ or prefix != description.prefix:
+        raise ModelError(
+            f"the second model is not built as the first: {sorted(differ)[:3] or 'its adapters'} differ",
+            why="it runs on the first model's replicas, with weights of its own",
+            fix="make a SwitchedModel of its own for it: SwitchedModel(reference, buckets)",
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.equal(one.to(other.device), other)
+
+
+def _deciding(config: Any) -> dict[str, Any]:
+    return {k: v for k, v in config.to_dict().items() if k not in (*_OF_A_COPY, "use_cache", "output_router_logits")}
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -53,6 +53,7 @@ class EngineOptions:
         pipeline_schedule: One of `auto`, `own`, `1f1b`, `gpipe`.
         pipedream: How stages update by themselves after every pack, instead of all together after the mini-batch
             (`packing.weight_versions`); None for the synchronous update. Nothing runs beside the computation then.
+        record_routers: Whether replicas record what routers chose although the config does not ask for it; for a tape.
         expert_capacity: How many tokens of a pack one expert computes at most, times the mean (`parallel.expert_capacity`);
             None for all, which is exact.
         context_parallel: How the ranks of cp attend to each other's tokens: `auto`, `ulysses`, `allgather` or `ring`
@@ -110,6 +111,7 @@ class EngineOptions:
     context_parallel: str = "auto"
     expert_capacity: float | None = None
     pipedream: PipeDream | None = None
+    record_routers: bool = False
 
     def __post_init__(self) -> None:
         check_choice("the pipeline schedule", self.pipeline_schedule, SCHEDULES)

@@ -18,6 +18,11 @@ class Parts(tuple[Replica, ...]):
         for part in self:
             part.bind(weights, gradients)
 
+    def bind_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+        """See `Replica.bind_gradients`."""
+        for part in self:
+            part.bind_gradients(gradients)
+
     def release(self) -> None:
         """See `Replica.release`."""
         for part in self:

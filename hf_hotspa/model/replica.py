@@ -9,7 +9,7 @@ and later stages get the hidden state as `inputs_embeds`: no family needs a forw
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,7 +21,8 @@ from hf_hotspa.data.idle import is_idle
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.layout.placement import Slot, rank_slots
 from hf_hotspa.layout.shares import shard_rows, shard_widths
-from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits
+from hf_hotspa.model.attachment import Attachment
+from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
@@ -48,6 +49,20 @@ from hf_hotspa.parallel.tensor_parallel import apply_tensor_parallel, set_local_
 from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
 
 
+class KeptForward(NamedTuple):
+    """The layers of a last stage have run for a pack, with a graph.
+
+    Args:
+        hidden: [1, T, hidden size], what goes into the head: of all tokens under sequence parallelism.
+        inputs: What the model was called with.
+        micro_batch: This rank's tokens of the pack.
+    """
+
+    hidden: Tensor
+    inputs: dict[str, Any]
+    micro_batch: MicroBatch
+
+
 class Replica:
     """This rank's part of the model under one strategy.
 
@@ -70,6 +85,11 @@ class Replica:
         experts: How tokens travel to the ranks of ep; None where ep is 1.
         capacity: How many tokens an expert computes at most; None for all.
         check_weights: Called at the end of every forward that has a loss or leaves the stage.
+        objective: What a last stage makes of logits.
+        routers: The routers of the layers here, whose balance loss `balance_of` computes; None where none is wanted.
+        attachments: What is told of steps, phases and forwards.
+        keeps_graphs: Whether forwards on a stage that has all layers keep their graphs, in `kept`: the next forward with the
+            loss of the same pack begins behind the layers.
         begin_pass, end_pass: Called around each forward and each backward; `end_pass` before another stage is waited for.
     """
 
@@ -112,6 +132,19 @@ class Replica:
             module, _, leaf = name.rpartition(".")
             source = buffers.get(name, buffer)
             setattr(self.model.get_submodule(module), leaf, source.detach().to(self.device, copy=True))
+        self._drop(description, options)
+        self._divide(description, options)
+        self._take_loss(description, options)
+        self.attachments: list[Attachment] = []
+        self.keeps_graphs = False
+        self.kept: dict[tuple[Any, ...], KeptForward] = {}
+        self.release()
+
+    # -- construction -------------------------------------------------------------------------------------------------
+
+    def _drop(self, description: ModelDescription, options: EngineOptions) -> None:
+        """Keyed dropout in the place of the model's own, recomputation that draws it again, and noise on embeddings."""
+        mesh, strategy = self.mesh, self.mesh.strategy
         masks = DropoutMasks(options.seed, mesh.tensor, strategy.sp)
         specs = {description.local_name(spec.name): spec for spec in description.vector.specs}
         heads = description.local_heads(strategy.tp, mesh.tensor.shard) if mesh.tensor is not None else {}
@@ -119,6 +152,23 @@ class Replica:
         dropped = use_keyed_dropout(self.model, masks, specs, held, self.hidden_size, mesh.tensor)
         dropped |= use_attention_dropout(self.model, masks, {name: first for name, (first, _, _) in heads.items()})
         self.dropout = masks if dropped else None
+        if strategy.rc:
+            again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
+            recompute_layers(self.model, again, every=strategy.rc)
+        self.noise: EmbeddingNoise | None = None
+        if options.neftune_alpha is not None and self.is_first:
+            if strategy.sp:
+                raise UnsupportedError(
+                    f"noise on embeddings (neftune_noise_alpha) under {strategy}",
+                    why="each rank embeds the tokens of all and keeps its share; the noise is drawn for whole sequences",
+                    fix="leave +sp out, or neftune_noise_alpha",
+                )
+            self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
+            self.model.get_input_embeddings().register_forward_hook(self.noise)
+
+    def _divide(self, description: ModelDescription, options: EngineOptions) -> None:
+        """What other ranks of a replica do: shards of its layers, experts, columns that can be given away."""
+        mesh = self.mesh
         self.vocabulary_widths: tuple[int, ...] = (description.shape.vocab_size,)
         self._is_flexible = options.flexible
         self.flexible: FlexibleWork | None = None
@@ -131,7 +181,11 @@ class Replica:
         self._tail = Tail(self.model, description.base) if self.is_last else None
         if self.capacity is not None and self.experts is None:
             self.capacity.limit(self.model, description.experts)
-        self._logit_loss = LogitLoss(
+
+    def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
+        """What is computed of logits, and of the logits of routers."""
+        mesh, strategy = self.mesh, self.mesh.strategy
+        self.objective: Objective = LogitLoss(
             mesh.tensor, options.loss, options.label_smoothing, self._vocab_size, self.vocabulary_widths
         )
         whole = isinstance(self._own_loss, SequenceLoss)  # of the vocabulary
@@ -143,24 +197,9 @@ class Replica:
                 why="it is called with the logits of whole sequences, and cp and +ck compute these in parts",
                 fix="leave cp and +ck out, or give a TokenLoss",
             )
-        if strategy.rc:
-            again = masks.recompute if dropped else partial(checkpoint, use_reentrant=False)
-            recompute_layers(self.model, again, every=strategy.rc)
-        self.noise: EmbeddingNoise | None = None
         routers = description.router_layers
-        self._router_loss = RouterLoss(self.model, routers) if routers else None
-        if options.neftune_alpha is not None and self.is_first:
-            if strategy.sp:
-                raise UnsupportedError(
-                    f"noise on embeddings (neftune_noise_alpha) under {strategy}",
-                    why="each rank embeds the tokens of all and keeps its share; the noise is drawn for whole sequences",
-                    fix="leave +sp out, or neftune_noise_alpha",
-                )
-            self.noise = EmbeddingNoise(options.neftune_alpha, options.seed)
-            self.model.get_input_embeddings().register_forward_hook(self.noise)
-        self.release()
-
-    # -- construction -------------------------------------------------------------------------------------------------
+        self.routers = RouterLoss(self.model, routers) if routers else None
+        self.balance_of: Callable[..., Tensor | None] = self.routers.of if self.routers is not None else lambda *_: None
 
     def _build(self, description: ModelDescription) -> Any:
         model = build_skeleton(description)
@@ -247,15 +286,22 @@ class Replica:
             gradients: By segment, 1-D, of the dtype in which they accumulate (`GradientDtypes`); None where nothing is
                 trained. None altogether where only forwards will run.
         """
+        for parameter, slot in self.parameters:
+            parameter.data = slot_view(weights[slot.segment], slot)
+        self.bind_gradients(gradients)
+
+    def bind_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
+        """The part of `bind` for weights that are bound already: a phase begins in which they are trained, or none is."""
         self.losses = []
         if self.experts is not None:
             self.experts.num_rows = 0
         if self.capacity is not None:
             self.capacity.num_dropped = 0
-        if self._router_loss is not None:
-            self._router_loss.reset()
+        if self.routers is not None:
+            self.routers.reset()
+        for attachment in self.attachments:
+            attachment.bind()
         for parameter, slot in self.parameters:
-            parameter.data = slot_view(weights[slot.segment], slot)
             if gradients is None or not slot.spec.trainable:
                 bind_gradient(parameter, None)
             else:
@@ -272,6 +318,7 @@ class Replica:
 
     def release(self) -> None:
         """Lets go of all buffers. A forward before the next `bind` fails on empty parameters."""
+        self.kept.clear()
         for parameter, _ in self.parameters:
             parameter.data = parameter.data.new_empty(0)
             bind_gradient(parameter, None)
@@ -298,6 +345,8 @@ class Replica:
         Returns:
             [1, T, hidden size] of the last layer here, or the scaled sum of cross entropies (fp64 scalar).
         """
+        if with_loss and (resumed := self._resumed(micro_batch, scale)) is not None:
+            return resumed
         whole, division, num_tokens = micro_batch, None, micro_batch.num_tokens
         if self.context is not None:
             division = self.context.divide(whole.lengths)
@@ -306,44 +355,53 @@ class Replica:
         else:
             micro_batch = self._divisible(micro_batch)
             pack = PackedSequences(micro_batch.lengths, micro_batch.cu_seqlens, prefix, self.mesh.strategy.kh)
-        if self.dropout is not None:
-            self.dropout.begin(pack, micro_batch)
-        if self._router_loss is not None:
-            self._router_loss.clear()
-        if self.experts is not None:
-            self.experts.is_counting, self.experts.is_idle = True, is_idle(whole)
-        if self.capacity is not None:
-            self.capacity.is_counting = not is_idle(whole)
+        self._begin(micro_batch, whole, pack, with_loss)
         inputs: dict[str, Any] = {
             "position_ids": self._positions(whole, micro_batch),
             "attention_mask": None,
             "use_cache": False,
             "hotspa_pack": pack,
         }
-        if self.is_first:
-            inputs["input_ids"] = micro_batch.input_ids
-            if self.noise is not None:
-                self.noise.micro_batch = micro_batch
-        else:
-            inputs["inputs_embeds"] = hidden
-        if self.is_last and with_loss:
-            out = self._loss(inputs, micro_batch, self._logit_loss.of(micro_batch, whole, scale), num_tokens)
-            beside = self._balance(whole, division, scale, prefix)
-            out = out if beside is None else out + beside
-            self.losses.append(out.detach())
+        inputs |= {"input_ids": micro_batch.input_ids} if self.is_first else {"inputs_embeds": hidden}
+        has_loss = self.is_last and with_loss
+        if has_loss:
+            out = self._loss(inputs, micro_batch, whole, scale, num_tokens)
         else:
             out = self._base(**inputs).last_hidden_state
-            beside = self._balance(whole, division, scale, prefix)
-            out = out if beside is None else attach_loss(out, beside)
-        self._after_forward()
-        if self.experts is not None:
-            self.experts.is_counting = False  # a layer that is computed again in the backward has been counted
-        if self.capacity is not None:
-            self.capacity.is_counting = False
-        if with_loss:
-            self.check_weights()
+        beside = self._balance(whole, division, scale, prefix)
+        if beside is not None:
+            out = out + beside if has_loss else attach_loss(out, beside)
+        if has_loss:
+            self.losses.append(out.detach())
+        self._end(with_loss)
         pack.check_calls(self._num_attentions, type(self.model).__name__)
         return out
+
+    def _begin(self, micro_batch: MicroBatch, whole: MicroBatch, pack: PackedSequences, with_loss: bool) -> None:
+        if self.dropout is not None:
+            self.dropout.begin(pack, micro_batch)
+        if self.routers is not None:
+            self.routers.clear()
+        if self.experts is not None:
+            self.experts.is_counting, self.experts.is_idle = True, is_idle(whole)
+        if self.capacity is not None:
+            self.capacity.is_counting = not is_idle(whole)
+        if self.noise is not None:
+            self.noise.micro_batch = micro_batch
+        for attachment in self.attachments:
+            attachment.begin(micro_batch, whole, with_loss)
+
+    def _end(self, with_loss: bool) -> None:
+        self._after_forward()
+        # a layer that is computed again in the backward has been counted
+        if self.experts is not None:
+            self.experts.is_counting = False
+        if self.capacity is not None:
+            self.capacity.is_counting = False
+        for attachment in self.attachments:
+            attachment.end()
+        if with_loss:
+            self.check_weights()
 
     def _positions(self, whole: MicroBatch, micro_batch: MicroBatch) -> Tensor:
         """[1, T] int64, the positions of this rank's tokens as the family counts them."""
@@ -360,33 +418,64 @@ class Replica:
         for random in (self.noise, self.dropout):
             if random is not None:
                 random.step = step
+        for attachment in self.attachments:
+            attachment.begin_step(step)
         if self.flexible is not None:
             self.flexible.begin_step(step)
 
-    def _loss(self, inputs: dict[str, Any], micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int) -> Tensor:
+    def _loss(
+        self, inputs: dict[str, Any], micro_batch: MicroBatch, whole: MicroBatch, scale: float, num_tokens: int
+    ) -> Tensor:
         """The scaled loss on the last stage; logits of the first `num_tokens` tokens are kept if they are wanted."""
-        tail, in_chunks = self._tail, self.logits is None and num_tokens > self._chunk_tokens
-        if in_chunks or self._sharers is not None:
-            assert tail is not None
-            hidden = self._base(**inputs).last_hidden_state
-            if self._sharers is not None:
-                hidden = gather_tokens(hidden, self._sharers)
-            if in_chunks:
-                most = self._chunk_tokens
-                if isinstance(self._own_loss, SequenceLoss):
-                    chunks = chunks_of_sequences(micro_batch.lengths, most)
-                else:
-                    chunks = chunks_of_tokens(micro_batch.num_tokens, most)
-                return chunked_loss(
-                    lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks
-                )
-            logits = tail(hidden, inputs)
-        else:
+        loss_of = self.objective.of(micro_batch, whole, scale)
+        in_chunks = self.logits is None and num_tokens > self._chunk_tokens
+        if not (in_chunks or self.keeps_graphs or self._sharers is not None):
             # squeezed, not indexed: the gradient of an index is a second buffer of zeros as large as the logits
             logits = self.model(**inputs).logits.squeeze(0)
+            return self._loss_of_logits(logits, micro_batch, loss_of, num_tokens)
+        hidden = self._base(**inputs).last_hidden_state
+        if self._sharers is not None:
+            hidden = gather_tokens(hidden, self._sharers)
+        if self.keeps_graphs:
+            self.kept[whole.keys, whole.lengths] = KeptForward(hidden, inputs, micro_batch)
+            with torch.no_grad():
+                return self._loss_of_hidden(hidden.detach(), inputs, micro_batch, loss_of, num_tokens)
+        return self._loss_of_hidden(hidden, inputs, micro_batch, loss_of, num_tokens)
+
+    def _loss_of_hidden(
+        self, hidden: Tensor, inputs: dict[str, Any], micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int
+    ) -> Tensor:
+        tail, most = self._tail, self._chunk_tokens
+        assert tail is not None
+        if self.logits is not None or num_tokens <= most:
+            return self._loss_of_logits(tail(hidden, inputs), micro_batch, loss_of, num_tokens)
+        if isinstance(self._own_loss, SequenceLoss):
+            chunks = chunks_of_sequences(micro_batch.lengths, most)
+        else:
+            chunks = chunks_of_tokens(micro_batch.num_tokens, most)
+        return chunked_loss(lambda part, tokens: loss_of(tail(part, inputs), tokens), hidden, tail.parameters, chunks)
+
+    def _loss_of_logits(
+        self, logits: Tensor, micro_batch: MicroBatch, loss_of: LossOfLogits, num_tokens: int
+    ) -> Tensor:
         if self.logits is not None:
             self.logits.append(logits[:num_tokens])
         return loss_of(logits, slice(0, micro_batch.num_tokens))
+
+    def _resumed(self, whole: MicroBatch, scale: float) -> Tensor | None:
+        """The loss of a pack whose layers have run already, in a forward that kept its graph (`keeps_graphs`)."""
+        kept = self.kept.pop((whole.keys, whole.lengths), None)
+        if kept is None:
+            return None
+        for attachment in self.attachments:
+            attachment.begin(kept.micro_batch, whole, True)
+        loss_of = self.objective.of(kept.micro_batch, whole, scale)
+        out = self._loss_of_hidden(kept.hidden, kept.inputs, kept.micro_batch, loss_of, kept.hidden.shape[1])
+        for attachment in self.attachments:
+            attachment.end()
+        self.losses.append(out.detach())
+        self.check_weights()
+        return out
 
     def _divisible(self, micro_batch: MicroBatch) -> MicroBatch:
         """With sequence parallelism, the pack with as many tokens of padding as make every rank's share equal."""
@@ -394,10 +483,10 @@ class Replica:
         return micro_batch.padded_to(-(-micro_batch.num_tokens // shares) * shares, 0)
 
     def _balance(self, whole: MicroBatch, division: Division | None, scale: float, prefix: ChunkPrefix | None) -> Any:
-        if self._router_loss is None:
+        if self.routers is None:
             return None
         chunk = None if prefix is None else prefix.routers
-        loss_of = partial(self._router_loss.of, whole.lengths, whole.labels[0], scale, chunk=chunk)
+        loss_of = partial(self.balance_of, whole.lengths, whole.labels[0], scale, chunk=chunk)
         if division is None:
             return loss_of(partial(same_tokens, group=self._sharers, num_tokens=whole.num_tokens))
         row = partial(same_tokens, group=self._sharers, num_tokens=division.shares.rows[division.context.index])
@@ -407,7 +496,7 @@ class Replica:
     @property
     def balance_loss(self) -> Tensor:
         """fp64 scalar: the balance loss of this rank's routers since the last `bind`."""
-        return torch.zeros((), dtype=torch.float64) if self._router_loss is None else self._router_loss.value
+        return torch.zeros((), dtype=torch.float64) if self.routers is None else self.routers.value
 
     def hidden_shape(self, micro_batch: MicroBatch) -> tuple[int, int, int]:
         """The shape of what travels between stages."""

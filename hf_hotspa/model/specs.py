@@ -183,19 +183,77 @@ def _layer_lists(model: PreTrainedModel) -> tuple[str, ...]:
     return outer
 
 
-def _base_parts(model: PreTrainedModel) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
-    """The lists of layers of the base model, what comes before them and what comes after them."""
+@dataclass(frozen=True)
+class _Structure:
+    """A causal language model and the names of its parts.
+
+    Args:
+        model: The model, without the wrapper of an adapter.
+        prefix: See `ModelDescription`; `adapters`, `base`, `layers`, `embeddings`, `norms` and `head`, too.
+        input_embedding: Name of the input embedding.
+    """
+
+    model: PreTrainedModel
+    prefix: str
+    adapters: Adapters | None
+    base: str
+    layers: tuple[str, ...]
+    embeddings: tuple[str, ...]
+    norms: tuple[str, ...]
+    input_embedding: str
+    head: str
+
+    @property
+    def base_model(self) -> nn.Module:
+        return self.model.get_submodule(self.base)
+
+    @property
+    def decoder_layers(self) -> dict[str, nn.Module]:
+        """The decoder layers in the order of their units, by what names inside them begin with."""
+        return {
+            f"{self.base}.{name}.{index}.": layer
+            for name in self.layers
+            for index, layer in self.base_model.get_submodule(name).named_children()
+        }
+
+    @property
+    def layer_prefixes(self) -> tuple[str, ...]:
+        """What names inside the layers begin with; one for each list of layers."""
+        return tuple(f"{self.base}.{name}." for name in self.layers)
+
+    @property
+    def embedding_prefixes(self) -> list[str]:
+        """What names inside the modules before the layers begin with."""
+        return [f"{self.base}.{name}." for name in self.embeddings]
+
+    def is_of_adapter(self, name: str) -> bool:
+        """Whether a parameter is one of the adapter's."""
+        return self.adapters is not None and self.adapters.layer_of(name.rpartition(".")[0])[1] is not None
+
+
+def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
     lists = _layer_lists(model)
+    base = base_name(model)
     # a norm may have no parameters (OLMo) and is part of one stage all the same; dropout is that of the embeddings
     staged = model.config.get_text_config().base_model_pp_plan or {}
     children = [
         name
-        for name, child in getattr(model, base_name(model)).named_children()
+        for name, child in model.get_submodule(base).named_children()
         if not isinstance(child, nn.Dropout) and (name in staged or any(True for _ in child.parameters()))
     ]
     tops = [name.partition(".")[0] for name in lists]
     at = children.index(tops[0])
-    return lists, tuple(children[:at]), tuple(name for name in children[at + 1 :] if name not in tops)
+    return _Structure(
+        model=model,
+        prefix=prefix,
+        adapters=adapters,
+        base=base,
+        layers=lists,
+        embeddings=tuple(children[:at]),
+        norms=tuple(name for name in children[at + 1 :] if name not in tops),
+        input_embedding=_module_name(model, model.get_input_embeddings(), "input embedding"),
+        head=_module_name(model, model.get_output_embeddings(), "output embedding (language-model head)"),
+    )
 
 
 def _module_name(model: PreTrainedModel, module: nn.Module | None, what: str) -> str:
@@ -223,86 +281,27 @@ def describe_model(
     refuse_other_models(model)
     refuse_inexact(bare.config)
     refuse_own_attention(bare)
-    layers, before, after = _base_parts(bare)
-    base, text = base_name(bare), bare.config.get_text_config()
-    base_model = getattr(bare, base)
-    embedding = _module_name(bare, bare.get_input_embeddings(), "input embedding")
-    head = _module_name(bare, bare.get_output_embeddings(), "output embedding (language-model head)")
-    prefixes = tuple(f"{base}.{name}." for name in layers)
-    modules = [layer for name in layers for layer in base_model.get_submodule(name).children()]
-    names_of_layers = [f"{base}.{n}.{i}." for n in layers for i, _ in base_model.get_submodule(n).named_children()]
-    layer_units = {name: unit for unit, name in enumerate(names_of_layers)}
-    plan, counted = TensorPlan(bare, prefixes, embedding, head), counting_from(base_model, text.model_type)
-    kinds, routers = layer_kinds(base_model, modules, bare.config), router_layers(bare)
-    fused = experts.fused_experts(plan.modules, prefixes)
-    refuse_dropout(bare, modules, kinds, attention_dropout)
+    structure = _structure(bare, prefix, adapters)
+    plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head)
+    counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
+    decoder_layers = list(structure.decoder_layers.values())
+    kinds = layer_kinds(structure.base_model, decoder_layers, bare.config)
+    routers = router_layers(bare)
+    fused = experts.fused_experts(plan.modules, structure.layer_prefixes)
+    refuse_dropout(bare, decoder_layers, kinds, attention_dropout)
+    vector = _parameter_vector(structure, plan, fused, compute_dtype)
+    shape = _shape(structure, plan, fused, counted, vector)
     drops = attention_dropout and bool(attention_dropouts(bare.config))
-    heads, kv_heads = head_counts(bare.config)
-    names: dict[int, list[str]] = {}
-    tensors: dict[int, nn.Parameter] = {}
-    for name, parameter in bare.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-        tensors[id(parameter)] = parameter
-    specs, costs = [], [0] * len(modules)
-    for key, all_names in names.items():
-        parameter = tensors[key]
-        name, *tied = _of_head_first(all_names, head)
-        if tied and {name, *tied} != {f"{embedding}.weight", f"{head}.weight"} and not _is_head_bias(name, tied, head):
-            raise ModelError(
-                f"parameters {[name, *tied]} are tied; only input and output embeddings may be, and a bias of the head"
-            )
-        unit = _unit(name, layer_units, [f"{base}.{child}." for child in before])
-        spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, head, adapters)
-        if unit >= 0 and (adapters is None or adapters.layer_of(name.rpartition(".")[0])[1] is None):
-            costs[unit] += parameter.numel()  # an adapter costs next to nothing
-        tied_names, count = tuple(prefix + other for other in tied), fused.get(name.rpartition(".")[0], 0)
-        specs.append(replace(spec, name=prefix + name, tied_names=tied_names, experts=count))
-    vector = build_vector(specs, costs, head_cost=bare.get_parameter(f"{head}.weight").numel())
-    whole_attention, whole_mlp = _whole_shares(bare, plan)
-    shape = ModelShape(
-        family=text.model_type,
-        num_layers=len(modules),
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        hidden_size=text.hidden_size,
-        attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
-        vocab_size=bare.get_parameter(f"{embedding}.weight").shape[0],
-        layer_parameters=sum(costs) // len(costs),
-        max_position_embeddings=_num_positions(text, counted),
-        has_tp_plan=plan.has_plan,
-        has_pp_plan=bool(text.base_model_pp_plan),
-        pp_unsupported_reason=stage_unsupported_reason(base_model, layers, before, after),
-        sp_unsupported_reason=sp_unsupported_reason(
-            plan, kinds, embedding, [f"{base}.{child}." for child in before], set(fused)
-        ),
-        ck_unsupported_reason=cut_unsupported_reason(text.model_type, base_model, kinds, layers, CHUNKS)
-        or chunks_unsupported_reason(text.model_type, modules, counted),
-        cp_unsupported_reason=cut_unsupported_reason(text.model_type, base_model, kinds, layers, RANKS),
-        ring_unsupported_reason=ring_unsupported_reason(text.model_type, modules, drops),
-        rc_unsupported_reason=None
-        if bare.supports_gradient_checkpointing
-        else f"{type(bare).__name__} cannot compute the activations of its layers again (+rc)",
-        z_unsupported_reason=order_unsupported_reason(bare, base, layers, vector, prefix),
-        num_experts=max(fused.values(), default=0),
-        experts_per_token=experts.experts_per_token(text) if fused else 0,
-        expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // len(modules),
-        ep_unsupported_reason=experts.unsupported_reason(text.model_type, plan.modules, prefixes, kinds),
-        whole_attention=whole_attention,
-        whole_mlp=whole_mlp,
-    )
-    config = copy.deepcopy(bare.config) if attention_dropout else without_attention_dropout(bare.config)
-    if routers:  # replicas add the loss themselves
-        config.get_text_config().output_router_logits = False
     return ModelDescription(
         model_class=type(bare),
-        config=config,
+        config=_config_of_replicas(bare.config, attention_dropout, routers),
         vector=vector,
-        shape=shape,
-        base=base,
-        layers=layers,
-        embeddings=before,
-        norms=after,
-        head=head,
+        shape=_with_unsupported_reasons(shape, structure, plan, kinds, fused, counted, drops, vector),
+        base=structure.base,
+        layers=structure.layers,
+        embeddings=structure.embeddings,
+        norms=structure.norms,
+        head=structure.head,
         styles=plan.styles,
         attention_heads=plan.heads,
         layer_kinds=kinds,
@@ -314,6 +313,110 @@ def describe_model(
         prefix=prefix,
         adapters=adapters,
     )
+
+
+def _config_of_replicas(config: PreTrainedConfig, attention_dropout: bool, routers: int) -> PreTrainedConfig:
+    config = copy.deepcopy(config) if attention_dropout else without_attention_dropout(config)
+    if routers:  # replicas add the loss themselves
+        config.get_text_config().output_router_logits = False
+    return config
+
+
+def _shape(
+    structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], counted: int | None, vector: ParameterVector
+) -> ModelShape:
+    """The counts and sizes; what the model does not support is not in it yet."""
+    model, text = structure.model, structure.model.config.get_text_config()
+    num_layers = len(vector.layer_costs)
+    heads, kv_heads = head_counts(model.config)
+    whole_attention, whole_mlp = _whole_shares(model, plan)
+    return ModelShape(
+        family=text.model_type,
+        num_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        hidden_size=text.hidden_size,
+        attention_size=heads * (config_value(text, "head_dim") or text.hidden_size // heads),
+        vocab_size=model.get_parameter(f"{structure.input_embedding}.weight").shape[0],
+        layer_parameters=sum(vector.layer_costs) // num_layers,
+        max_position_embeddings=_num_positions(text, counted),
+        has_tp_plan=plan.has_plan,
+        has_pp_plan=bool(text.base_model_pp_plan),
+        num_experts=max(fused.values(), default=0),
+        experts_per_token=experts.experts_per_token(text) if fused else 0,
+        expert_parameters=sum(spec.numel for spec in vector.specs if spec.experts) // num_layers,
+        whole_attention=whole_attention,
+        whole_mlp=whole_mlp,
+    )
+
+
+def _with_unsupported_reasons(
+    shape: ModelShape,
+    structure: _Structure,
+    plan: TensorPlan,
+    kinds: tuple[LayerKind, ...],
+    fused: Mapping[str, int],
+    counted: int | None,
+    drops: bool,
+    vector: ParameterVector,
+) -> ModelShape:
+    """The shape with the reasons why strategies of some kinds cannot be exact for the model.
+
+    Args:
+        drops: Whether attention probabilities are dropped.
+    """
+    model, base, layers, family = structure.model, structure.base_model, structure.layers, shape.family
+    decoder_layers = list(structure.decoder_layers.values())
+    return replace(
+        shape,
+        pp_unsupported_reason=stage_unsupported_reason(base, layers, structure.embeddings, structure.norms),
+        sp_unsupported_reason=sp_unsupported_reason(
+            plan, kinds, structure.input_embedding, structure.embedding_prefixes, set(fused)
+        ),
+        ck_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, CHUNKS)
+        or chunks_unsupported_reason(family, decoder_layers, counted),
+        cp_unsupported_reason=cut_unsupported_reason(family, base, kinds, layers, RANKS),
+        ring_unsupported_reason=ring_unsupported_reason(family, decoder_layers, drops),
+        rc_unsupported_reason=None
+        if model.supports_gradient_checkpointing
+        else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
+        z_unsupported_reason=order_unsupported_reason(model, structure.base, layers, vector, structure.prefix),
+        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds),
+    )
+
+
+def _parameter_vector(
+    structure: _Structure, plan: TensorPlan, fused: Mapping[str, int], compute_dtype: torch.dtype | None
+) -> ParameterVector:
+    model = structure.model
+    layer_units = {prefix: unit for unit, prefix in enumerate(structure.decoder_layers)}
+    specs, costs = [], [0] * len(layer_units)
+    for parameter, names in _with_all_names(model).items():
+        name, *tied = _of_head_first(names, structure.head)
+        _check_tied(name, tied, structure)
+        unit = _unit(name, layer_units, structure.embedding_prefixes)
+        spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, structure)
+        specs.append(replace(spec, experts=fused.get(name.rpartition(".")[0], 0)))
+        if unit >= 0 and not structure.is_of_adapter(name):
+            costs[unit] += parameter.numel()  # an adapter costs next to nothing
+    return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
+
+
+def _with_all_names(model: nn.Module) -> dict[nn.Parameter, list[str]]:
+    """The parameters of a model, each once, and what each is called."""
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    return names
+
+
+def _check_tied(name: str, tied: Sequence[str], structure: _Structure) -> None:
+    """Refuses a parameter of several names, but for the weight of both embeddings and a bias of the head."""
+    ends = {f"{structure.input_embedding}.weight", f"{structure.head}.weight"}
+    if tied and {name, *tied} != ends and not _is_head_bias(name, tied, structure.head):
+        raise ModelError(
+            f"parameters {[name, *tied]} are tied; only input and output embeddings may be, and a bias of the head"
+        )
 
 
 def _of_head_first(names: list[str], head: str) -> list[str]:
@@ -361,9 +464,9 @@ def _spec(
     unit: int,
     plan: TensorPlan,
     compute_dtype: torch.dtype | None,
-    head: str,
-    adapters: Adapters | None,
+    structure: _Structure,
 ) -> ParameterSpec:
+    prefix, adapters = structure.prefix, structure.adapters
     module, _, leaf = name.rpartition(".")
     module, role = adapters.layer_of(module) if adapters is not None else (module, None)
     name_in_plan = f"{module}.{leaf}"
@@ -373,7 +476,7 @@ def _spec(
         is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)
         cut = None if is_partial else cut
     return ParameterSpec(
-        name=name,
+        name=prefix + name,
         shape=tuple(parameter.shape),
         dtype=dtype_name(compute_dtype or parameter.dtype),
         unit=unit,
@@ -381,7 +484,7 @@ def _spec(
         parts=cut.parts if cut is not None else (),
         partial_gradient=is_partial,
         trainable=parameter.requires_grad,
-        tied_names=tied,
-        in_head=f"{head}.weight" in tied,
+        tied_names=tuple(prefix + other for other in tied),
+        in_head=f"{structure.head}.weight" in tied,
         frozen_dtype=None if parameter.requires_grad else dtype_name(parameter.dtype),
     )

@@ -14,7 +14,7 @@ import json
 import re
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -250,6 +250,45 @@ class Agreement:
     def gather(self, values: list[float]) -> torch.Tensor:
         """fp64 [world size, number of values] of every rank's values; a collective call."""
         return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64)))
+
+    def vectors(self, values: torch.Tensor) -> list[torch.Tensor]:
+        """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call."""
+        if self.group is None:
+            return [values]
+        sizes = [int(size) for size in self._gather(torch.tensor([len(values)], dtype=torch.int64))]
+        padded = values.new_zeros(max(sizes))
+        padded[: len(values)] = values
+        return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]
+
+    def all_to_all(self, send: torch.Tensor, send_sizes: list[int], receive_sizes: list[int]) -> torch.Tensor:
+        """What every rank sends to this one, in the order of ranks; a collective call.
+
+        Args:
+            send: 1-D, in host memory: what each rank gets, in the order of ranks.
+            send_sizes: Elements for each rank.
+            receive_sizes: Elements from each rank, which must be what these send.
+        """
+        if self.group is None:
+            return send
+        received = send.new_empty(sum(receive_sizes))
+        self._collective(lambda: dist.all_to_all_single(received, send, receive_sizes, send_sizes, group=self.group))
+        return received
+
+    def start_send(self, tensor: torch.Tensor, rank: int, tag: int) -> dist.Work:
+        """Starts to send a contiguous host tensor to another rank, which takes it with `receive` when it needs it."""
+        work = dist.isend(tensor, dst=rank, group=self.group, tag=tag)
+        assert work is not None
+        return work
+
+    def receive(self, tensor: torch.Tensor, rank: int, tag: int) -> torch.Tensor:
+        """Fills a contiguous host tensor with what another rank has started to send under this tag."""
+        self._collective(lambda: dist.recv(tensor, src=rank, group=self.group, tag=tag))
+        return tensor
+
+    def wait(self, works: Iterable[dist.Work]) -> None:
+        """Waits for sends that were started."""
+        for work in works:
+            self._collective(work.wait)
 
     def barrier(self) -> None:
         """Waits for all ranks."""

@@ -89,6 +89,7 @@ class ProcessGroups:
     ) -> None:
         self.rank, self.world_size, self.device, self.timeout = rank, world_size, device, timeout
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._beside: list[dist.ProcessGroup] = []
         everyone = list(range(world_size))
         backends.prepare_environment(device)
         switch_timeout = switch_timeout or timeout
@@ -101,6 +102,13 @@ class ProcessGroups:
 
     def _of_all(self) -> tuple[dist.ProcessGroup | None, ...]:
         return self.switch, self.forward, self.agreement
+
+    def beside(self) -> dist.ProcessGroup | None:
+        """All ranks, for host tensors, a group of its own each time; None with one rank. Collective."""
+        if self.world_size == 1:
+            return None
+        self._beside.append(backends.host_group(range(self.world_size), self.timeout))
+        return self._beside[-1]
 
     def of(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of these ranks, None when there is only one. A collective call for all ranks of the world."""
@@ -180,7 +188,8 @@ class ProcessGroups:
 
     def close(self) -> None:
         """Destroys the groups made here; a collective call. Nothing may be in flight."""
-        for group in self._joined(*self._by_ranks.values(), *self._of_all()):
+        for group in self._joined(*self._by_ranks.values(), *self._of_all(), *self._beside):
             dist.destroy_process_group(group)
         self._by_ranks.clear()
+        self._beside.clear()
         self.switch = self.forward = self.agreement = None

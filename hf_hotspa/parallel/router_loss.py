@@ -45,18 +45,25 @@ def router_layers(model: PreTrainedModel) -> int:
         return 0
     if _FUNCTION not in names_in_forward(model):
         return 0  # the family records its router's logits and adds nothing
-    family = model.config.get_text_config().model_type
-    recorder = _recorder(model)
-    count = 0
-    if recorder is not None and hasattr(model, "router_aux_loss_coef"):
-        count = sum(isinstance(module, recorder.target_class) for module in model.modules())
-    if not count or list(inspect.signature(_function(model)).parameters) != _ARGUMENTS:
+    family, count = model.config.get_text_config().model_type, recordable_routers(model)
+    if not count:
         raise UnsupportedError(
             f"{family} config has output_router_logits=True",
             why="the family's router loss is not defined for each sequence, so it would depend on how the mini-batch is packed",
             fix="set config.output_router_logits = False",
         )
     return count
+
+
+def recordable_routers(model: PreTrainedModel) -> int:
+    """How many routers would add to the loss of a model that is asked for their logits; 0 where none would, or in another
+    way than by transformers' own function of a batch."""
+    recorder = _recorder(model)
+    if recorder is None or not hasattr(model, "router_aux_loss_coef") or _FUNCTION not in names_in_forward(model):
+        return 0
+    if list(inspect.signature(_function(model)).parameters) != _ARGUMENTS:
+        return 0
+    return sum(isinstance(module, recorder.target_class) for module in model.modules())
 
 
 def _function(model: PreTrainedModel) -> Callable[..., Tensor]:
@@ -146,14 +153,16 @@ class RouterLoss:
 
     Attributes:
         value: fp64 scalar, what was added since `reset`.
+        coefficient: What the balance loss is multiplied by.
+        num_experts, top_k: How many a router has, and chooses of them.
     """
 
     def __init__(self, model: PreTrainedModel, num_layers: int) -> None:
         recorder = _recorder(model)
         self._function = _function(model)
-        self._num_layers = num_layers
-        self._coefficient = float(model.router_aux_loss_coef)
-        self._num_experts, self._top_k = int(model.num_experts), int(model.num_experts_per_tok)
+        self.num_layers = num_layers
+        self.coefficient = float(model.router_aux_loss_coef)
+        self.num_experts, self.top_k = int(model.num_experts), int(model.num_experts_per_tok)
         routers = [module for module in model.modules() if isinstance(module, recorder.target_class)]
         self._logits: list[list[Tensor]] = [[] for _ in routers]
         for index, router in enumerate(routers):
@@ -167,6 +176,11 @@ class RouterLoss:
     def _record(self, index: int, output: int, module: nn.Module, args: Any, out: Any) -> None:
         logits = out[output] if isinstance(out, tuple | list) else out
         self._logits[index].append(logits.reshape(-1, logits.shape[-1]))
+
+    @property
+    def recorded(self) -> list[Tensor]:
+        """Of each router here its logits [t, E] in the forward that has just run; none where this rank has no router."""
+        return [torch.cat(logits) for logits in self._logits]
 
     def clear(self) -> None:
         """Before each forward: drops what a recomputation may have recorded."""
@@ -197,7 +211,7 @@ class RouterLoss:
         if not self._logits:
             return None
         counts = [int((own != IGNORE).sum()) for own in labels.split(list(lengths))]
-        of_routers = [tokens(torch.cat(recorded)).split(list(lengths)) for recorded in self._logits]
+        of_routers = [tokens(logits).split(list(lengths)) for logits in self.recorded]
         self.clear()
         loss_of = partial(self._loss_of, scale)
         if chunk is not None:
@@ -218,8 +232,8 @@ class RouterLoss:
 
     def _loss_of(self, scale: float, logits: Tensor, num_labels: int) -> Tensor:
         """The part in the loss of a sequence with so many label tokens, from the logits [T, E] of one router."""
-        loss = self._function((logits,), self._num_experts, self._top_k)
-        return loss.double() * (num_labels * scale * self._coefficient / self._num_layers)
+        loss = self._function((logits,), self.num_experts, self.top_k)
+        return loss.double() * (num_labels * scale * self.coefficient / self.num_layers)
 
 
 def attach_loss(hidden: Tensor, loss: Tensor) -> Tensor:

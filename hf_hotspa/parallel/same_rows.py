@@ -66,21 +66,23 @@ def rows_error(mini_batch: MiniBatch, rank: int, agreement: Agreement, where: st
     for index, phase in enumerate(mini_batch.phases):
         strategy = phase.bucket.strategy
         for replica in range(strategy.dp):
-            ranks = _members(strategy, replica)
+            ranks = replica_ranks(strategy, replica)
             rows = [place for place in zip(*(everyone[r][index] for r in ranks), strict=True) if _differ(place)]
             if rows:
                 return _error(rows, ranks, strategy, f"{where}, strategy {strategy}, replica {replica}")
     return _error([], list(range(len(everyone))), None, where)
 
 
-def _members(strategy: Strategy, replica: int) -> list[int]:
+@lru_cache(maxsize=4096)
+def replica_ranks(strategy: Strategy, replica: int) -> list[int]:
+    """The ranks that train the packs of a replica together."""
     return [rank for rank in range(strategy.world_size) if strategy.coord(rank).dp == replica]
 
 
 @lru_cache(maxsize=4096)
 def _weight(strategy: Strategy, rank: int) -> int:
     """The weights of the ranks of a replica add up to 0; that of a rank alone is 0."""
-    *others, last = _members(strategy, strategy.coord(rank).dp)
+    *others, last = replica_ranks(strategy, strategy.coord(rank).dp)
     return _odd(rank) if rank != last else -sum(map(_odd, others))
 
 

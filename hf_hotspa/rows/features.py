@@ -75,6 +75,8 @@ class Row:
         first: Padding that was cut off before.
         width: Tokens and padding of the row as the data set has it.
         columns: What `RowRules.columns` name: int64 or float64, [length] with a number for each token, or [] with one.
+        targets: [length] int64, in the place of `labels` where they are shifted already: what each token is to predict,
+            -100 where that does not count.
     """
 
     ids: NDArray[np.int64]
@@ -83,6 +85,20 @@ class Row:
     first: int
     width: int
     columns: Mapping[str, NDArray[Any]] = field(default_factory=dict)
+    targets: NDArray[np.int64] | None = None
+
+    def targets_of(self, start: int, stop: int) -> tuple[NDArray[np.int64], int]:
+        """What the tokens of a slice are to predict, [stop - start] int64, and how many of these targets count.
+
+        The last token of a slice predicts nothing, unless `targets` says so.
+        """
+        if self.targets is not None:
+            targets = self.targets[start:stop]
+            return targets, int(np.count_nonzero(targets != IGNORED_LABEL))
+        targets = np.full(stop - start, IGNORED_LABEL, np.int64)
+        targets[:-1] = (self.ids if self.labels is None else self.labels)[start + 1 : stop]
+        count = stop - start - 1 if self.labels is None else int(np.count_nonzero(targets != IGNORED_LABEL))
+        return targets, count
 
 
 def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:

@@ -5,7 +5,8 @@ of the search, and the best static strategy where the memory of the pool allows 
 decide against switching. A pure function of plain data, equal on all ranks. No torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import numpy as np
@@ -69,10 +70,9 @@ def make_auto_plan(
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
     capacities = Capacities(cost.memory, limit_bytes, most_tokens or {})
-    most = max(map(capacities.tokens, strategies))
-    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, most)
+    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, max(map(capacities.tokens, strategies)))
     sample, size = _sample(table, top, policy, mini_batch_size)
-    try:
+    with _naming_limit(limit_source):
         choice = choose(
             sample,
             strategies,
@@ -88,12 +88,19 @@ def make_auto_plan(
             pack_margin=PACK_MARGIN,
             plain_margin=margin,
         )
+    pool = pool_of(choice, capacities)
+    return Plan(choice, pool, cost.rank_bytes(pool), mini_batch_size, limit_bytes, limit_source)
+
+
+@contextmanager
+def _naming_limit(limit_source: str) -> Iterator[None]:
+    """Says in errors of memory where the limit is from."""
+    try:
+        yield
     except DeviceMemoryError as error:
         raise DeviceMemoryError(
             error.what, where=f"hotspa_memory_limit_mb: {limit_source}", why=error.why, fix=error.fix
         ) from None
-    pool = pool_of(choice, capacities)
-    return Plan(choice, pool, cost.rank_bytes(pool), mini_batch_size, limit_bytes, limit_source)
 
 
 def longest_wanted(

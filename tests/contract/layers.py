@@ -23,6 +23,7 @@ LAYERS: dict[str, int] = {
     "hf_hotspa/model": 4,
     "hf_hotspa/engine": 5,
     "hf_hotspa/checkpoint": 5,
+    "hf_hotspa/switched": 6,
     "hf_hotspa/calibrate": 6,
     "callbacks": 6,
     "trainer": 7,

@@ -204,7 +204,7 @@ class Manifest:
             raise DamagedCheckpointError(f"{MANIFEST} is damaged: {error}", where=where) from error
         if manifest.text() != text:
             raise DamagedCheckpointError(f"{MANIFEST} was changed after it was written", where=where)
-        for problem in _problems(manifest):
+        if problem := _problem(manifest):
             raise DamagedCheckpointError(f"{MANIFEST} is impossible: {problem}", where=where)
         for file in manifest.files:
             check_name(file.name, where)
@@ -234,19 +234,31 @@ def _render(data: dict[str, Any]) -> str:
     return json.dumps(data, indent=1, sort_keys=True) + "\n"
 
 
-def _problems(manifest: Manifest) -> Iterator[str]:
-    """What cannot be in a checkpoint, so that nothing is allocated for it."""
-    names = {file.name for file in manifest.files}
+def _problem(manifest: Manifest) -> str | None:
+    """The first thing that cannot be in a checkpoint, so that nothing is allocated for it; or None."""
     if not 0 <= manifest.step < 10**15 or not 1 <= manifest.world_size <= _MAX_WORLD:
-        yield f"step {manifest.step}, {manifest.world_size} ranks"
-        return
+        return f"step {manifest.step}, {manifest.world_size} ranks"
+    problem = _problem_of_files(manifest) or _problem_of_segments(manifest) or _problem_of_parameters(manifest)
+    return problem or (_problem_of_sizes(manifest) if manifest.has_masters else None)
+
+
+def _shares(manifest: Manifest) -> list[str]:
+    """Names of the files with the ranks' shares, by rank."""
+    return [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
+
+
+def _problem_of_files(manifest: Manifest) -> str | None:
+    names = {file.name for file in manifest.files}
     if len(names) != len(manifest.files) or MANIFEST in names:
-        yield "a file is listed twice"
+        return "a file is listed twice"
     if any(file.size < 0 for file in manifest.files):
-        yield "a file of negative size"
-    shares = [manifest.located(rank_tensors(rank, manifest.world_size)) for rank in range(manifest.world_size)]
-    if manifest.has_masters and (missing := set(shares) - names):
-        yield f"no file {min(missing)!r}"
+        return "a file of negative size"
+    if manifest.has_masters and (missing := set(_shares(manifest)) - names):
+        return f"no file {min(missing)!r}"
+    return None
+
+
+def _problem_of_segments(manifest: Manifest) -> str | None:
     end = 0
     for segment in manifest.segments:
         cuts = segment.cuts
@@ -256,48 +268,51 @@ def _problems(manifest: Manifest) -> Iterator[str]:
             or cuts[0]
             or cuts[-1] != segment.stop - segment.start
         ):
-            yield "the segments do not tile the vector"
-            return
+            return "the segments do not tile the vector"
         if any(low > high for low, high in itertools.pairwise(cuts)):
-            yield "the cuts of a segment do not ascend"
+            return "the cuts of a segment do not ascend"
         end = segment.stop
+    return None
+
+
+def _problem_of_parameters(manifest: Manifest) -> str | None:
     end, seen = 0, set[str]()
     for parameter in manifest.parameters:
         if any(size < 0 for size in parameter.shape) or parameter.offset != end:
-            yield f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
-            return
+            return f"parameter {parameter.name!r} {parameter.shape} does not start where the one before ends"
         end += parameter.numel
         if not 0 <= parameter.segment < len(manifest.segments):
-            yield f"parameter {parameter.name!r} has no segment"
-            return
+            return f"parameter {parameter.name!r} has no segment"
         segment = manifest.segments[parameter.segment]
         if parameter.numel and not segment.start <= parameter.offset < end <= segment.stop:
-            yield f"parameter {parameter.name!r} leaves its segment"
+            return f"parameter {parameter.name!r} leaves its segment"
         if parameter.shard_dim is not None and not 0 <= parameter.shard_dim < len(parameter.shape):
-            yield f"parameter {parameter.name!r} has no dim {parameter.shard_dim}"
+            return f"parameter {parameter.name!r} has no dim {parameter.shard_dim}"
         own = (parameter.name, *parameter.tied_names)
         if parameter.exported_name not in own or seen.intersection(own) or len(set(own)) < len(own):
-            yield f"the names of parameter {parameter.name!r}"
+            return f"the names of parameter {parameter.name!r}"
         seen.update(own)
         if WEIGHT not in parameter.states or not {*parameter.states.values(), parameter.model_dtype} <= DTYPES.keys():
-            yield f"the states of parameter {parameter.name!r}"
-            return
+            return f"the states of parameter {parameter.name!r}"
         if any("/" in state or not state for state in parameter.states):
-            yield f"the names of the states of parameter {parameter.name!r}"
+            return f"the names of the states of parameter {parameter.name!r}"
     if manifest.segments and end != manifest.segments[-1].stop:
-        yield "the parameters do not fill the vector"
-        return
-    if not manifest.has_masters:
-        return
+        return "the parameters do not fill the vector"
+    return None
+
+
+def _problem_of_sizes(manifest: Manifest) -> str | None:
+    """The first file that is too small for its rank's share; segments and parameters have been looked at."""
     sizes = {file.name: file.size for file in manifest.files}
     needed = [0] * manifest.world_size
     for parameter in manifest.parameters:
         size = sum(DTYPES[dtype][1] for dtype in parameter.states.values())
         for rank, low, high in manifest.holders(parameter, 0, parameter.numel):
             needed[rank] += (high - low) * size
-    for name, least in zip(shares, needed, strict=True):
+    for name, least in zip(_shares(manifest), needed, strict=True):
         if least > sizes.get(name, 0):
-            yield f"{name!r} is too small for its tensors"
+            return f"{name!r} is too small for its tensors"
+    return None
 
 
 def read_manifest(folder: Path) -> Manifest:

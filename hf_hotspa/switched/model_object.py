@@ -1,0 +1,83 @@
+"""What callers hang on a model object, and calls of the object itself: replicas are built from its class without them.
+
+* TRL's `add_fused_lm_head` and PEFT's input hooks are lifted off while an engine is built, and read where they say something;
+* a forward of the object goes to the switched model, whose weights are the current ones. Generation runs on the object.
+"""
+
+import functools
+import inspect
+import types
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+_INPUT_HOOK = "make_inputs_require_grads"
+"""Gradient checkpointing with adapters hangs it on the embedding; PEFT and TRL one each, of which the first gets lost."""
+
+
+def fused_head(model: nn.Module) -> dict[str, Any]:
+    """What TRL's `add_fused_lm_head` was asked for; it tells nobody, but the closure of the forward has it."""
+    forward = vars(model).get("forward")
+    function = getattr(forward, "__func__", None)
+    return dict(inspect.getclosurevars(function).nonlocals) if function is not None else {}
+
+
+@contextmanager
+def as_built(model: nn.Module) -> Iterator[None]:
+    """Without a forward that was put on the object, and without input hooks."""
+    forward = vars(model).pop("forward", None)
+    for module in model.modules():
+        for key, hook in list(module._forward_hooks.items()):
+            if getattr(hook, "__name__", "") == _INPUT_HOOK:
+                del module._forward_hooks[key]
+    try:
+        yield
+    finally:
+        if forward is not None:
+            model.forward = forward
+
+
+def route(model: nn.Module, switched: Any) -> None:
+    """Calls of the model object go to the switched model: trainers call `self.model`, too, whose weights are old ones."""
+    target = weakref.ref(switched)
+    forward = type(model).forward
+
+    @functools.wraps(forward)  # `generate` looks at the signature
+    def routed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        to = target()
+        if to is None or kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            if to is not None:
+                to.refresh()
+            return forward(self, *args, **kwargs)
+        return to.forward(*args, **kwargs)
+
+    model.forward = types.MethodType(routed, model)
+
+
+def unroute(model: nn.Module) -> None:
+    """Calls of the model object are its own again."""
+    vars(model).pop("forward", None)
+
+
+def lora_layers(model: nn.Module) -> list[Any]:
+    """The LoRA layers of a model; models themselves have a method of the name that tells them."""
+    return [module for module in model.modules() if isinstance(getattr(module, "disable_adapters", None), bool)]
+
+
+def before_steps(switched: Any) -> RemovableHandle:
+    """Calls `step_begins` of the switched model before any optimizer that holds its parameters makes a step."""
+    target = weakref.ref(switched)
+    own = {id(parameter) for _, parameter in switched.named_parameters()}
+
+    def before(optimizer: Optimizer, *_: Any) -> None:
+        to = target()
+        if to is not None and any(id(p) in own for group in optimizer.param_groups for p in group["params"]):
+            to.step_begins()
+
+    return register_optimizer_step_pre_hook(before)
