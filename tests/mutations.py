@@ -39,9 +39,9 @@ MUTATIONS = [
     # -- data
     Mutation(
         "labels are not shifted",
-        "hf_hotspa/data/collator.py",
-        "targets = (ids if labels is None else labels)[sequence.start + 1 : sequence.stop]",
-        "targets = (ids if labels is None else labels)[sequence.start : sequence.stop - 1]",
+        "hf_hotspa/rows/features.py",
+        "(self.ids if self.labels is None else self.labels)[start + 1 : stop]",
+        "(self.ids if self.labels is None else self.labels)[start : stop - 1]",
         UNIT + "test_collator.py::test_the_tensors_of_a_pack",
     ),
     Mutation(
@@ -310,7 +310,7 @@ MUTATIONS = [
     Mutation(
         "gradients of the mini-batch before stay",
         "hf_hotspa/engine/engine.py",
-        "        self.master.zero_gradients()\n",
+        "        if not add:\n            self.master.zero_gradients()\n",
         "",
         HOT,
     ),

@@ -320,12 +320,24 @@ class HotSPaEngine:
         if not add:
             self.master.zero_gradients()
         self.master.bind_gradients()
-        measures: list[PhaseMeasure] = []
-        loss, previous = 0.0, None
         loaded = (
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
         )
         order = self._order(mini_batch, loaded)
+        loss, measures = self._run_phases(mini_batch, order, loaded, where)
+        self._steps += 1
+        return self._finish(mini_batch, order, loss, measures, begin, where)
+
+    def _run_phases(
+        self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, where: str
+    ) -> tuple[float, list[PhaseMeasure]]:
+        """This rank's part of the loss, and what it measured of each phase.
+
+        Args:
+            loaded: Whose weights are there already.
+        """
+        measures: list[PhaseMeasure] = []
+        loss, previous = 0.0, None
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
@@ -347,8 +359,7 @@ class HotSPaEngine:
             self.observer.phase_ended(self._steps + 1, mini_batch.plan, order, len(measures), measured)
             measures.append(measured)
             previous = runner
-        self._steps += 1
-        return self._finish(mini_batch, order, loss, measures, begin, where)
+        return loss, measures
 
     def _order(self, mini_batch: MiniBatch, loaded: PhaseRunner | None = None) -> list[int]:
         """The phases in the order in which switching between them costs least (`PlanPool.order`), from what is loaded on."""

@@ -143,37 +143,30 @@ class PhaseRunner:
         hands_over = self.shares_with(following)
         load = self._make_ready(previous, is_loaded)
         load_s = lap()
-        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
         sent_before = self.parts.sent_bytes
-        CLOCK.restart(self.replica.device)
-        PRODUCTS.restart(self.replica.device)
-        loss = float(self.compute(micro_batches, scale, phase.bucket.most_tokens, not hands_over, plan))
+        loss = self._compute_phase(phase, plan, scale, not hands_over)
         compute_s = lap()
         units = self._stream.measure() if self._stream is not None else UnitMeasure()
         others_s = CLOCK.seconds() + units.load_s + units.return_s
-        products_s, flexible = PRODUCTS.seconds(), self.replica.flexible
+        products_s = PRODUCTS.seconds()
         # without it, waiting for the busiest replica would be counted as switching
         wait_for_all()
         wait_s = lap()
         returned = self._hand_over() if hands_over else self.return_gradients()
         return_s = lap()
+        flexible = self.replica.flexible
         return loss, PhaseMeasure(
-            load_s + load.exposed_s,
-            compute_s - load.exposed_s,
-            wait_s,
-            return_s,
-            load.busy_s,
-            returned.busy_s,
-            float(load.result().sent_bytes),
-            float(returned.result().sent_bytes),
-            clock[0] - since,
-            others_s,
-            *units,
-            products_s,
-            flexible.left_share if flexible is not None else 0.0,
-            *self._of_experts(),
+            load_s + load.exposed_s, compute_s - load.exposed_s, wait_s, return_s, load.busy_s, returned.busy_s,
+            float(load.result().sent_bytes), float(returned.result().sent_bytes), clock[0] - since, others_s, *units,
+            products_s, flexible.left_share if flexible is not None else 0.0, *self._of_experts(),
             float(self.parts.sent_bytes - sent_before),
-        )
+        )  # fmt: skip
+
+    def _compute_phase(self, phase: PhaseBatch, plan: PhasePlan, scale: float, is_last: bool) -> float:
+        micro_batches = [m.to(self.replica.device, non_blocking=True) for m in phase.micro_batches]
+        CLOCK.restart(self.replica.device)
+        PRODUCTS.restart(self.replica.device)
+        return float(self.compute(micro_batches, scale, phase.bucket.most_tokens, is_last, plan))
 
     def _make_ready(self, previous: "PhaseRunner | None", is_loaded: bool) -> SwitchJob:
         """Weights in place and gradients clear, by as little as that takes."""

@@ -74,10 +74,10 @@ def check_same_build(model: nn.Module, description: ModelDescription, buffers: M
     """
     bare, prefix = bare_model(model)
     expected = {name: spec.shape for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
-    found = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     mine, others = (_deciding(config) for config in (description.config, bare.config))
     own = dict(bare.named_buffers())
-    differ = [name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name)]
+    differ = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
     differ += [f"config.{name}" for name in mine.keys() | others.keys() if mine.get(name) != others.get(name)]
     differ += [
         n for n in own.keys() | buffers.keys() if n not in own or n not in buffers or not _same(own[n], buffers[n])

@@ -52,7 +52,7 @@ from hf_hotspa.parallel.wide_gradients import bind_gradient, widen
 class KeptForward(NamedTuple):
     """The layers of a last stage have run for a pack, with a graph.
 
-    Args:
+    Attributes:
         hidden: [1, T, hidden size], what goes into the head: of all tokens under sequence parallelism.
         inputs: What the model was called with.
         micro_batch: This rank's tokens of the pack.

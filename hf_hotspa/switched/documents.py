@@ -38,7 +38,7 @@ _NO_CUTS = np.zeros(0, np.int64)
 class Document(NamedTuple):
     """One document of this rank.
 
-    Args:
+    Attributes:
         ids: [length] int64.
         targets: [length] int64, what each token is to predict; -100 where that does not count.
         row: Its row in the batch.

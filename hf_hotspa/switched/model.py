@@ -25,11 +25,9 @@ What a call costs depends on what is asked for:
 `forward`, `flush`, the first look at logits, and what says so are collective: all ranks make the same calls, or all raise.
 """
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,94 +40,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, M
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
+from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.parallel.agreement import rank_names
 from hf_hotspa.parallel.scores import FIELDS
 from hf_hotspa.report import StepReport
-from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, common, leaves
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.meeting import Meeting, Said
 from hf_hotspa.switched.model_object import as_built, before_steps, fused_head, lora_layers, route, unroute
 from hf_hotspa.switched.passes import Numbers, Passes, Seeds
+from hf_hotspa.switched.requests import Announcements, Batch, Request, Window, denominator_in, facts_of, pairs_in
 
 _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
 """Arguments of a forward that change nothing of what it computes in training."""
 LOGIT_BYTES = 4 << 30
-_CODE, _FAILED, _CLEARED, _SIZE, _FLAG, _ANNOUNCED = range(6)
-"""The columns of what ranks say when they meet."""
-
-
-@dataclass(eq=False)
-class _Request:
-    """What a caller wants of a batch.
-
-    Args:
-        batch: The tensors that say what its rows are.
-        num_items: What the sum of cross entropies is divided by; None for this rank's labels.
-        fields: How many of `FIELDS` are wanted; 0 where a loss alone is, or nothing.
-        wants_loss: Whether the caller wants the cross entropy.
-        routers: Whether it wants the balance loss of the routers.
-        kept: The columns of the logits that are wanted.
-        expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
-        trains: Whether gradients will come.
-        adapters: Whether adapters are used.
-    """
-
-    batch: dict[str, Tensor | None]
-    num_items: float | None
-    fields: int
-    wants_loss: bool
-    routers: bool
-    kept: Any
-    expected: Tensor | None
-    trains: bool
-    adapters: bool
-
-    @property
-    def is_shifted(self) -> bool:
-        return self.batch.get("shift_labels") is not None
-
-    @property
-    def has_labels(self) -> bool:
-        return self.is_shifted or self.batch.get("labels") is not None
-
-    @property
-    def wants(self) -> str:
-        """In words, for errors where ranks want different things."""
-        what = ["a forward", "with gradients" if self.trains else "without gradients"]
-        what += (
-            ["for the loss"] if self.wants_loss else [f"for {self.fields} numbers of each token"] * bool(self.fields)
-        )
-        what += ["with the balance loss of routers"] * self.routers + ["of expected seeds"] * (
-            self.expected is not None
-        )
-        return ", ".join([*what, *([] if self.adapters else ["adapters off"])])
-
-
-@dataclass(eq=False)
-class _Window:
-    """Batches of one step that were announced, read and exchanged together.
-
-    Args:
-        batches: As they were announced.
-        num_items: What their losses are divided by; None for each one's own labels.
-        documents: This rank's, of each batch.
-        facts: What each rank says of each batch (`_facts`).
-        of_step: The documents of all ranks, as if these batches were the whole step; None after an error.
-        prepared: Their plan, and this rank's part.
-        error: What this rank found wrong.
-    """
-
-    batches: list[dict[str, Tensor | None]]
-    num_items: float | None
-    documents: list[list[Document]] = field(default_factory=list)
-    facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
-    of_step: Documents | None = None
-    prepared: Any = None
-    error: HotspaError | None = None
 
 
 class SwitchedModel(DistributedDataParallel):
@@ -138,7 +64,10 @@ class SwitchedModel(DistributedDataParallel):
     Args:
         model: The transformers model, or a `PeftModel` around one. Its weights are those of the start until `write_back`;
             calls of it come here, but for generation, which gets the current weights.
-        buckets, options, weights, device: As for `HotSPaEngine`.
+        buckets: Length ranges and their strategies, shortest first, as for `HotSPaEngine`.
+        options: As for `HotSPaEngine`; the caller computes the loss, so none of its options for one.
+        weights: Folder of the weights, for a model without them.
+        device: Where this rank computes.
         logit_bytes: The most bytes of host memory that the logits of a batch, or their gradients, may take on a rank.
 
     Attributes:
@@ -167,10 +96,9 @@ class SwitchedModel(DistributedDataParallel):
         self.report: StepReport | None = None
         self._step = self._version = self._written = 0
         self._expected, self._linear = float(self.engine.world_size), Assumed()
-        self._announced: list[Future[_Window]] = []
-        self._num_announced = 0
-        self._thread = ThreadPoolExecutor(1, "hotspa-rows")  # starts when it is needed
-        self._thread_exchange = Exchange(self.engine.side_agreement(), self.engine.world_size)
+        self._meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
+        beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
+        self._announcements = Announcements(beside, self._read, self._passes.prepare)
         self._begin_step()
         self._hook = before_steps(self)
 
@@ -204,6 +132,18 @@ class SwitchedModel(DistributedDataParallel):
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
+
+    def join(self, *_: Any, **__: Any) -> Any:
+        """DDP's way for ranks with unequal numbers of batches; here it is `batches`.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "join() of a switched model",
+            why="a rank owns a share of the weights, and must make every optimizer step",
+            fix="for batch in model.batches(loader): ranks whose loaders have ended get batches without rows",
+        )
 
     def no_sync(self) -> AbstractContextManager[None]:  # type: ignore[override]
         """Nothing: gradients are exchanged by `flush` alone."""
@@ -246,7 +186,7 @@ class SwitchedModel(DistributedDataParallel):
         """Ends the engine; the model is as it was, with the weights of the last `write_back`. Collective."""
         self._hook.remove()
         self._drop()
-        self._thread.shutdown()
+        self._announcements.close()
         unroute(self._bare)
         self.engine.close()
 
@@ -261,8 +201,7 @@ class SwitchedModel(DistributedDataParallel):
         empty["labels"] = empty["input_ids"]
         while True:
             batch = next(iterator, None)
-            rows = self._meet("take a batch", size=batch is not None)
-            if not bool(rows[:, _SIZE].any()):
+            if not any(self._meet("take a batch", flag=batch is not None).flags):
                 return
             if batch is not None:
                 empty = {k: v[:0] if isinstance(v, Tensor) else v for k, v in batch.items() if k not in FLAT_COLUMNS}
@@ -276,79 +215,23 @@ class SwitchedModel(DistributedDataParallel):
             batches: What `forward` will get, in order; as many on all ranks.
             num_items: The `num_items_in_batch` that it will get with them.
         """
-        of_rows = [{name: batch.get(name) for name in (*ROW_COLUMNS, *FLAT_COLUMNS)} for batch in batches]
-        given = None if num_items is None else float(num_items)
-        self._num_announced += 1
-        self._announced.append(self._thread.submit(self._prepare, of_rows, given))
+        self._meeting.num_announced += 1
+        self._announcements.add(batches, None if num_items is None else float(num_items))
 
-    def _prepare(self, batches: list[dict[str, Tensor | None]], num_items: float | None) -> _Window:
-        window, exchange = _Window(batches, num_items), self._thread_exchange
-        try:
-            window.documents = [self._read(batch) for batch in batches]
-        except HotspaError as error:
-            window.error, window.documents = error, [[] for _ in batches]
-        failed = [int(window.error is not None), len(batches)]
-        arrived = exchange.facts([*failed, *(n for d in window.documents for n in _facts(d, num_items))])
-        if any(int(part[0]) or int(part[1]) != len(batches) for part in arrived):
-            return window  # the forward says why
-        window.facts = [[] for _ in batches]
-        for part in arrived:
-            at = 2
-            for of_batch in window.facts:
-                end = at + 2 + 2 * int(part[at + 1])
-                of_batch.append(part[at:end])
-                at = end
-        window.of_step = Documents()
-        for facts, documents in zip(window.facts, window.documents, strict=True):
-            window.of_step.add([_pairs(of_rank) for of_rank in facts], documents, self.engine.rank)
-        window.prepared = self._passes.prepare(window.of_step, exchange)
-        return window
-
-    def _read(self, batch: Mapping[str, Tensor | None]) -> list[Document]:
+    def _read(self, batch: Batch) -> list[Document]:
         longest = max(bucket.longest for bucket in self.engine.buckets)
         return read_batch(batch, self.engine.description.shape.vocab_size, longest, self.engine.rank)
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 
-    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Tensor:
-        """All ranks are about to do the same; fp64 [world size, 6] of what they say. Where one cleared its gradients, all drop
-        the calls since the last step.
-
-        Raises:
-            HotspaError: on every rank: the first error, or that ranks are about to do different things. Calls that were not
-                flushed are dropped.
-        """
-        agreement, code = self.engine.agreement, float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), size, flag, self._num_announced]
-        rows = agreement.gather([float(value) for value in values])
-        if bool((rows[:, _CODE] != code).any()):
-            texts = agreement.texts(what)
-            by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
-            self._drop()
-            raise PlanMismatchError(
-                "ranks call the switched model for different things: "
-                + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
-                where=f"step {self._step + 1}",
-                why="each call is a part of what all ranks do together",
-                fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives ranks whose loaders have "
-                "ended batches without rows",
-            )
-        if len(set(rows[:, _ANNOUNCED].tolist())) > 1:
-            self._drop()
-            raise PlanMismatchError(
-                f"ranks have announced {[int(n) for n in rows[:, _ANNOUNCED]]} steps",
-                where=f"step {self._step + 1}",
-                fix="call announce on all ranks, or on none",
-            )
-        if bool(rows[:, _FAILED].any()):
-            self._drop()
-            agreement.check({}, error, f"step {self._step + 1}")
-        if bool(rows[:, _CLEARED].any()):
-            self._drop()
-        return rows
+    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
+        """See `Meeting`."""
+        return self._meeting(what, f"step {self._step + 1}", error, size, flag)
 
     def _begin_step(self) -> None:
-        self._documents, self._calls, self._waiting = Documents(), list[Call](), list[tuple[Call, dict[str, Any]]]()
+        self._documents, self._calls = Documents(), list[Call]()
+        self._window: Window | None = None  # of which some calls are still to come
+        self._waiting: list[Call] = []
         self._has_gradients, self._gradient_version = False, -1
         self._passes.begin_step()
 
@@ -357,6 +240,7 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.let_go()
         if self._calls:
             self.engine.drop_gradients()
+            self.engine.master.unbind_gradients()  # an optimizer leaves parameters without a gradient as they are
         self._begin_step()
 
     def _note_gradients(self) -> None:
@@ -395,7 +279,10 @@ class SwitchedModel(DistributedDataParallel):
 
         Args:
             input_ids: int64 [B, L]; no rows at all are a normal case.
-            attention_mask, position_ids, labels, shift_labels: As for the model; int64 [B, L].
+            attention_mask: int64 [B, L], 1 for tokens and 0 for padding.
+            position_ids: int64 [B, L], from 0 in each document.
+            labels: int64 [B, L], not shifted; -100 where there is none.
+            shift_labels: In their place, shifted already.
             num_items_in_batch: What the sum of cross entropies is divided by; this batch's labels when None.
             logits_to_keep: The last so many columns of the logits, or those of an index; all for 0.
             expected_seeds: The gradients by the log-probabilities that the caller's backward will bring, or a multiple of them,
@@ -405,20 +292,21 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        wrong = [name for name, value in others.items() if not _is_unread(name, value)]
-        error = None
-        if input_ids is None or wrong:
-            error = UnsupportedError(
-                f"the forward of a switched model was called with {wrong}" if wrong else "a forward without input_ids",
-                where=f"rank {self.engine.rank}",
-                why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
-                fix="leave these arguments out" if wrong else "give input_ids",
-            )
+        error = self._unreadable(input_ids, others)
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS)}
-        request = self._request(batch, num_items_in_batch, fused_lm_head, output_router_logits, logits_to_keep)
-        request.expected = expected_seeds
+        request = Request(
+            batch,
+            num_items=None if num_items_in_batch is None else float(num_items_in_batch),
+            fields=self._num_fields if fused_lm_head else 0,
+            wants_loss=not fused_lm_head and (labels is not None or shift_labels is not None),
+            routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
+            kept=logits_to_keep,
+            expected=expected_seeds,
+            trains=torch.is_grad_enabled() and self._store is None,
+            adapters=self._uses_adapters(),
+        )
         call = self._take(request, error)
         self._run(call, request)
         if fused_lm_head:
@@ -426,108 +314,114 @@ class SwitchedModel(DistributedDataParallel):
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
 
-    def _request(
-        self, batch: dict[str, Tensor | None], num_items: Any, fused: bool, routers: bool | None, kept: Any
-    ) -> _Request:
-        has_labels = batch["labels"] is not None or batch["shift_labels"] is not None
-        asked = (
-            getattr(self._bare.config.get_text_config(), "output_router_logits", False) if routers is None else routers
-        )
-        fields = 0
-        if fused:
-            fields = 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields)
-        layers, trains = lora_layers(self._bare), torch.is_grad_enabled() and self._store is None
-        adapters = not (layers and layers[0].disable_adapters)
-        return _Request(
-            batch,
-            None if num_items is None else float(num_items),
-            fields,
-            has_labels and not fused,
-            bool(asked) and self._passes.routers is not None,
-            kept,
-            None,
-            trains,
-            adapters,
+    def _unreadable(self, input_ids: Tensor | None, others: Mapping[str, Any]) -> HotspaError | None:
+        wrong = [name for name, value in others.items() if not _is_unread(name, value)]
+        if input_ids is not None and not wrong:
+            return None
+        return UnsupportedError(
+            f"the forward of a switched model was called with {wrong}" if wrong else "a forward without input_ids",
+            where=f"rank {self.engine.rank}",
+            why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
+            fix="leave these arguments out" if wrong else "give input_ids",
         )
 
-    def _take(self, request: _Request, error: HotspaError | None) -> Call:
+    @property
+    def _num_fields(self) -> int:
+        return 1 + max(index for index, name in enumerate(FIELDS) if name in self._head_fields)
+
+    def _wants_routers(self, asked: bool | None) -> bool:
+        of_config = getattr(self._bare.config.get_text_config(), "output_router_logits", False)
+        return bool(of_config if asked is None else asked)
+
+    def _uses_adapters(self) -> bool:
+        layers = lora_layers(self._bare) if self.engine.description.adapters is not None else []
+        return not (layers and layers[0].disable_adapters)
+
+    def _take(self, request: Request, error: HotspaError | None) -> Call:
         """The call of a batch, with the documents of all ranks."""
-        documents, window, matches = list[Document](), None, False
         if error is None and request.trains and not request.adapters:
             error = UnsupportedError(
                 "a forward with gradients while adapters are switched off",
+                where=f"rank {self.engine.rank}",
                 fix="call it under torch.no_grad(), as a reference",
             )
+        window, documents = None, list[Document]()
         if error is None and request.trains:
-            if self._waiting:
-                matches = _is_same(self._waiting[0][1], request)
-            elif self._announced:
-                window = self._announced[0].result()
-                matches = _is_same({**window.batches[0], "num_items": window.num_items}, request)
-                if matches and window.of_step is None:
-                    error = window.error or _unlike_windows()
-        if error is None and not matches:
+            window = self._window or (self._announcements.first() if self._announcements else None)
+        index = len(window.batches) - len(self._waiting) if window is not None and self._waiting else 0
+        comes_next = window is not None and window.is_next(index, request)
+        if window is not None and comes_next:
+            error = window.failure
+            documents = window.documents[index]
+        elif error is None:
             try:
                 documents = self._read(request.batch)
-            except HotspaError as found:
-                error = found
-        rows = self._meet(request.wants, error, len(documents), matches)
-        if request.trains and bool(rows[:, _FLAG].all()):
-            return self._next_of_window(window)
-        if matches and window is not None:
-            documents = window.documents[0]
-        elif matches:
-            documents = list(self._waiting[0][0].documents)
-        if request.trains and (self._waiting or self._announced):  # other batches came than those that were announced
-            self._waiting.clear()
-            if window is not None:
-                self._announced.pop(0)
-        facts = self._passes.exchange.facts(_facts(documents, request.num_items))
+            except HotspaError as wrong:
+                error = wrong
+        is_new = window is not None and window is not self._window
+        try:
+            said = self._meet(request.in_words(self.training), error, len(documents), comes_next)
+        finally:
+            if is_new:  # it has come, or other batches in its place
+                self._announcements.remove_first()
+        if window is not None and all(said.flags):
+            return self._next_of(window, request)
+        self._window, self._waiting = (None, []) if request.trains else (self._window, self._waiting)
+        facts = self._passes.exchange.facts(facts_of(documents, request.num_items))
         of_step = self._documents if request.trains else Documents()
         call = self._make_call(request.batch, documents, facts, of_step)
         if request.trains:
-            self._note_call([call])
+            self._note_calls([call])
         return call
 
-    def _next_of_window(self, window: _Window | None) -> Call:
-        if window is not None:
-            self._announced.pop(0)
+    def _next_of(self, window: Window, request: Request) -> Call:
+        """The next call of an announced step, all of which are noted with the first one."""
+        if window is not self._window:
             assert window.of_step is not None
-            is_first, calls = not len(self._documents), list[Call]()
-            for batch, documents, facts in zip(window.batches, window.documents, window.facts, strict=True):
-                call = self._make_call(batch, documents, facts, self._documents)
-                calls.append(call)
-                self._waiting.append((call, {**batch, "num_items": window.num_items}))
-            if is_first:
+            assert window.prepared is not None
+            is_first = not len(self._documents)
+            self._window = window
+            self._waiting = [
+                self._make_call(batch, documents, facts, self._documents)
+                for batch, documents, facts in zip(window.batches, window.documents, window.facts, strict=True)
+            ]
+            if is_first:  # else its documents have other numbers now, and their tokens travel again
                 self._documents.rows, self._documents.holders = window.of_step.rows, window.of_step.holders
                 self._passes.adopt(self._documents, window.prepared)
-            self._note_call(calls)
-        return self._waiting.pop(0)[0]
+            self._passes.exchange.sent_bytes["rows"] += window.sent_bytes
+            self._note_calls(self._waiting)
+        call = self._waiting.pop(0)
+        if not self._waiting:
+            self._window = None
+        ids = request.batch["input_ids"]
+        assert ids is not None
+        call.device = ids.device
+        return call
 
     def _make_call(
         self,
-        batch: Mapping[str, Tensor | None],
+        batch: Batch,
         documents: Sequence[Document],
-        facts: Sequence[Any],
+        facts: Sequence[NDArray[np.int64]],
         of_step: Documents,
     ) -> Call:
         ids = batch["input_ids"]
         assert ids is not None
-        ranges = of_step.add([_pairs(of_rank) for of_rank in facts], documents, self.engine.rank)
+        ranges = of_step.add([pairs_in(of_rank) for of_rank in facts], documents, self.engine.rank)
         return Call(
             (ids.shape[0], ids.shape[1]),
             ids.device,
             0 if batch.get("shift_labels") is not None else 1,
             documents,
             ranges,
-            [float(of_rank[:1].view(np.float64)[0]) for of_rank in facts],
+            [denominator_in(of_rank) for of_rank in facts],
             [sum(of_step.labels[number] for number in numbers) for numbers in ranges],
             ranges[self.engine.rank],
             of_step,
             self._version,
         )
 
-    def _note_call(self, calls: Sequence[Call]) -> None:
+    def _note_calls(self, calls: Sequence[Call]) -> None:
         if not self._calls:
             self.engine.drop_gradients()
             self._note_gradients()
@@ -535,7 +429,7 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- what is computed for a call ----------------------------------------------------------------------------------
 
-    def _run(self, call: Call, request: _Request) -> None:
+    def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
         self._passes.tape.temperature = self._temperature if request.fields else 1.0
         self._use_adapters(request.adapters)
@@ -548,31 +442,42 @@ class SwitchedModel(DistributedDataParallel):
         if request.trains and call.fields < 0 and not request.routers and not look:
             known = self._known_seeds(request)
             if known is not None:
-                self._train_at_once([call, *(other for other, _ in self._waiting)], request, known)
+                self._train_at_once([call, *self._waiting], request, known)
         is_loss = request.wants_loss and isinstance(call.assumed, float)
         if not is_loss and (call.fields < max(request.fields, 1) or call.with_routers < request.routers):
             self._score(call, request, with_logits=look)
 
-    def _score(self, call: Call, request: _Request, with_logits: bool = False) -> None:
-        together = [call] if with_logits or not request.trains else [call, *(other for other, _ in self._waiting)]
+    def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
+        together = [call] if with_logits or not request.trains else [call, *self._waiting]
         if with_logits:
             self._meet("score with logits", self._too_many_logits(call))
         fields = max(request.fields, 1) if request.has_labels else 0
-        numbers = self._passes.score(
-            call.of_step,
-            [number for one in together for number in one.everything],
-            step=self._step,
-            training=self.training,
-            fields=fields,
-            with_logits=with_logits,
-            with_routers=request.routers,
-            store=self._store,
-            of_step=request.trains,
+        numbers = self._score_documents(
+            call, [n for one in together for n in one.everything], request, fields, with_logits
         )
         for one in together:
             one.numbers, one.fields, one.with_routers, one.with_logits = numbers, fields, request.routers, with_logits
 
-    def _known_seeds(self, request: _Request) -> Assumed | None:
+    def _score_documents(
+        self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool
+    ) -> Numbers:
+        try:
+            return self._passes.score(
+                call.of_step,
+                numbers,
+                step=self._step,
+                training=self.training,
+                fields=fields,
+                with_logits=with_logits,
+                with_routers=request.routers and fields > 0,
+                store=self._store,
+                of_step=request.trains,
+            )
+        except BaseException:
+            self._drop()
+            raise
+
+    def _known_seeds(self, request: Request) -> Assumed | None:
         """What the gradients of the caller's loss will be, up to a factor, where that is known."""
         if request.wants_loss:
             return Assumed(by_loss=self._expected)
@@ -580,7 +485,7 @@ class SwitchedModel(DistributedDataParallel):
             return Assumed(given=request.expected)
         return self._linear if self._linear.by_token else None
 
-    def _train_at_once(self, calls: Sequence[Call], request: _Request, known: Assumed) -> None:
+    def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
         """Forward and backward of some calls, before the caller's backward has said what the gradients are."""
         rank, world = self.engine.rank, self.engine.world_size
         calls = calls if known.given is None else calls[:1]
@@ -593,20 +498,20 @@ class SwitchedModel(DistributedDataParallel):
             seeds = Seeds(tokens=tokens, columns=1)
         for call in calls if known.given is None else ():
             assert seeds.weights is not None
-            for owner, numbers in enumerate(call.ranges):
+            for owner, of_owner in enumerate(call.ranges):
                 if call.labels[owner]:
-                    seeds.weights[numbers.start : numbers.stop] = known.of_rank(call, owner) / world
+                    seeds.weights[of_owner.start : of_owner.stop] = known.of_rank(call, owner) / world
             of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
             call.assumed = known.by_loss or call.mask.double() * of_token
         everything = [number for call in calls for number in call.everything]
-        found = self._train(everything, seeds, request.fields, sums=request.wants_loss)
+        numbers = self._train(everything, seeds, request.fields, sums=request.wants_loss)
         for call in calls:
-            call.numbers, call.fields = found, request.fields
+            call.numbers, call.fields = numbers, request.fields
 
     def _train(self, numbers: Sequence[int], seeds: Seeds, fields: int = 0, sums: bool = False) -> Numbers:
         """A training pass whose gradients are added to those of the step."""
         try:
-            found = self._passes.train(
+            trained = self._passes.train(
                 self._documents, numbers, seeds, step=self._step, add=self._has_gradients, fields=fields, sums=sums
             )
         except BaseException:
@@ -614,10 +519,12 @@ class SwitchedModel(DistributedDataParallel):
             raise
         self._has_gradients = True
         self._note_gradients()
-        return found
+        return trained
 
     def _use_adapters(self, on: bool) -> None:
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
+        if self.engine.description.adapters is None:
+            return
         for runner in self.engine.phases.values():
             for part in runner.parts:
                 for layer in lora_layers(part.model):
@@ -625,7 +532,7 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- what the caller gets -----------------------------------------------------------------------------------------
 
-    def _output(self, call: Call, request: _Request) -> ModelOutput:
+    def _output(self, call: Call, request: Request) -> ModelOutput:
         loss, aux = None, None
         if request.wants_loss:
             loss = self._loss(call, request)
@@ -642,7 +549,7 @@ class SwitchedModel(DistributedDataParallel):
         routers = self._passes.routers
         return routers.coefficient if routers is not None else 0.0
 
-    def _loss(self, call: Call, request: _Request) -> Tensor:
+    def _loss(self, call: Call, request: Request) -> Tensor:
         """The cross entropy of this rank's batch; attached to the caller's graph where gradients are enabled."""
         denominator, wide = call.denominators[self.engine.rank], self._passes.wide
         if isinstance(call.assumed, float):
@@ -658,7 +565,7 @@ class SwitchedModel(DistributedDataParallel):
             (log_probs,) = leaves(call.add_seeds, log_probs)
         return -log_probs.sum() / denominator
 
-    def _balance_loss(self, call: Call, request: _Request) -> Tensor:
+    def _balance_loss(self, call: Call, request: Request) -> Tensor:
         """transformers' `load_balancing_loss_func` of this rank's batch."""
         value, _ = self._balance(call)
         loss = value.to(call.device, self._passes.wide)
@@ -685,7 +592,7 @@ class SwitchedModel(DistributedDataParallel):
         of_each = chosen * routers.num_experts
         return (of_each * probabilities).sum(), of_each / places
 
-    def _fused_output(self, call: Call, request: _Request) -> Any:
+    def _fused_output(self, call: Call, request: Request) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
 
         wide = self._passes.wide
@@ -705,23 +612,14 @@ class SwitchedModel(DistributedDataParallel):
             loss = loss + self._coefficient * aux
         return FusedCausalLMOutput(loss=loss, label_mask=mask, aux_loss=aux, **columns)
 
-    def _logits(self, call: Call, request: _Request) -> Tensor:
+    def _logits(self, call: Call, request: Request) -> Tensor:
         """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
         self._meet("look at logits", self._gone(call, request) or self._too_many_logits(call))
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
             self._use_adapters(request.adapters)
-            numbers = self._passes.score(
-                call.of_step,
-                list(call.everything),
-                step=self._step,
-                training=self.training,
-                fields=0,
-                with_logits=True,
-                store=self._store,
-                of_step=request.trains,
-            )
+            numbers = self._score_documents(call, call.everything, request, 0, True)
         call.with_logits = False  # they are the caller's now
         parts = [numbers.logits.pop(number) for number in call.mine]
         logits = call.lay_out(parts, self.engine.description.compute_dtype, (self._passes.num_logits,))
@@ -731,7 +629,7 @@ class SwitchedModel(DistributedDataParallel):
             return logits[:, request.kept]
         return logits[:, -request.kept :] if request.kept else logits
 
-    def _gone(self, call: Call, request: _Request) -> HotspaError | None:
+    def _gone(self, call: Call, request: Request) -> HotspaError | None:
         if call.version != self._version or (request.trains and call not in self._calls):
             return UnsupportedError(
                 "logits were looked at after the step",
@@ -869,7 +767,9 @@ class SwitchedModel(DistributedDataParallel):
     def _report(self) -> None:
         exchange = self._passes.exchange
         sent = self.engine.agreement.gather([float(n) for n in exchange.sent_bytes.values()]).sum(0).tolist()
-        counted = {f"{kind}_bytes": int(total) for kind, total in zip(exchange.sent_bytes, sent, strict=True)}
+        counted: dict[str, Any] = {
+            f"{kind}_bytes": int(total) for kind, total in zip(exchange.sent_bytes, sent, strict=True)
+        }
         exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
         if self._passes.report is not None:
             self.report = replace(self._passes.report, grad_norm=self.engine.grad_norm, **counted)
@@ -898,7 +798,7 @@ class FrozenModel(SwitchedModel):
         self._take_object(model)
         object.__setattr__(self, "_owner", owner)  # not a submodule
         self._version = self._written = 0
-        self._calls, self._waiting, self._announced = [], [], []
+        self._calls, self._waiting, self._window = [], [], None
         self.eval()
 
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
@@ -909,7 +809,7 @@ class FrozenModel(SwitchedModel):
     def _step(self) -> int:  # type: ignore[override]
         return self._owner._step
 
-    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Tensor:
+    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
         return self._owner._meet(f"{what}, of a frozen model", error, size, flag)
 
     def write_back(self) -> None:
@@ -940,42 +840,5 @@ def _refuse(options: EngineOptions) -> None:
             )
 
 
-def _unlike_windows() -> HotspaError:
-    return PlanMismatchError(
-        "ranks have announced steps of different numbers of batches, or one could not read its rows",
-        fix="announce as many batches on all ranks; a batch may have no rows",
-    )
-
-
 def _is_unread(name: str, value: Any) -> bool:
     return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
-
-
-def _facts(documents: Sequence[Document], num_items: float | None) -> list[int]:
-    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
-    labels = [int(np.count_nonzero(document.targets != IGNORED_LABEL)) for document in documents]
-    denominator = np.float64(sum(labels) if num_items is None else num_items)
-    pairs = zip([len(document.ids) for document in documents], labels, strict=True)
-    return [int(denominator.view(np.int64)), len(documents), *(number for pair in pairs for number in pair)]
-
-
-def _pairs(facts: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Of `_facts` [documents, 2]: length, and labels."""
-    return facts[2:].reshape(-1, 2)
-
-
-def _is_same(announced: Mapping[str, Any], request: _Request) -> bool:
-    """Whether a batch is the one that was announced."""
-    if announced["num_items"] != request.num_items:
-        return False
-    for name in (*ROW_COLUMNS, *FLAT_COLUMNS):
-        one, other = announced.get(name), request.batch.get(name)
-        if (one is None) != (other is None):
-            return False
-        if (
-            one is not None
-            and other is not None
-            and not (one.shape == other.shape and bool((one.to(other) == other).all()))
-        ):
-            return False
-    return True

@@ -312,7 +312,7 @@ class Passes:
 
     def _collect(self, documents: Documents, plan: MiniBatchPlan, fields: int, sums: bool = False) -> Numbers:
         """Brings what the tape holds to the owners of the documents."""
-        found, tape = Numbers(), self.tape
+        numbers, tape = Numbers(), self.tape
         writers = [
             Move(number, rank, documents.owners[number], 1 if sums else documents.lengths[number] * fields)
             for number, strategy, replica in places(plan)
@@ -329,18 +329,18 @@ class Passes:
             arrived = self.exchange.deliver("numbers", writers, numbers_of, torch.float64 if sums else self.wide)
             for (number, *_), values in arrived:
                 if sums:
-                    found.sums[number] = found.sums.get(number, 0.0) + float(values)
+                    numbers.sums[number] = numbers.sums.get(number, 0.0) + float(values)
                 else:
                     values = values.view(-1, fields)
-                    found.tokens[number] = found.tokens[number] + values if number in found.tokens else values
+                    numbers.tokens[number] = numbers.tokens[number] + values if number in numbers.tokens else values
         if tape.logits is not None:
-            self._collect_logits(documents, plan, found)
+            self._collect_logits(documents, plan, numbers)
         if tape.router_values is not None:
-            self._collect_routers(documents, plan, found)
+            self._collect_routers(documents, plan, numbers)
         tape.values = tape.logits = tape.router_values = None
-        return found
+        return numbers
 
-    def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, found: Numbers) -> None:
+    def _collect_logits(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
         """[length, V] of each document of this rank: a document and shard at a time, from the ranks that computed them."""
         engine, logits = self.engine, self.tape.logits
         assert logits is not None
@@ -353,7 +353,7 @@ class Passes:
         for number, strategy, replica in places(plan):
             if documents.owners[number] != engine.rank:
                 continue
-            whole = found.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
+            whole = numbers.logits[number] = torch.zeros(documents.lengths[number], num_logits, dtype=self.wide)
             mesh, widths = self._widths(strategy)
             for rank in last_ranks(strategy, replica):
                 shard = mesh.shard_index(mesh.coord(rank).tp)
@@ -366,7 +366,7 @@ class Passes:
                 whole[:, first : first + width] += part
         engine.agreement.wait(sends)
 
-    def _collect_routers(self, documents: Documents, plan: MiniBatchPlan, found: Numbers) -> None:
+    def _collect_routers(self, documents: Documents, plan: MiniBatchPlan, numbers: Numbers) -> None:
         table = self.tape.router_values
         assert table is not None
         on_host, moves = table.to("cpu"), []
@@ -376,8 +376,8 @@ class Passes:
                 if coord.tp == coord.cp == 0:
                     moves.append(Move(number, rank, documents.owners[number], table.shape[1]))
         for move, values in self.exchange.deliver("numbers", moves, lambda n: on_host[n], torch.float64):
-            before = found.routers.get(move.document)
-            found.routers[move.document] = values.clone() if before is None else before + values
+            before = numbers.routers.get(move.document)
+            numbers.routers[move.document] = values.clone() if before is None else before + values
 
 
 def merged(one: StepReport, other: StepReport) -> StepReport:

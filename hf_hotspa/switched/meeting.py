@@ -1,0 +1,80 @@
+"""Before ranks do something together they say what: where that differs, all of them raise, and none waits for another."""
+
+import zlib
+from collections.abc import Callable
+from typing import NamedTuple
+
+from hf_hotspa.errors import HotspaError, PlanMismatchError
+from hf_hotspa.parallel.agreement import Agreement, rank_names
+
+
+class Said(NamedTuple):
+    """What each rank said, in the order of ranks.
+
+    Attributes:
+        sizes: What was given as `size`.
+        flags: What was given as `flag`.
+    """
+
+    sizes: tuple[int, ...]
+    flags: tuple[bool, ...]
+
+
+class Meeting:
+    """Where all ranks meet before a collective call.
+
+    Args:
+        was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
+        drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
+    """
+
+    def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
+        self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
+        self.num_announced = 0
+
+    def __call__(
+        self, what: str, where: str, error: HotspaError | None = None, size: int = 0, flag: bool = False
+    ) -> Said:
+        """Returns when all ranks are about to do the same. Collective.
+
+        Args:
+            what: What this rank is about to do, in words.
+            error: What it found wrong.
+            size: A number that others are to know.
+            flag: And whether something holds.
+
+        Raises:
+            HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
+        """
+        code = float(zlib.crc32(what.encode()))
+        values = [code, error is not None, self._was_cleared(), self.num_announced, size, flag]
+        codes, failed, cleared, announced, sizes, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
+        if len(set(codes)) > 1:
+            self._drop()
+            raise self._different(what, where)
+        if len(set(announced)) > 1:
+            self._drop()
+            raise PlanMismatchError(
+                f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
+                where=where,
+                why="what is announced is exchanged by all ranks together",
+                fix="call announce on all ranks, or on none",
+            )
+        if any(failed):
+            self._drop()
+            self._agreement.check({}, error, where)
+        if any(cleared):
+            self._drop()
+        return Said(tuple(map(int, sizes)), tuple(map(bool, flags)))
+
+    def _different(self, what: str, where: str) -> PlanMismatchError:
+        texts = self._agreement.texts(what)
+        by_text = {text: [rank for rank, other in enumerate(texts) if other == text] for text in texts}
+        return PlanMismatchError(
+            "ranks are about to do different things: "
+            + "; ".join(f"{rank_names(ranks)}: {text}" for text, ranks in by_text.items()),
+            where=where,
+            why="each call of a switched model is a part of what all ranks do together",
+            fix="make the same calls on all ranks; `for batch in model.batches(loader)` gives batches without rows to ranks "
+            "whose loaders have ended",
+        )

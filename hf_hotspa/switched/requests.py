@@ -1,0 +1,200 @@
+"""What a caller wants of a batch, and batches that it announces before it wants something of them."""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from hf_hotspa.data.collator import MiniBatch
+from hf_hotspa.errors import HotspaError, PlanMismatchError
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.rows.features import IGNORED_LABEL
+from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange
+
+Batch = Mapping[str, Tensor | None]
+
+
+@dataclass(eq=False)
+class Request:
+    """What a caller wants of a batch.
+
+    Args:
+        batch: The tensors that say what its rows are.
+        num_items: What the sum of cross entropies is divided by; None for this rank's labels.
+        fields: How many of `parallel.scores.FIELDS` are wanted; 0 where a loss alone is, or nothing.
+        wants_loss: Whether the caller wants the cross entropy.
+        routers: Whether it wants the balance loss of the routers.
+        kept: The columns of the logits that are wanted: the last so many, or an index; all for 0.
+        expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
+        trains: Whether gradients will come.
+        adapters: Whether adapters are used.
+    """
+
+    batch: Batch
+    num_items: float | None
+    fields: int
+    wants_loss: bool
+    routers: bool
+    kept: Any
+    expected: Tensor | None
+    trains: bool
+    adapters: bool
+
+    @property
+    def has_labels(self) -> bool:
+        return self.batch.get("shift_labels") is not None or self.batch.get("labels") is not None
+
+    def in_words(self, training: bool) -> str:
+        """For errors where ranks want different things."""
+        words = ["forward", "training mode" if training else "eval mode"]
+        words.append("with gradients" if self.trains else "without gradients")
+        if self.wants_loss or self.fields:
+            words.append("for the loss" if self.wants_loss else f"for {self.fields} numbers of each token")
+        if self.batch.get("shift_labels") is not None:
+            words.append("labels shifted")
+        if self.routers:
+            words.append("with the balance loss of routers")
+        if self.expected is not None:
+            words.append("with expected seeds")
+        if not self.adapters:
+            words.append("without adapters")
+        return ", ".join(words)
+
+
+def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
+    """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
+    labels = [int(np.count_nonzero(document.targets != IGNORED_LABEL)) for document in documents]
+    denominator = np.float64(sum(labels) if num_items is None else num_items)
+    pairs = zip([len(document.ids) for document in documents], labels, strict=True)
+    return [int(denominator.view(np.int64)), len(documents), *(number for pair in pairs for number in pair)]
+
+
+def denominator_in(facts: NDArray[np.int64]) -> float:
+    """What the loss of the batch is divided by on the rank that said so (`facts_of`)."""
+    return float(facts[:1].view(np.float64)[0])
+
+
+def pairs_in(facts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Of `facts_of` [documents, 2]: length, and labels."""
+    return facts[2:].reshape(-1, 2)
+
+
+@dataclass(eq=False)
+class Window:
+    """Batches of one step that were announced, read and exchanged together.
+
+    Args:
+        batches: As they were announced.
+        num_items: What their losses are divided by; None for each one's own labels.
+        documents: This rank's, of each batch.
+        facts: What each rank says of each batch (`facts_of`).
+        of_step: The documents of all ranks, as if these batches were the whole step; None after an error.
+        prepared: Their plan, and this rank's part.
+        error: What this rank found wrong.
+        sent_bytes: Bytes of rows that this rank has sent.
+    """
+
+    batches: Sequence[Batch]
+    num_items: float | None
+    documents: list[list[Document]] = field(default_factory=list)
+    facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
+    of_step: Documents | None = None
+    prepared: tuple[MiniBatchPlan, MiniBatch] | None = None
+    error: HotspaError | None = None
+    sent_bytes: int = 0
+
+    def is_next(self, index: int, request: Request) -> bool:
+        """Whether what is asked for is a batch of it, with the same denominator."""
+        if self.num_items != request.num_items:
+            return False
+        announced = self.batches[index]
+        for name in (*ROW_COLUMNS, *FLAT_COLUMNS):
+            one, other = announced.get(name), request.batch.get(name)
+            if one is None or other is None:
+                if one is not other:
+                    return False
+            elif one.shape != other.shape or not bool((one.to(other) == other).all()):
+                return False
+        return True
+
+    @property
+    def failure(self) -> HotspaError | None:
+        """Why it cannot be used, on this rank or another."""
+        if self.of_step is not None:
+            return None
+        return self.error or PlanMismatchError(
+            "ranks have announced different numbers of batches, or one could not read its rows",
+            fix="announce as many batches on all ranks; a batch may have no rows",
+        )
+
+
+class Announcements:
+    """Exchanges and plans announced batches in a thread, over a group that nothing else uses.
+
+    Args:
+        exchange: Over that group.
+        read: The documents of a batch.
+        prepare: The plan of documents, and this rank's part, when tokens have travelled.
+    """
+
+    def __init__(
+        self,
+        exchange: Exchange,
+        read: Callable[[Batch], list[Document]],
+        prepare: Callable[[Documents, Exchange], tuple[MiniBatchPlan, MiniBatch]],
+    ) -> None:
+        self._exchange, self._read, self._plan = exchange, read, prepare
+        self._thread = ThreadPoolExecutor(1, "hotspa-rows")  # starts when it is needed
+        self._windows: list[Future[Window]] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._windows)
+
+    def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None) -> None:
+        """The batches of a coming step. Collective."""
+        of_rows = [{name: batch.get(name) for name in (*ROW_COLUMNS, *FLAT_COLUMNS)} for batch in batches]
+        self._windows.append(self._thread.submit(self._prepare, of_rows, num_items))
+
+    def first(self) -> Window:
+        """The one that comes next, when it is ready."""
+        return self._windows[0].result()
+
+    def remove_first(self) -> None:
+        """It has come, or another batch has."""
+        self._windows.pop(0)
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._thread.shutdown(cancel_futures=True)
+
+    def _prepare(self, batches: Sequence[Batch], num_items: float | None) -> Window:
+        window, exchange = Window(batches, num_items), self._exchange
+        sent_before = exchange.sent_bytes["rows"]
+        try:
+            window.documents = [self._read(batch) for batch in batches]
+        except HotspaError as error:
+            window.error, window.documents = error, [[] for _ in batches]
+        said = [int(window.error is not None), len(batches)]
+        arrived = exchange.facts([*said, *(n for d in window.documents for n in facts_of(d, num_items))])
+        if any(int(part[0]) or int(part[1]) != len(batches) for part in arrived):
+            return window
+        for index in range(len(batches)):
+            window.facts.append([part[begin:end] for part in arrived for begin, end in [_place(part, index)]])
+        window.of_step = Documents()
+        for facts, documents in zip(window.facts, window.documents, strict=True):
+            window.of_step.add([pairs_in(of_rank) for of_rank in facts], documents, exchange.rank)
+        window.prepared = self._plan(window.of_step, exchange)
+        window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
+        return window
+
+
+def _place(said: NDArray[np.int64], index: int) -> tuple[int, int]:
+    """Where the facts of a batch are in what a rank said of all of them."""
+    begin = 2
+    for _ in range(index):
+        begin += 2 + 2 * int(said[begin + 1])
+    return begin, begin + 2 + 2 * int(said[begin + 1])
