@@ -105,3 +105,17 @@ def step(model: SwitchedModel, loss: LossOf, batch: dict[str, Tensor], double: b
             value.backward()
         model.flush()
     return value.detach()
+
+
+def logits_of(model: Any, batch: dict[str, Tensor], with_loss: bool = False) -> Any:
+    """[B, L, V]; with the loss before them, where that is wanted.
+
+    Lazy ones are fetched at once: within an operation the patch for fp64 would be off.
+    """
+    if isinstance(model, SwitchedModel):
+        out = model(**batch)
+        logits = out.logits.whole()
+    else:
+        out = model(**batch, use_cache=False)
+        logits = out.logits
+    return (out.loss, logits) if with_loss else logits

@@ -169,7 +169,7 @@ class SwitchedModel(DistributedDataParallel):
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
-        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)))
+        return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)), dtype=torch.float64)
 
     def refresh(self) -> None:
         """The current weights in the model, if they are not there. Collective."""
