@@ -290,6 +290,7 @@ class HotSPaEngine:
         *,
         add: bool = False,
         needs_labels: bool = True,
+        training: bool = True,
         scored: Evaluation | None = None,
     ) -> StepReport:
         """Runs every phase of a mini-batch; afterwards the gradients in the master store are those of this mini-batch.
@@ -299,6 +300,7 @@ class HotSPaEngine:
             facts: What must be the same on all ranks beside it, by name, such as the learning rates.
             add: Add to the gradients that are there, instead of beginning at zero; `grad_norm` is that of the sum.
             needs_labels: Whether a mini-batch without a label is an error: not where a tape is in the place of the loss.
+            training: Whether the model is in training mode; in eval mode it drops nothing.
             scored: A pass over rows of this mini-batch; the phase that it has loaded runs first, from there.
 
         Raises:
@@ -324,12 +326,12 @@ class HotSPaEngine:
             scored.hand_over([phase.bucket.strategy for phase in mini_batch.phases]) if scored is not None else None
         )
         order = self._order(mini_batch, loaded)
-        loss, measures = self._run_phases(mini_batch, order, loaded, where)
+        loss, measures = self._run_phases(mini_batch, order, loaded, training, where)
         self._steps += 1
         return self._finish(mini_batch, order, loss, measures, begin, where)
 
     def _run_phases(
-        self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, where: str
+        self, mini_batch: MiniBatch, order: Sequence[int], loaded: PhaseRunner | None, training: bool, where: str
     ) -> tuple[float, list[PhaseMeasure]]:
         """This rank's part of the loss, and what it measured of each phase.
 
@@ -339,6 +341,8 @@ class HotSPaEngine:
         measures: list[PhaseMeasure] = []
         loss, previous = 0.0, None
         runners = [self.phases[mini_batch.phases[index].bucket.strategy] for index in order]
+        for runner in runners:
+            runner.parts.train(training)
         for index, runner, following in zip(order, runners, [*runners[1:], None], strict=True):
             phase = mini_batch.phases[index]
             self.failures.phase_begins(phase, runner, self._steps + 1, where)

@@ -81,6 +81,7 @@ class Call:
         labels: Targets that count, of each rank.
         of_step: The documents of its step, or its own where it was called without gradients.
         version: Of the weights that it was called with.
+        training: Whether in training mode.
         numbers: What was computed of this rank's documents; None before.
         fields: How many numbers of each token that are: 0 for sums alone, -1 for nothing.
         with_routers, with_logits: Whether numbers have these; the same on all ranks.
@@ -102,6 +103,7 @@ class Call:
     mine: range
     of_step: Documents
     version: int
+    training: bool
     numbers: Numbers = field(default_factory=Numbers)
     fields: int = -1
     with_routers: bool = False

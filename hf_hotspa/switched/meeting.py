@@ -26,11 +26,14 @@ class Meeting:
     Args:
         was_cleared: Whether this rank's caller has cleared gradients that others may still count on.
         drop: Forgets the calls that were not flushed: on all ranks, before they raise, or where one has cleared its gradients.
+
+    Attributes:
+        num_announced: Steps that this rank has announced; None where that is over.
     """
 
     def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
         self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
-        self.num_announced = 0
+        self.num_announced: int | None = 0
 
     def __call__(
         self, what: str, where: str, error: HotspaError | None = None, size: int = 0, flag: bool = False
@@ -47,13 +50,14 @@ class Meeting:
             HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
         """
         code = float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), self.num_announced, size, flag]
+        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, size, flag]
         codes, failed, cleared, announced, sizes, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
         if len(set(codes)) > 1:
             self._drop()
             raise self._different(what, where)
         if len(set(announced)) > 1:
             self._drop()
+            self.num_announced = None
             raise PlanMismatchError(
                 f"ranks have announced {', '.join(str(int(n)) for n in announced)} steps",
                 where=where,

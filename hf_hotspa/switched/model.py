@@ -40,7 +40,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, M
 
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterStore
-from hf_hotspa.errors import HotspaError, UnsupportedError
+from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.scores import FIELDS
@@ -215,8 +215,8 @@ class SwitchedModel(DistributedDataParallel):
             batches: What `forward` will get, in order; as many on all ranks.
             num_items: The `num_items_in_batch` that it will get with them.
         """
-        self._meeting.num_announced += 1
         self._announcements.add(batches, None if num_items is None else float(num_items))
+        self._meeting.num_announced = (self._meeting.num_announced or 0) + 1
 
     def _read(self, batch: Batch) -> list[Document]:
         longest = max(bucket.longest for bucket in self.engine.buckets)
@@ -224,9 +224,17 @@ class SwitchedModel(DistributedDataParallel):
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 
+    @property
+    def _where(self) -> str:
+        return f"step {self._step + 1}"
+
     def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
         """See `Meeting`."""
-        return self._meeting(what, f"step {self._step + 1}", error, size, flag)
+        try:
+            return self._meeting(what, self._where, error, size, flag)
+        finally:
+            if self._meeting.num_announced is None:
+                self._announcements.give_up()
 
     def _begin_step(self) -> None:
         self._documents, self._calls = Documents(), list[Call]()
@@ -345,15 +353,13 @@ class SwitchedModel(DistributedDataParallel):
                 where=f"rank {self.engine.rank}",
                 fix="call it under torch.no_grad(), as a reference",
             )
-        window, documents = None, list[Document]()
+        window = None
         if error is None and request.trains:
             window = self._window or (self._announcements.first() if self._announcements else None)
         index = len(window.batches) - len(self._waiting) if window is not None and self._waiting else 0
         comes_next = window is not None and window.is_next(index, request)
-        if window is not None and comes_next:
-            error = window.failure
-            documents = window.documents[index]
-        elif error is None:
+        documents = list[Document]()
+        if error is None and not comes_next:
             try:
                 documents = self._read(request.batch)
             except HotspaError as wrong:
@@ -362,11 +368,15 @@ class SwitchedModel(DistributedDataParallel):
         try:
             said = self._meet(request.in_words(self.training), error, len(documents), comes_next)
         finally:
-            if is_new:  # it has come, or other batches in its place
+            if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
         if window is not None and all(said.flags):
             return self._next_of(window, request)
-        self._window, self._waiting = (None, []) if request.trains else (self._window, self._waiting)
+        if any(said.flags):  # another rank was given another batch than it had announced
+            read = self.engine.agreement.run
+            documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
+        if request.trains:
+            self._window, self._waiting = None, []
         facts = self._passes.exchange.facts(facts_of(documents, request.num_items))
         of_step = self._documents if request.trains else Documents()
         call = self._make_call(request.batch, documents, facts, of_step)
@@ -377,8 +387,15 @@ class SwitchedModel(DistributedDataParallel):
     def _next_of(self, window: Window, request: Request) -> Call:
         """The next call of an announced step, all of which are noted with the first one."""
         if window is not self._window:
-            assert window.of_step is not None
-            assert window.prepared is not None
+            window.ready.result()
+            if window.of_step is None or window.prepared is None:
+                self._drop()
+                self.engine.agreement.check({}, window.error, self._where)
+                raise PlanMismatchError(
+                    "ranks have announced different numbers of batches",
+                    where=self._where,
+                    fix="announce as many batches on all ranks; a batch may have no rows",
+                )
             is_first = not len(self._documents)
             self._window = window
             self._waiting = [
@@ -419,6 +436,7 @@ class SwitchedModel(DistributedDataParallel):
             ranges[self.engine.rank],
             of_step,
             self._version,
+            self.training,
         )
 
     def _note_calls(self, calls: Sequence[Call]) -> None:
@@ -504,16 +522,17 @@ class SwitchedModel(DistributedDataParallel):
             of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
             call.assumed = known.by_loss or call.mask.double() * of_token
         everything = [number for call in calls for number in call.everything]
-        numbers = self._train(everything, seeds, request.fields, sums=request.wants_loss)
+        numbers = self._train(everything, seeds, self.training, request.fields, sums=request.wants_loss)
         for call in calls:
             call.numbers, call.fields = numbers, request.fields
 
-    def _train(self, numbers: Sequence[int], seeds: Seeds, fields: int = 0, sums: bool = False) -> Numbers:
+    def _train(
+        self, numbers: Sequence[int], seeds: Seeds, training: bool, fields: int = 0, sums: bool = False
+    ) -> Numbers:
         """A training pass whose gradients are added to those of the step."""
         try:
-            trained = self._passes.train(
-                self._documents, numbers, seeds, step=self._step, add=self._has_gradients, fields=fields, sums=sums
-            )
+            of_pass = {"step": self._step, "add": self._has_gradients, "training": training}
+            trained = self._passes.train(self._documents, numbers, seeds, **of_pass, fields=fields, sums=sums)
         except BaseException:
             self._drop()
             raise
@@ -680,8 +699,10 @@ class SwitchedModel(DistributedDataParallel):
         active = self._active(seeds)
         if scale is not None and scale != 1.0:
             self.engine.scale_gradients(scale)
-        if active:
-            self._train(active, seeds)
+        for training in (True, False):  # what was called in eval mode is trained without dropout
+            of_mode = [n for call in calls if call.training == training for n in call.everything if n in active]
+            if of_mode:
+                self._train(of_mode, seeds, training)
         self._passes.let_go()
         mode = self.training, True
         self._look[mode] = self._looked.pop(mode, False)
@@ -755,14 +776,14 @@ class SwitchedModel(DistributedDataParallel):
                 table[numbers.start : numbers.stop] = of_all[rank, index]
         return table
 
-    def _active(self, seeds: Seeds) -> list[int]:
+    def _active(self, seeds: Seeds) -> set[int]:
         """The documents that have a seed; the others are not run. Collective."""
         mine = set(seeds.tokens) | set(seeds.logits)
         parts = self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else []
         active = {int(number) for part in parts for number in part}
         if seeds.routers is not None:
             active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
-        return sorted(active)
+        return active
 
     def _report(self) -> None:
         exchange = self._passes.exchange

@@ -188,6 +188,7 @@ class Passes:
         *,
         step: int,
         add: bool,
+        training: bool = True,
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
@@ -196,10 +197,13 @@ class Passes:
         Args:
             step: Mini-batches before this one in the run.
             add: Whether gradients are added to those that are there.
+            training: Whether the model is in training mode.
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
         plan, mini_batch = self.planned(documents, numbers)
+        if self._held is not None and self._held[0] != (None, training, step):
+            self.let_go()
         held, self._held = self._held, None
         self._begin(documents, plan, 1 if sums else fields, False, False)
         tape, sends = self.tape, list[Any]()
@@ -210,7 +214,12 @@ class Passes:
                 tape.logit_seeds = lambda number, taped: self._receive_logit_seeds(documents, seeds, number, taped)
             with torch.autocast(self.engine.device.type, enabled=False), torch.enable_grad():
                 report = self.engine.forward_backward(
-                    mini_batch, step, add=add, needs_labels=False, scored=held[1] if held is not None else None
+                    mini_batch,
+                    step,
+                    add=add,
+                    needs_labels=False,
+                    training=training,
+                    scored=held[1] if held is not None else None,
                 )
             self.engine.agreement.wait(sends)
         finally:

@@ -1,8 +1,10 @@
 """What a caller wants of a batch, and batches that it announces before it wants something of them."""
 
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import numpy as np
@@ -96,6 +98,7 @@ class Window:
         prepared: Their plan, and this rank's part.
         error: What this rank found wrong.
         sent_bytes: Bytes of rows that this rank has sent.
+        ready: Filled in with nothing when the rest is there, or with what went wrong.
     """
 
     batches: Sequence[Batch]
@@ -106,6 +109,7 @@ class Window:
     prepared: tuple[MiniBatchPlan, MiniBatch] | None = None
     error: HotspaError | None = None
     sent_bytes: int = 0
+    ready: Future[None] = field(default_factory=Future)
 
     def is_next(self, index: int, request: Request) -> bool:
         """Whether what is asked for is a batch of it, with the same denominator."""
@@ -120,16 +124,6 @@ class Window:
             elif one.shape != other.shape or not bool((one.to(other) == other).all()):
                 return False
         return True
-
-    @property
-    def failure(self) -> HotspaError | None:
-        """Why it cannot be used, on this rank or another."""
-        if self.of_step is not None:
-            return None
-        return self.error or PlanMismatchError(
-            "ranks have announced different numbers of batches, or one could not read its rows",
-            fix="announce as many batches on all ranks; a batch may have no rows",
-        )
 
 
 class Announcements:
@@ -148,40 +142,72 @@ class Announcements:
         prepare: Callable[[Documents, Exchange], tuple[MiniBatchPlan, MiniBatch]],
     ) -> None:
         self._exchange, self._read, self._plan = exchange, read, prepare
-        self._thread = ThreadPoolExecutor(1, "hotspa-rows")  # starts when it is needed
-        self._windows: list[Future[Window]] = []
+        self._jobs: SimpleQueue[Window | None] = SimpleQueue()
+        self._thread: Thread | None = None
+        self._windows: list[Window] = []
+        self._is_broken = False
 
     def __bool__(self) -> bool:
         return bool(self._windows)
 
     def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None) -> None:
-        """The batches of a coming step. Collective."""
+        """The batches of a coming step. Collective.
+
+        Raises:
+            PlanMismatchError: not all ranks have announced a step before.
+        """
+        if self._is_broken:
+            raise PlanMismatchError(
+                "a step is announced after one that not all ranks had announced",
+                why="what is announced is exchanged by all ranks together, and one of them may still wait for the others",
+                fix="make another SwitchedModel, or do not announce",
+            )
+        if self._thread is None:  # it must not keep a process alive that fails while another rank is waited for
+            self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
+            self._thread.start()
         of_rows = [{name: batch.get(name) for name in (*ROW_COLUMNS, *FLAT_COLUMNS)} for batch in batches]
-        self._windows.append(self._thread.submit(self._prepare, of_rows, num_items))
+        self._windows.append(Window(of_rows, num_items))
+        self._jobs.put(self._windows[-1])
 
     def first(self) -> Window:
-        """The one that comes next, when it is ready."""
-        return self._windows[0].result()
+        """The one that comes next; it may not be ready."""
+        return self._windows[0]
 
     def remove_first(self) -> None:
         """It has come, or another batch has."""
         self._windows.pop(0)
 
     def close(self) -> None:
-        """Ends the thread."""
-        self._thread.shutdown(cancel_futures=True)
+        """Ends the thread, where it waits for nobody."""
+        if self._thread is not None and not self._is_broken:
+            self._jobs.put(None)
+            self._thread.join()
 
-    def _prepare(self, batches: Sequence[Batch], num_items: float | None) -> Window:
-        window, exchange = Window(batches, num_items), self._exchange
+    def give_up(self) -> None:
+        """Ranks have announced different numbers of steps: what was announced is not used, and nothing can be from now on."""
+        self._windows.clear()
+        self._is_broken = True
+
+    def _work(self) -> None:
+        while (window := self._jobs.get()) is not None:
+            try:
+                self._prepare(window)
+                window.ready.set_result(None)
+            except BaseException as failure:
+                window.ready.set_exception(failure)
+
+    def _prepare(self, window: Window) -> None:
+        exchange, batches = self._exchange, window.batches
         sent_before = exchange.sent_bytes["rows"]
         try:
             window.documents = [self._read(batch) for batch in batches]
         except HotspaError as error:
             window.error, window.documents = error, [[] for _ in batches]
         said = [int(window.error is not None), len(batches)]
-        arrived = exchange.facts([*said, *(n for d in window.documents for n in facts_of(d, num_items))])
+        said += [number for documents in window.documents for number in facts_of(documents, window.num_items)]
+        arrived = exchange.facts(said)
         if any(int(part[0]) or int(part[1]) != len(batches) for part in arrived):
-            return window
+            return
         for index in range(len(batches)):
             window.facts.append([part[begin:end] for part in arrived for begin, end in [_place(part, index)]])
         window.of_step = Documents()
@@ -189,7 +215,6 @@ class Announcements:
             window.of_step.add([pairs_in(of_rank) for of_rank in facts], documents, exchange.rank)
         window.prepared = self._plan(window.of_step, exchange)
         window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
-        return window
 
 
 def _place(said: NDArray[np.int64], index: int) -> tuple[int, int]:
