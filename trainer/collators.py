@@ -4,7 +4,6 @@ Owns the list of collators that need not be run, and the `RowRules` that they co
 too, is run row by row (`per_row.py`).
 """
 
-import re
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +19,7 @@ from transformers.data.data_collator import (
 
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.rows.features import IGNORED_LABEL, TOKEN_COLUMNS, RowRules
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.base import TrainerBase
@@ -27,8 +27,6 @@ from hf_hotspa.trainer.per_row import PerRow
 
 _ARRANGING = (DefaultDataCollator, DataCollatorWithPadding)
 _FUNCTIONS = (default_data_collator, torch_default_data_collator)
-_POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
-"""Families that count positions from the attention mask, or by distance without saying so in their config."""
 
 
 def check_collator(collator: Any, args: HotSPaTrainingArguments) -> None:
@@ -98,17 +96,6 @@ def row_rules(
         absolute_positions=own.absolute_positions or has_absolute_positions(config),
         refused=own.refused | (frozenset(signature) - {*TOKEN_COLUMNS, "label"}),
     )
-
-
-def has_absolute_positions(config: Any) -> bool:
-    """Whether tokens that stand further to the right, after padding that nobody sees, give other results."""
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
-        return False
-    rotary = getattr(text, "rope_parameters", None)
-    if rotary:
-        return bool(re.search("dynamic|longrope", repr(rotary)))  # tables by the largest position
-    return not any(getattr(text, name, None) for name in ("rope_theta", "rotary_dim", "rotary_pct"))
 
 
 def _check_own(collator: PackedBucketCollator, args: HotSPaTrainingArguments) -> None:

@@ -3,6 +3,9 @@
 Asked before anything is built from a model, so that another kind is refused by its name and not by what fails first.
 """
 
+import re
+from typing import Any
+
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -73,3 +76,18 @@ def refuse_own_attention(model: PreTrainedModel) -> None:
             why="the sequences of a pack would see each other",
             fix="train a family whose attention does (docs/families.md)",
         )
+
+
+_POSITIONS_BY_MASK = ("bloom", "mpt", "opt")
+"""Families that count positions from the attention mask, or by distance without saying so in their config."""
+
+
+def has_absolute_positions(config: Any) -> bool:
+    """Whether tokens that stand further to the right, after padding that nobody sees, give other results."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    if getattr(text, "model_type", None) in _POSITIONS_BY_MASK or getattr(text, "alibi", False):
+        return False
+    rotary = getattr(text, "rope_parameters", None)
+    if rotary:
+        return bool(re.search("dynamic|longrope", repr(rotary)))  # tables by the largest position
+    return not any(getattr(text, name, None) for name in ("rope_theta", "rotary_dim", "rotary_pct"))

@@ -11,6 +11,7 @@ with a base model that hands out the chunk.
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,13 +19,25 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
+@dataclass
+class _Output(MoeModelOutputWithPast):
+    """What a base model gives, with what some families read of it beside (GPT-2)."""
+
+    cross_attentions: None = None
+
+
 class _Chunk(nn.Module):
     """Stands where the base model is: its result is the chunk at hand."""
 
     hidden: Tensor | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden)
+    @property
+    def decoder(self) -> nn.Module:
+        """Some families call a part of their base model (OPT)."""
+        return self
+
+    def forward(self, *args: Any, **kwargs: Any) -> _Output:
+        return _Output(last_hidden_state=self.hidden)
 
 
 class Tail:

@@ -23,7 +23,7 @@ from hf_hotspa.packing.bucketing import plan_mini_batch
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.same_rows import replica_ranks
-from hf_hotspa.rows.features import IGNORED_LABEL, Row, read_row
+from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import Strategy
 
@@ -51,12 +51,15 @@ class Document(NamedTuple):
     begin: int
 
 
-def read_batch(batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int) -> list[Document]:
+def read_batch(
+    batch: Mapping[str, Tensor | None], vocab_size: int, longest: int, rank: int, rules: RowRules = DEFAULT_RULES
+) -> list[Document]:
     """The documents of a batch; no rows at all are a normal case.
 
     Args:
         batch: `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`, those that are there. `position_ids` may be [1, L].
         longest: Tokens of the longest bucket.
+        rules: What the model makes of padding.
 
     Raises:
         HotspaError: a row that the plain model would train in another way, or that no bucket takes.
@@ -81,17 +84,17 @@ def read_batch(batch: Mapping[str, Tensor | None], vocab_size: int, longest: int
     for row in range(len(ids)):
         where = f"row {row} of the batch of rank {rank}"
         example = {name: column[row] for name, column in columns.items()} | flat
-        documents += _documents(example, row, vocab_size, longest, where)
+        documents += _documents(example, row, vocab_size, longest, where, rules)
     return documents
 
 
 def _documents(
-    example: dict[str, NDArray[np.int64]], row: int, vocab_size: int, longest: int, where: str
+    example: dict[str, NDArray[np.int64]], row: int, vocab_size: int, longest: int, where: str, rules: RowRules
 ) -> Iterator[Document]:
     shifted = example.pop("shift_labels", None)
     if shifted is not None:
         example.pop("labels", None)
-    read = read_row(example, row)
+    read = read_row(example, row, rules)
     width, begin, end = read.width, read.first, read.first + len(read.ids)
     targets = np.full(width, IGNORED_LABEL, np.int64)
     if shifted is not None:

@@ -41,10 +41,12 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, M
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
+from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.scores import FIELDS
 from hf_hotspa.report import StepReport
+from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, common, leaves
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
@@ -112,6 +114,7 @@ class SwitchedModel(DistributedDataParallel):
                 why="the head computes in the dtype of the weights, and its logits are widened then",
                 fix="leave it out",
             )
+        self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config))
         self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
         self._temperature = float(head.get("temperature", 1.0))
         self._tolerance = 64 * torch.finfo(self._passes.wide).eps
@@ -220,7 +223,8 @@ class SwitchedModel(DistributedDataParallel):
 
     def _read(self, batch: Batch) -> list[Document]:
         longest = max(bucket.longest for bucket in self.engine.buckets)
-        return read_batch(batch, self.engine.description.shape.vocab_size, longest, self.engine.rank)
+        vocabulary = self.engine.description.shape.vocab_size
+        return read_batch(batch, vocabulary, longest, self.engine.rank, self._rules)
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 

@@ -462,3 +462,24 @@ def test_one_process_needs_no_group():
     expected = reference(plain, [(lambda m, b: 2 * loss_of_model(m, b), batch)])
     assert worst(model.engine.full_gradients(), expected) <= 1e-11
     model.close()
+
+
+def unusual_heads(rank, world_size, family):
+    """Families whose head reads more of the base model than its hidden state: the training pass begins behind the layers."""
+    plain, model = tiny_model_of(family), switched(tiny_model_of(family), "dp2:64@400")
+    found = []
+    for program in (loss, pairs):
+        found.append(worst(_run(model, program, rank), _expected(plain, program, world_size)))
+    refused = ""
+    try:
+        model(**batch_of(rows_of(rank, plain), left=True))
+    except UnsupportedError as error:
+        refused = str(error)
+    return found, refused
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2"])
+def test_families_without_a_plan(family):
+    for found, refused in run_ranks(2, unusual_heads, family):
+        assert max(found) <= 1e-11
+        assert ("absolute positions" in refused) == (family == "gpt2")

@@ -21,13 +21,13 @@ from transformers import (
 
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.errors import DataError, HotspaConfigError, OverlongError, UnsupportedError
+from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths, plan_mini_batch
 from hf_hotspa.rows import arrow as arrow_columns
 from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.rows.scan import cache_path, scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.collators import has_absolute_positions
 from hf_hotspa.trainer.per_row import CollatedRows, PerRow
 
 LANGUAGE_MODELING = RowRules(labels_are_ids=True, unlabelled_id=9)
