@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.documents import Document, Documents
 from hf_hotspa.switched.passes import Numbers
@@ -82,6 +83,7 @@ class Call:
         of_step: The documents of its step, or its own where it was called without gradients.
         version: Of the weights that it was called with.
         training: Whether in training mode.
+        temperature: What logits were divided by for its numbers.
         numbers: What was computed of this rank's documents; None before.
         fields: How many numbers of each token that are: 0 for sums alone, -1 for nothing.
         with_routers, with_logits: Whether numbers have these; the same on all ranks.
@@ -104,6 +106,7 @@ class Call:
     of_step: Documents
     version: int
     training: bool
+    temperature: float = 1.0
     numbers: Numbers = field(default_factory=Numbers)
     fields: int = -1
     with_routers: bool = False
@@ -140,6 +143,18 @@ class Call:
         """[B, L - shift] of a field of the numbers."""
         out = self.lay_out([self.numbers.tokens[number][:, index] for number in self.mine], dtype)
         return out[:, : self.shape[1] - self.shift]
+
+    def balance(self, routers: RouterLoss) -> tuple[Tensor, Tensor]:
+        """transformers' `load_balancing_loss_func` of this rank's batch, and its gradient by each probability of its tokens [E].
+
+        It is E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
+        """
+        places = max(sum(len(document.ids) for document in self.documents) * routers.num_layers, 1)
+        sums = torch.zeros(routers.top_k + 1, routers.num_experts, dtype=torch.float64)
+        for number in self.mine:
+            sums += self.numbers.routers[number].view_as(sums)
+        of_each = sums[:-1].sum(0) / places * routers.num_experts
+        return (of_each * sums[-1] / places).sum(), of_each / places
 
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
         """Takes gradients [B, L - shift]. Sums over whole rows reach places without a label, too, whose number is always 0."""

@@ -51,12 +51,27 @@ from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, common, leaves
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.meeting import Meeting, Said
-from hf_hotspa.switched.model_object import as_built, before_steps, fused_head, lora_layers, route, unroute
+from hf_hotspa.switched.model_object import (
+    as_built,
+    before_steps,
+    fused_head,
+    lora_layers,
+    refuse_losses,
+    route,
+    unroute,
+)
 from hf_hotspa.switched.passes import Numbers, Passes, Seeds
-from hf_hotspa.switched.requests import Announcements, Batch, Request, Window, denominator_in, facts_of, pairs_in
+from hf_hotspa.switched.requests import (
+    Announcements,
+    Batch,
+    Request,
+    Window,
+    denominator_in,
+    facts_of,
+    is_unread,
+    pairs_in,
+)
 
-_UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
-"""Arguments of a forward that change nothing of what it computes in training."""
 LOGIT_BYTES = 4 << 30
 
 
@@ -89,7 +104,7 @@ class SwitchedModel(DistributedDataParallel):
     ) -> None:
         nn.Module.__init__(self)
         options = replace(options or EngineOptions(), record_routers=True)
-        _refuse(options)
+        refuse_losses(options)
         with as_built(bare_model(model)[0]):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
         self._passes, self._logit_bytes = Passes(self.engine), logit_bytes
@@ -157,6 +172,18 @@ class SwitchedModel(DistributedDataParallel):
         self.refresh()
         state: dict[str, Any] = self.module.state_dict(*args, **kwargs)
         return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads weights into the model, and from there into the shares of all ranks. On all ranks, the same.
+
+        An optimizer keeps its state.
+        """
+        keys = self.module.load_state_dict(state_dict, strict, assign)
+        self._drop()
+        self.engine.master.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
+        self._version += 1
+        self._written = self._version
+        return keys
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drops the gradients, and the calls that were not flushed. On all ranks."""
@@ -327,7 +354,7 @@ class SwitchedModel(DistributedDataParallel):
         return out if return_dict is not False else out.to_tuple()
 
     def _unreadable(self, input_ids: Tensor | None, others: Mapping[str, Any]) -> HotspaError | None:
-        wrong = [name for name, value in others.items() if not _is_unread(name, value)]
+        wrong = [name for name, value in others.items() if not is_unread(name, value)]
         if input_ids is not None and not wrong:
             return None
         return UnsupportedError(
@@ -453,7 +480,6 @@ class SwitchedModel(DistributedDataParallel):
 
     def _run(self, call: Call, request: Request) -> None:
         """Computes what the caller will get, by the cheapest way; all ranks take the same."""
-        self._passes.tape.temperature = self._temperature if request.fields else 1.0
         self._use_adapters(request.adapters)
         mode = self.training, request.trains
         if not request.trains:
@@ -473,10 +499,11 @@ class SwitchedModel(DistributedDataParallel):
         together = [call] if with_logits or not request.trains else [call, *self._waiting]
         if with_logits:
             self._meet("score with logits", self._too_many_logits(call))
-        fields = max(request.fields, 1) if request.has_labels else 0
-        numbers = self._score_documents(
-            call, [n for one in together for n in one.everything], request, fields, with_logits
-        )
+        fields = max(request.fields, 1)
+        for one in together:
+            one.temperature = self._temperature if request.fields else 1.0
+        everything = [n for one in together for n in one.everything]
+        numbers = self._score_documents(call, everything, request, fields, with_logits)
         for one in together:
             one.numbers, one.fields, one.with_routers, one.with_logits = numbers, fields, request.routers, with_logits
 
@@ -489,6 +516,7 @@ class SwitchedModel(DistributedDataParallel):
                 numbers,
                 step=self._step,
                 training=self.training,
+                temperature=call.temperature,
                 fields=fields,
                 with_logits=with_logits,
                 with_routers=request.routers and fields > 0,
@@ -526,17 +554,33 @@ class SwitchedModel(DistributedDataParallel):
             of_token = known.of_rank(call, rank) if call.labels[rank] else 0.0
             call.assumed = known.by_loss or call.mask.double() * of_token
         everything = [number for call in calls for number in call.everything]
-        numbers = self._train(everything, seeds, self.training, request.fields, sums=request.wants_loss)
+        for call in calls:
+            call.temperature = self._temperature if request.fields else 1.0
+        mode = self.training, calls[0].temperature
+        numbers = self._train(everything, seeds, mode, request.fields, sums=request.wants_loss)
         for call in calls:
             call.numbers, call.fields = numbers, request.fields
 
     def _train(
-        self, numbers: Sequence[int], seeds: Seeds, training: bool, fields: int = 0, sums: bool = False
+        self, numbers: Sequence[int], seeds: Seeds, mode: tuple[bool, float], fields: int = 0, sums: bool = False
     ) -> Numbers:
-        """A training pass whose gradients are added to those of the step."""
+        """A training pass whose gradients are added to those of the step.
+
+        Args:
+            mode: Whether in training mode, and the temperature.
+        """
         try:
-            of_pass = {"step": self._step, "add": self._has_gradients, "training": training}
-            trained = self._passes.train(self._documents, numbers, seeds, **of_pass, fields=fields, sums=sums)
+            trained = self._passes.train(
+                self._documents,
+                numbers,
+                seeds,
+                step=self._step,
+                add=self._has_gradients,
+                training=mode[0],
+                temperature=mode[1],
+                fields=fields,
+                sums=sums,
+            )
         except BaseException:
             self._drop()
             raise
@@ -590,7 +634,8 @@ class SwitchedModel(DistributedDataParallel):
 
     def _balance_loss(self, call: Call, request: Request) -> Tensor:
         """transformers' `load_balancing_loss_func` of this rank's batch."""
-        value, _ = self._balance(call)
+        assert self._passes.routers is not None
+        value, _ = call.balance(self._passes.routers)
         loss = value.to(call.device, self._passes.wide)
         if not request.trains:
             return loss
@@ -599,21 +644,6 @@ class SwitchedModel(DistributedDataParallel):
             call.of_routers += float(gradient)
 
         return leaves(take, loss)[0]
-
-    def _balance(self, call: Call) -> tuple[Tensor, Tensor]:
-        """The balance loss of a call on this rank, and its gradient by each probability of its tokens, [E].
-
-        It is E * sum over experts of (share of choices) * (mean probability); only the second has a gradient.
-        """
-        routers, numbers = self._passes.routers, call.numbers
-        assert routers is not None
-        places = max(sum(len(document.ids) for document in call.documents) * routers.num_layers, 1)
-        sums = torch.zeros(routers.top_k + 1, routers.num_experts, dtype=torch.float64)
-        for number in call.mine:
-            sums += numbers.routers[number].view_as(sums)
-        chosen, probabilities = sums[:-1].sum(0) / places, sums[-1] / places
-        of_each = chosen * routers.num_experts
-        return (of_each * probabilities).sum(), of_each / places
 
     def _fused_output(self, call: Call, request: Request) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
@@ -703,13 +733,15 @@ class SwitchedModel(DistributedDataParallel):
         active = self._active(seeds)
         if scale is not None and scale != 1.0:
             self.engine.scale_gradients(scale)
-        for training in (True, False):  # what was called in eval mode is trained without dropout
-            of_mode = [n for call in calls if call.training == training for n in call.everything if n in active]
-            if of_mode:
-                self._train(of_mode, seeds, training)
+        modes = {(call.training, call.temperature): None for call in calls}  # in eval mode nothing is dropped
+        for mode in modes:
+            of_mode = [call for call in calls if (call.training, call.temperature) == mode]
+            numbers = [number for call in of_mode for number in call.everything if number in active]
+            if numbers:
+                self._train(numbers, seeds, mode)
         self._passes.let_go()
-        mode = self.training, True
-        self._look[mode] = self._looked.pop(mode, False)
+        for training in (True, False):
+            self._look[training, True] = self._looked.pop((training, True), False)
         self._report()
         self._step += 1
         self._begin_step()
@@ -732,7 +764,8 @@ class SwitchedModel(DistributedDataParallel):
         scale = common(rows[:, at_once].flatten(), tolerance)
         if scale is None:
             self._linear = Assumed()
-            factors = [call.factor for call in calls if isinstance(call.assumed, float)]
+            losses = [call for call in calls if isinstance(call.assumed, float)]
+            factors = [call.factor if call.labels[rank] else float("inf") for call in losses]
             self._expected = common(gather(factors or [self._expected]).flatten(), tolerance) or self._expected
         elif scale:
             if any(isinstance(call.assumed, float) for call in calls):
@@ -770,7 +803,7 @@ class SwitchedModel(DistributedDataParallel):
         mine = torch.zeros(len(calls), routers.num_experts, dtype=torch.float64)
         for index, call in enumerate(calls):
             if call.of_routers:
-                mine[index] = self._balance(call)[1] * call.of_routers / self.engine.world_size
+                mine[index] = call.balance(routers)[1] * call.of_routers / self.engine.world_size
         of_all = self.engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), routers.num_experts)
         if not bool(of_all.any()):
             return None
@@ -837,6 +870,20 @@ class FrozenModel(SwitchedModel):
     def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
         return self._owner._meet(f"{what}, of a frozen model", error, size, flag)
 
+    def _drop(self) -> None:
+        self._owner._drop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are no gradients."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Other weights for the second model. On all ranks, the same."""
+        keys = self.module.load_state_dict(state_dict, strict, assign)
+        assert self._store is not None
+        self._passes.let_go()
+        self._store.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
+        return keys
+
     def write_back(self) -> None:
         """Nothing: the model has its weights."""
 
@@ -846,24 +893,3 @@ class FrozenModel(SwitchedModel):
     def close(self) -> None:
         """Calls of the model object are its own again. The engine stays."""
         unroute(self._bare)
-
-
-def _refuse(options: EngineOptions) -> None:
-    """What has no meaning where the caller computes the loss.
-
-    Raises:
-        UnsupportedError: naming it.
-    """
-    losses = {"loss": options.loss, "label_smoothing": options.label_smoothing, "pipedream": options.pipedream}
-    for name, value in losses.items():
-        if value:
-            raise UnsupportedError(
-                f"the engine option {name} in a switched model",
-                why="the caller computes the loss, and one optimizer step follows the gradients of all stages",
-                fix=f"leave {name} out"
-                + ("; compute the loss from what forward returns" if name != "pipedream" else ""),
-            )
-
-
-def _is_unread(name: str, value: Any) -> bool:
-    return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)

@@ -17,6 +17,9 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.model.options import EngineOptions
+
 _INPUT_HOOK = "make_inputs_require_grads"
 """Gradient checkpointing with adapters hangs it on the embedding; PEFT and TRL one each, of which the first gets lost."""
 
@@ -81,3 +84,20 @@ def before_steps(switched: Any) -> RemovableHandle:
             to.step_begins()
 
     return register_optimizer_step_pre_hook(before)
+
+
+def refuse_losses(options: EngineOptions) -> None:
+    """What has no meaning where the caller computes the loss.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    losses = {"loss": options.loss, "label_smoothing": options.label_smoothing, "pipedream": options.pipedream}
+    for name, value in losses.items():
+        if value:
+            raise UnsupportedError(
+                f"the engine option {name} in a switched model",
+                why="the caller computes the loss, and one optimizer step follows the gradients of all stages",
+                fix=f"leave {name} out"
+                + ("; compute the loss from what forward returns" if name != "pipedream" else ""),
+            )

@@ -149,6 +149,7 @@ class Passes:
         *,
         step: int,
         training: bool,
+        temperature: float = 1.0,
         fields: int = 1,
         with_logits: bool = False,
         with_routers: bool = False,
@@ -159,6 +160,8 @@ class Passes:
 
         Args:
             step: Mini-batches before this one in the run.
+            training: Whether the model is in training mode.
+            temperature: What logits are divided by before numbers are made of them.
             fields: How many of `parallel.scores.FIELDS` are wanted, from the first one on; 0 for none.
             store: Other weights than the engine's own.
             of_step: Whether the documents are those of the step, which will be trained: graphs are kept then.
@@ -168,6 +171,7 @@ class Passes:
         if self._held is None or self._held[0] != key:
             self.let_go()
             self._held = key, self.engine.evaluation(store, training, step)
+        self.tape.temperature = temperature
         self._begin(documents, plan, fields, with_logits, with_routers)
         keeps = of_step and store is None and not with_routers
         try:
@@ -189,6 +193,7 @@ class Passes:
         step: int,
         add: bool,
         training: bool = True,
+        temperature: float = 1.0,
         fields: int = 0,
         sums: bool = False,
     ) -> Numbers:
@@ -198,6 +203,7 @@ class Passes:
             step: Mini-batches before this one in the run.
             add: Whether gradients are added to those that are there.
             training: Whether the model is in training mode.
+            temperature: As of `score`.
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
@@ -205,6 +211,7 @@ class Passes:
         if self._held is not None and self._held[0] != (None, training, step):
             self.let_go()
         held, self._held = self._held, None
+        self.tape.temperature = temperature
         self._begin(documents, plan, 1 if sums else fields, False, False)
         tape, sends = self.tape, list[Any]()
         try:

@@ -67,6 +67,15 @@ class Request:
         return ", ".join(words)
 
 
+_UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q", "max_length_k", "past_key_values"})
+"""Arguments of a forward that change nothing of what it computes in training."""
+
+
+def is_unread(name: str, value: Any) -> bool:
+    """Whether an argument of a forward need not be looked at, or is read as a part of the batch."""
+    return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
+
+
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:
     """What a rank says of a batch: the bits of what its loss is divided by, its documents, and length and labels of each."""
     labels = [int(np.count_nonzero(document.targets != IGNORED_LABEL)) for document in documents]

@@ -3,7 +3,6 @@
 A stock Trainer over it needs the few overrides of `_Over`; the losses, metrics and data are its own.
 """
 
-import copy
 import tempfile
 
 import numpy as np
@@ -220,7 +219,13 @@ def fused_head_of_trl(rank, world_size):
         out = m(**batch, fused_lm_head=True)
         return out.log_probs.sum(1).square().mean() / 50 + 0.1 * out.entropy.sum() + out.loss
 
-    errors = [worst_of(loss, plain, model, rank)]
+    def at_two_temperatures(m, batch):
+        """The head's numbers are divided by it, and the model's own loss is not."""
+        given = {} if isinstance(m, SwitchedModel) else {"use_cache": False}
+        own_loss = m(**batch, **given).loss * (1 + int(batch["input_ids"].sum()) % 3)  # by rank: it is trained again
+        return own_loss + m(**batch, fused_lm_head=True).log_probs.sum(1).square().mean() / 50
+
+    errors = [worst_of(loss, plain, model, rank), worst_of(at_two_temperatures, plain, model, rank)]
     batch = batch_of(rows_of(rank, plain))
     with torch.no_grad(), exact_in_double(torch.float64):
         theirs, through_model = plain(**batch, fused_lm_head=True), own(**batch, fused_lm_head=True)
@@ -293,10 +298,17 @@ def test_options_of_a_loss_are_refused(options):
         SwitchedModel(tiny_model(FAMILY), parse_buckets("dp1:64@96"), EngineOptions(**options))
 
 
-def test_a_switched_model_is_not_copied():
-    model = SwitchedModel(tiny_model(FAMILY), _one(), EngineOptions())
-    weights = copy.deepcopy(model.state_dict())
-    assert set(weights) == set(model.module.state_dict())
+def test_states_are_those_of_the_model():
+    model = SwitchedModel(tiny_model(FAMILY), _one(), EngineOptions()).eval()
+    state = {name: weight.clone() for name, weight in model.state_dict().items()}
+    assert set(state) == set(model.module.state_dict())
+    other = tiny_model(FAMILY, seed=4)
+    batch = batch_of(rows_of(0, other))
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        assert float(model(**batch).loss) == pytest.approx(float(other(**batch, use_cache=False).loss), rel=1e-5)
+        model.load_state_dict(state)
+        assert float(model(**batch).loss) != pytest.approx(float(other(**batch, use_cache=False).loss), rel=1e-3)
     model.close()
 
 

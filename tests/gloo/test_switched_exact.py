@@ -333,12 +333,12 @@ def references(rank, world_size, buckets):
     expected = _expected(plain, program, world_size)
     for _ in range(2):
         found.append(worst(_run(model, program, rank), expected))
-    error = ""
+    message = ""
     try:
         with model.module.disable_adapter():
             model(**_rows(plain, rank))
-    except UnsupportedError as refused:
-        error = str(refused)
+    except UnsupportedError as wrong:
+        message = str(wrong)
     model.close()
 
     plain, other = tiny_model("llama_gqa_bias", torch.float64), tiny_model("llama_gqa_bias", torch.float64, seed=5)
@@ -360,7 +360,7 @@ def references(rank, world_size, buckets):
         model.frozen(tiny_model("llama_gqa_bias", torch.float64, rms_norm_eps=1e-3))
     except ModelError as wrong:
         refused = str(wrong)
-    return found, error, refused, list(frozen.parameters())
+    return found, message, refused, list(frozen.parameters())
 
 
 @pytest.mark.parametrize("buckets", ["dp2:14@64,tp2:64@96", "pp2:14@64,dp2+z3:64@96"])
