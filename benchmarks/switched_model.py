@@ -196,17 +196,22 @@ def measure(rank: int, world_size: int, options: argparse.Namespace, lengths: li
             timing, begin = timings[name], time.process_time()
 
             def after(
-                index: int, name: str = name, timing: Timing = timing, seconds: list[float] = seconds, cpu: Any = cpu
+                index: int,
+                name: str = name,
+                timing: Timing = timing,
+                seconds: list[float] = seconds,
+                cpu: Any = cpu,
+                counts: bool = round_index >= 0,
             ) -> None:
                 nonlocal begin
                 taken = time.perf_counter() - loops.clock["begin"]
                 cpu.append(loops.over_ranks(time.process_time() - begin))
                 seconds.append(loops.over_ranks(taken, largest=True))
-                if round_index >= 0 and index:
+                if counts and index:
                     timing.engine.append(loops.report.total_s)
                     for part in PARTS:
                         timing.parts[part].append(loops.clock[part])
-                if round_index >= 0 and not index and profiles[name] is not None:
+                if counts and not index and profiles[name] is not None:
                     profiles[name].enable()
                 dist.barrier()
                 begin = time.process_time()
@@ -305,13 +310,17 @@ def parse_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=4)
     parser.add_argument("--model", choices=MODELS, default="7M", help="parameters of the Llama")
-    parser.add_argument("--strategies", help="dp over all ranks for rows within the budget, and tp for the rest, when left out")
+    parser.add_argument(
+        "--strategies", help="dp over all ranks for rows within the budget, and tp for the rest, when left out"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="of a side in a round, beside one that does not count")
     parser.add_argument("--warmup", type=int, default=1, help="untimed rounds")
     parser.add_argument("--budget", type=int, default=1024, help="tokens of a pack of each rank")
     parser.add_argument("--lengths", help="JSON file: the list of the sequence lengths of a mini-batch")
-    parser.add_argument("--num-short", type=int, default=32, help="rows of 256 tokens (or the budget), without --lengths")
+    parser.add_argument(
+        "--num-short", type=int, default=32, help="rows of 256 tokens (or the budget), without --lengths"
+    )
     parser.add_argument("--long", type=int, default=2048, help="tokens of the one long row, without --lengths")
     parser.add_argument("--profile", type=int, default=0, metavar="LINES", help="print rank 0's cProfile of each side")
     parser.add_argument("--quick", action="store_true", help="a few seconds: less of everything")

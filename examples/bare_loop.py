@@ -1,4 +1,5 @@
-"""The engine without the Hugging Face Trainer: a plain training loop under a plain Accelerate `Accelerator`.
+"""A loop of your own without the Hugging Face Trainer: `SwitchedModel` stands where DDP's wrapper would, under a plain Accelerate
+`Accelerator`.
 
 Trains a small Llama from scratch on the sources of Python's standard library, on four CPU processes:
 
@@ -8,24 +9,24 @@ On GPUs leave out `--use_cpu`. In one process, without a launcher:
 
     python examples/bare_loop.py --strategies dp1:512@1024 --use_cpu
 
-With another number of processes than the strategies need, the engine says which command starts the right one.
+With another number of processes than the strategies need, the model says which command starts the right one.
 """
 
 import argparse
 import time
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import set_seed
 from stdlib_corpus import build_corpus, build_tokenizer
-from torch.utils.data import DataLoader
-from transformers import LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import DataCollatorForSeq2Seq, LlamaConfig, LlamaForCausalLM, get_cosine_schedule_with_warmup
 
-from hf_hotspa import HotSPaEngine, PackedBucketCollator, parse_buckets
-from hf_hotspa.data.prepare import prepare_dataset
+from hf_hotspa import SwitchedModel, parse_buckets
 
 
-def main() -> None:
+def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--strategies", default="dp4:512@1024,dp2tp2:2048,tp4:4096", help="shortest first")
     parser.add_argument("--use_cpu", action="store_true")
@@ -40,11 +41,11 @@ def main() -> None:
     parser.add_argument("--cache_dir", default=None, help="where tokenizer and corpus are kept")
     parser.add_argument("--output_dir", default="out/bare_loop")
     parser.add_argument("--seed", type=int, default=42)
-    options = parser.parse_args()
+    return parser.parse_args()
 
-    accelerator = Accelerator(cpu=options.use_cpu)  # nothing is prepared with it: the engine spreads the model itself
-    set_seed(options.seed)
-    model = LlamaForCausalLM(
+
+def make_model(options: argparse.Namespace) -> LlamaForCausalLM:
+    return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=options.vocab_size,
             hidden_size=options.hidden_size,
@@ -55,40 +56,56 @@ def main() -> None:
             max_position_embeddings=8192,
         )
     )
-    buckets = parse_buckets(options.strategies)
-    engine = HotSPaEngine(model, buckets, device=accelerator.device)  # checks launch, strategies and model
 
+
+def make_loader(options: argparse.Namespace, accelerator: Accelerator, longest: int) -> tuple[Any, DataLoader[Any]]:
+    """The tokenizer, and this process's own padded batches, as DDP would get them."""
     with accelerator.main_process_first():  # one process makes the files, the others find them
         paths = {"cache_dir": options.cache_dir, "max_files": options.max_files}
         tokenizer, corpus = build_tokenizer(options.vocab_size, **paths), build_corpus(**paths)
     # one row for each top-level definition: mostly short, with a long tail
     texts = [text for file in corpus for text in file["text"].split("\n\n\n") if text.strip()]
-    dataset = prepare_dataset([{"text": text} for text in texts], tokenizer)
-    collator = PackedBucketCollator(
-        buckets,
-        rank=accelerator.process_index,
-        vocab_size=options.vocab_size,
-        quadratic_cost=engine.description.shape.quadratic_cost,
-        policy="split",  # longer rows: every piece is a sequence of its own
+    rows = [
+        {"input_ids": ids, "labels": ids} for ids in tokenizer(texts, truncation=True, max_length=longest).input_ids
+    ]
+    shares = {"num_replicas": accelerator.num_processes, "rank": accelerator.process_index, "seed": options.seed}
+    loader = DataLoader(
+        rows,  # type: ignore[arg-type]
+        batch_size=max(options.mini_batch_size // accelerator.num_processes, 1),
+        sampler=DistributedSampler(rows, **shares),  # type: ignore[arg-type]
+        collate_fn=DataCollatorForSeq2Seq(tokenizer),
     )
-    order = torch.Generator()
-    # every process walks through the same rows in the same order; the collator makes of them what its own part is
-    loader = DataLoader(dataset, batch_size=options.mini_batch_size, shuffle=True, generator=order, collate_fn=collator)
+    return tokenizer, loader
 
-    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=options.learning_rate)
+
+def main() -> None:
+    options = parse_options()
+    accelerator = Accelerator(
+        cpu=options.use_cpu
+    )  # nothing is prepared with it: the switched model spreads the weights
+    set_seed(options.seed)
+    buckets = parse_buckets(options.strategies)
+    model = SwitchedModel(
+        make_model(options), buckets, device=accelerator.device
+    ).train()  # checks launch and strategies
+    tokenizer, loader = make_loader(options, accelerator, max(bucket.longest for bucket in buckets))
+
+    optimizer = torch.optim.AdamW(model.engine.parameter_groups(weight_decay=0.1), lr=options.learning_rate)
     scheduler = get_cosine_schedule_with_warmup(optimizer, options.steps // 10, options.steps)
-
     step = epoch = 0
     begin = time.perf_counter()
     while step < options.steps:
-        order.manual_seed(options.seed + epoch)
-        for mini_batch in loader:
-            report = engine.forward_backward(mini_batch)
-            engine.clip_grad_norm_(1.0)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        for batch in model.batches(loader):  # a process whose rows have ended takes part without any
+            loss = model(**batch).loss
+            loss.backward()
+            model.clip_grad_norm_(1.0)  # by the norm over all processes: parameters are shares
             optimizer.step()
             scheduler.step()
+            optimizer.zero_grad()
             step += 1
-            now = time.perf_counter()
+            report, now = model.report, time.perf_counter()
+            assert report is not None
             accelerator.print(
                 f"step {step:3d}  loss {report.loss:.4f}  grad norm {report.grad_norm:.3f}"
                 f"  {report.num_tokens / (now - begin):7.0f} tokens/s  switching {report.switch_share:5.1%}  "
@@ -100,12 +117,12 @@ def main() -> None:
                 break
         epoch += 1
 
-    engine.write_back(model)
+    model.write_back()
     if accelerator.is_main_process:
-        model.save_pretrained(options.output_dir)
+        model.module.save_pretrained(options.output_dir)
         tokenizer.save_pretrained(options.output_dir)
         print(f"the model is in {options.output_dir}")
-    engine.close()
+    model.close()
     accelerator.end_training()
 
 

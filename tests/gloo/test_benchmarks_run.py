@@ -301,3 +301,14 @@ def test_peers(tmp_path: Path, ranks: int, capsys: pytest.CaptureFixture[str]) -
         assert each["slots"] >= each["tokens"]
         assert each["peak_bytes"] > 0
     assert "losses of the exact sides agree to" in capsys.readouterr().out
+
+
+def test_switched_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = run_quick("switched_model", tmp_path / "out" / "switched_model.json")
+    text = capsys.readouterr().out
+    assert set(found["ratios"]) == {"loss", "loss, announced", "scores", "scores, announced"}
+    assert all(name in text for name in found["sides"])
+    for name, side in found["sides"].items():
+        travels = name != "raw loop"
+        assert (side["bytes"]["rows"] > 0) == (side["bytes"]["numbers"] > 0) == travels
+        assert (side["bytes"]["seeds"] > 0) == name.startswith("scores")
