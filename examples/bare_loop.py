@@ -80,14 +80,11 @@ def make_loader(options: argparse.Namespace, accelerator: Accelerator, longest: 
 
 def main() -> None:
     options = parse_options()
-    accelerator = Accelerator(
-        cpu=options.use_cpu
-    )  # nothing is prepared with it: the switched model spreads the weights
+    accelerator = Accelerator(cpu=options.use_cpu)  # nothing is prepared with it: the model spreads its weights itself
     set_seed(options.seed)
     buckets = parse_buckets(options.strategies)
-    model = SwitchedModel(
-        make_model(options), buckets, device=accelerator.device
-    ).train()  # checks launch and strategies
+    # checks launch, strategies and model
+    model = SwitchedModel(make_model(options), buckets, device=accelerator.device).train()
     tokenizer, loader = make_loader(options, accelerator, max(bucket.longest for bucket in buckets))
 
     optimizer = torch.optim.AdamW(model.engine.parameter_groups(weight_decay=0.1), lr=options.learning_rate)
