@@ -1,6 +1,6 @@
 """The conductor of a mini-batch: for each phase load the weights, run the packs, return the gradients.
 
-`HotSPaEngine` is the public entry below the Trainer; any loop can drive it (examples/bare_loop.py):
+`HotSPaEngine` is the public entry below the Trainer; any loop can drive it:
 
     engine = HotSPaEngine(model, parse_buckets("dp4:1024@4096,tp4:8192"))
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-3)

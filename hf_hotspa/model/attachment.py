@@ -6,7 +6,7 @@ from hf_hotspa.data.collator import MicroBatch
 
 
 class Attachment:
-    """Nothing, at every moment; a subclass overrides what it needs. `Replica.attach` hangs it on.
+    """Nothing, at every moment; a subclass overrides what it needs. `HotSPaEngine.attach` hangs it on.
 
     The calls come in this order: `begin_step` (once a mini-batch), `bind` (the weights of a phase are there), and for each
     forward `begin` and `end`.

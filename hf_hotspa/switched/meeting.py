@@ -2,22 +2,9 @@
 
 import zlib
 from collections.abc import Callable
-from typing import NamedTuple
 
 from hf_hotspa.errors import HotspaError, PlanMismatchError
 from hf_hotspa.parallel.agreement import Agreement, rank_names
-
-
-class Said(NamedTuple):
-    """What each rank said, in the order of ranks.
-
-    Attributes:
-        sizes: What was given as `size`.
-        flags: What was given as `flag`.
-    """
-
-    sizes: tuple[int, ...]
-    flags: tuple[bool, ...]
 
 
 class Meeting:
@@ -35,23 +22,23 @@ class Meeting:
         self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
         self.num_announced: int | None = 0
 
-    def __call__(
-        self, what: str, where: str, error: HotspaError | None = None, size: int = 0, flag: bool = False
-    ) -> Said:
+    def __call__(self, what: str, where: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
         """Returns when all ranks are about to do the same. Collective.
 
         Args:
             what: What this rank is about to do, in words.
             error: What it found wrong.
-            size: A number that others are to know.
-            flag: And whether something holds.
+            flag: Something that others are to know.
+
+        Returns:
+            The flag of each rank.
 
         Raises:
             HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
         """
         code = float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, size, flag]
-        codes, failed, cleared, announced, sizes, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
+        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag]
+        codes, failed, cleared, announced, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
         if len(set(codes)) > 1:
             self._drop()
             raise self._different(what, where)
@@ -69,7 +56,7 @@ class Meeting:
             self._agreement.check({}, error, where)
         if any(cleared):
             self._drop()
-        return Said(tuple(map(int, sizes)), tuple(map(bool, flags)))
+        return [bool(said) for said in flags]
 
     def _different(self, what: str, where: str) -> PlanMismatchError:
         texts = self._agreement.texts(what)

@@ -50,7 +50,7 @@ from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, common, leaves
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
-from hf_hotspa.switched.meeting import Meeting, Said
+from hf_hotspa.switched.meeting import Meeting
 from hf_hotspa.switched.model_object import (
     as_built,
     before_steps,
@@ -231,7 +231,7 @@ class SwitchedModel(DistributedDataParallel):
         empty["labels"] = empty["input_ids"]
         while True:
             batch = next(iterator, None)
-            if not any(self._meet("take a batch", flag=batch is not None).flags):
+            if not any(self._meet("take a batch", flag=batch is not None)):
                 return
             if batch is not None:
                 empty = {k: v[:0] if isinstance(v, Tensor) else v for k, v in batch.items() if k not in FLAT_COLUMNS}
@@ -259,10 +259,10 @@ class SwitchedModel(DistributedDataParallel):
     def _where(self) -> str:
         return f"step {self._step + 1}"
 
-    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
+    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
         """See `Meeting`."""
         try:
-            return self._meeting(what, self._where, error, size, flag)
+            return self._meeting(what, self._where, error, flag)
         finally:
             if self._meeting.num_announced is None:
                 self._announcements.give_up()
@@ -397,13 +397,13 @@ class SwitchedModel(DistributedDataParallel):
                 error = wrong
         is_new = window is not None and window is not self._window
         try:
-            said = self._meet(request.in_words(self.training), error, len(documents), comes_next)
+            flags = self._meet(request.in_words(self.training), error, comes_next)
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
-        if window is not None and all(said.flags):
+        if window is not None and all(flags):
             return self._next_of(window, request)
-        if any(said.flags):  # another rank was given another batch than it had announced
+        if any(flags):  # another rank was given another batch than it had announced
             read = self.engine.agreement.run
             documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
         if request.trains:
@@ -720,7 +720,7 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank; the calls are dropped.
         """
         if self._calls:
-            self._meet("flush", size=len(self._calls))
+            self._meet("flush")
         if not self._calls:  # or they were dropped, here or on another rank
             return
         calls = self._calls
@@ -867,8 +867,8 @@ class FrozenModel(SwitchedModel):
     def _step(self) -> int:  # type: ignore[override]
         return self._owner._step
 
-    def _meet(self, what: str, error: HotspaError | None = None, size: int = 0, flag: bool = False) -> Said:
-        return self._owner._meet(f"{what}, of a frozen model", error, size, flag)
+    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
+        return self._owner._meet(f"{what}, of a frozen model", error, flag)
 
     def _drop(self) -> None:
         self._owner._drop()
