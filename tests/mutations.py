@@ -487,7 +487,7 @@ MUTATIONS = [
     ),
     Mutation(
         "anybody's SIGTERM ends the workers of a loader",
-        "hf_hotspa/trainer/worker_processes.py",
+        "hf_hotspa/data/worker_processes.py",
         "si_pid != rank:",
         "si_pid < 0:",
         UNIT + "test_worker_processes.py::test_only_their_rank_ends_them",

@@ -1,4 +1,4 @@
-"""The Hugging Face face of the package: `HotSPaTrainer` and `HotSPaTrainingArguments`, loaded when first used."""
+"""The Hugging Face face of the package: `HotSPaTrainer`, `switched` and `HotSPaTrainingArguments`, loaded when first used."""
 
 from typing import TYPE_CHECKING
 
@@ -6,10 +6,14 @@ from hf_hotspa._lazy import on_demand
 
 if TYPE_CHECKING:
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
+    from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
 
-__all__ = ["HotSPaTrainer", "HotSPaTrainingArguments"]
+__all__ = ["HotSPaTrainer", "HotSPaTrainingArguments", "switched"]
 
-_HOMES = {"HotSPaTrainer": "hf_hotspa.trainer.trainer", "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments"}
+_HOMES = {
+    "HotSPaTrainer": "hf_hotspa.trainer.trainer",
+    "HotSPaTrainingArguments": "hf_hotspa.trainer.arguments",
+    "switched": "hf_hotspa.trainer.trainer",
+}
 
 __getattr__, __dir__ = on_demand(__name__, _HOMES)

@@ -4,6 +4,10 @@ What cannot be honoured is refused by name (`refused_arguments`), and a DeepSpee
 Everything else of `TrainingArguments` works as it is.
 """
 
+import dataclasses
+import functools
+import inspect
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -18,16 +22,14 @@ from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
-from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, with_batch_size
-from hf_hotspa.trainer.fsdp_arguments import take_fsdp
-from hf_hotspa.trainer.launcher import check_processes, refuse_launcher_settings, wants_bf16
-from hf_hotspa.trainer.misspelt import warn_of_misspelt
-from hf_hotspa.trainer.older_transformers import recompute_argument
-from hf_hotspa.trainer.optimizers import check_optimizer_name
-from hf_hotspa.trainer.pipeline_mode import PipelineModeArguments
-from hf_hotspa.trainer.refused_arguments import explain_arguments, read_accelerator_config, refuse_arguments
-from hf_hotspa.trainer.straggler_arguments import StragglerArguments
+from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
+from hf_hotspa.trainer.given_arguments import explain_arguments, refuse_arguments, warn_of_misspelt
+from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refuse_launcher_settings, wants_bf16
+from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
+from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
 from hf_hotspa.uncaught import show_errors_once
+
+logger = logging.getLogger(__name__)
 
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
@@ -60,8 +62,7 @@ ON_OFF: dict[str, bool | None] = {"auto": None, "on": True, "off": False}
 class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, TrainingArguments):
     """The arguments of `HotSPaTrainer`.
 
-    `gradient_accumulation_steps` is a part of the mini-batch: it reads 1 in the steps of the training loop, which does not
-    accumulate, and what was given everywhere else.
+    Batches that are accumulated are one mini-batch: they are packed and trained together.
 
     Raises:
         HotspaConfigError: a `hotspa_*` flag does not parse, or the number of processes does not fit.
@@ -106,8 +107,9 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     hotspa_mini_batch_size: int | None = field(
         default=None,
         metadata={
-            "help": "Sequences of one optimizer step, over all processes. Default: per_device_train_batch_size * "
-            "processes * gradient_accumulation_steps."
+            "help": "Rows of one optimizer step, over all processes: it wins over per_device_train_batch_size, need not "
+            "divide evenly, and each row comes once a pass. Default: per_device_train_batch_size * processes * "
+            "gradient_accumulation_steps, dealt out as the stock Trainer does."
         },
     )
     hotspa_overlong: str = field(
@@ -309,15 +311,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
         self.check_pipeline_mode(self.hotspa_buckets)
-        read_accelerator_config(self)
         if (mapping := self.hotspa_deepspeed) is not None:
             self._deepspeed = with_batch_size(mapping, vars(self), self.world_size)
-        if self.hotspa_mini_batch_size is None:
-            accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
-            self.hotspa_mini_batch_size = self.per_device_train_batch_size * self.world_size * accumulation
         for name, (least, fix) in _AT_LEAST.items():
             if (value := getattr(self, name)) is not None and value < least:
                 raise HotspaConfigError(f"{name} is {value}", fix=fix)
+        if self.hotspa_mini_batch_size is not None:
+            shares = self.world_size * vars(self)["gradient_accumulation_steps"]  # untyped in transformers
+            self.per_device_train_batch_size = -(-self.hotspa_mini_batch_size // shares)
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""
@@ -342,6 +343,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
     def hotspa_buckets(self) -> tuple[Bucket, ...]:
         """`hotspa_strategies`, parsed; empty for `auto`, where the engine knows them (`trainer.engine.buckets`)."""
         return () if self.hotspa_auto else parse_buckets(self.hotspa_strategies or "")
+
+    @property
+    def hotspa_rows_a_step(self) -> int:
+        """Rows of one optimizer step, over all processes."""
+        if self.hotspa_mini_batch_size is not None:
+            return self.hotspa_mini_batch_size
+        accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
+        return self.per_device_train_batch_size * self.world_size * accumulation
 
     @property
     def hotspa_gradients(self) -> GradientDtypes:
@@ -385,3 +394,100 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 fix="use every_n_layers alone, or nothing",
             )
         return every
+
+
+OF_ONE_RANK = frozenset({
+    "local_rank", "logging_dir", "run_name", "project", "trackio_space_id", "report_to", "disable_tqdm", "log_level",
+    "log_level_replica", "log_on_each_node", "hub_token", "hotspa_phase_table", "hotspa_log_all", "deepspeed", "hotspa_model_path",
+})  # fmt: skip
+"""Arguments that may differ: what a rank shows and where, and the paths of files whose contents are compared."""
+
+
+def argument_facts(args: HotSPaTrainingArguments) -> dict[str, str]:
+    """The training arguments; of a subclass those of `HotSPaTrainingArguments`."""
+    facts = {f.name: text_of(getattr(args, f.name, None)) for f in fields(HotSPaTrainingArguments)}
+    facts = {name: text for name, text in facts.items() if name not in OF_ONE_RANK}
+    return facts | {
+        "the DeepSpeed config": text_of(
+            args.hotspa_deepspeed and (args.hotspa_deepspeed.arguments, args.hotspa_deepspeed.scheduler)
+        )
+    }
+
+
+# -- what a script passes to a Trainer --------------------------------------------------------------------------------
+
+
+def named(rest: tuple[Any, ...], by_name: dict[str, Any], base: Any) -> dict[str, Any]:
+    """The arguments of a Trainer after `model` and `args`, by name, where some are given by their place.
+
+    Args:
+        base: The constructor of the class behind ours.
+
+    Raises:
+        TypeError: there are too many, or one is given twice.
+    """
+    places = [p.name for p in inspect.signature(base).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD]
+    names = [name for name in places if name not in ("self", "model", "args")]
+    if len(rest) > len(names):
+        raise TypeError(f"the trainer takes {len(names) + 2} arguments by place, but {len(rest) + 2} were given")
+    placed = dict(zip(names, rest, strict=False))
+    if twice := sorted(placed.keys() & by_name.keys()):
+        raise TypeError(f"the trainer got multiple values for argument {twice[0]!r}")
+    return {**placed, **by_name}
+
+
+@functools.cache
+def _with_flags(kind: Any) -> Any:
+    """A class of arguments of the user's, with the `hotspa_*` flags."""
+    namespace = {"__module__": kind.__module__, "__doc__": kind.__doc__, "__reduce_ex__": _pickled}
+    made = type(kind.__name__, (HotSPaTrainingArguments, kind), namespace)
+    return dataclasses.dataclass(init=False, repr=False, eq=False)(made)
+
+
+def _unfilled(kind: Any) -> Any:
+    """An object of that class without attributes. Module-level: pickles call it."""
+    return object.__new__(HotSPaTrainingArguments if kind is TrainingArguments else _with_flags(kind))
+
+
+def _pickled(args: Any, protocol: Any) -> tuple[Any, ...]:
+    """The class was made here, so a pickle (`training_args.bin`) names the user's, which it is made of."""
+    return _unfilled, (type(args).__bases__[1],), vars(args)
+
+
+def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
+    """The arguments of `HotSPaTrainer` for what a script passes to a `Trainer`, with every `hotspa_*` flag at its default.
+
+    Raises:
+        HotspaConfigError: they are none, or do not fit.
+        UnsupportedError: a setting cannot be honoured.
+    """
+    show_errors_once()
+    if isinstance(args, HotSPaTrainingArguments):
+        return args
+    if args is None:
+        return HotSPaTrainingArguments(output_dir="tmp_trainer")  # as the stock Trainer
+    if not isinstance(args, TrainingArguments):
+        raise HotspaConfigError(
+            f"args is a {type(args).__name__}", fix="pass HotSPaTrainingArguments(..., hotspa_strategies=...)"
+        )
+    if vars(args).get("deepspeed"):
+        raise UnsupportedError(
+            "TrainingArguments(deepspeed=...) has started DeepSpeed already",
+            why="here its config is mapped onto arguments, field by field",
+            fix="give deepspeed= to HotSPaTrainingArguments",
+        )
+    kind: Any = type(args)
+    own: HotSPaTrainingArguments = _unfilled(kind)
+    own.__dict__ = vars(args)
+    for flag in fields(HotSPaTrainingArguments):
+        if flag.name.startswith("hotspa_"):
+            own.__dict__.setdefault(flag.name, flag.default)
+    refuse_launcher_settings()
+    own.complete()
+    if own.process_index == 0:
+        logger.warning(
+            "%s: every hotspa_* flag is at its default (hotspa_strategies=%s); HotSPaTrainingArguments set them",
+            kind.__name__,
+            own.hotspa_strategies,
+        )
+    return own

@@ -10,8 +10,8 @@ import json
 import logging
 import os
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,33 +23,234 @@ from transformers.training_args import OptimizerNames
 
 from hf_hotspa.calibrate.calibration import calibrate
 from hf_hotspa.costs.calibration import Calibration
+from hf_hotspa.costs.json_file import read_json, write_json
 from hf_hotspa.costs.memory import MemoryModel, MemoryOptions, planned_limit
 from hf_hotspa.costs.model import CostModel, check_calibration
 from hf_hotspa.costs.online_calibration import PhaseSeconds, Refit
+from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.faults import OutOfMemory, PhaseFailures
 from hf_hotspa.engine.memory import device_limit
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model, dtype_name
+from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout_settings import without_attention_dropout
+from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
 from hf_hotspa.search.chooser import PhaseChooser
+from hf_hotspa.search.offers import divided
 from hf_hotspa.search.plan import Plan, limit_text
 from hf_hotspa.search.single import SingleStrategy, fitting, with_single
 from hf_hotspa.stragglers.modes import GIVING
-from hf_hotspa.strategy import Bucket, Strategy
+from hf_hotspa.strategy import Bucket, Strategy, strategies_with_options
 from hf_hotspa.trainer.arguments import MEASURE, ON_OFF, HotSPaTrainingArguments
-from hf_hotspa.trainer.dataloader import planned_ahead
-from hf_hotspa.trainer.out_of_memory import FILE, fewest_tokens, largest_packs
-from hf_hotspa.trainer.searched import measured_strategies, searched_strategies
 
 logger = logging.getLogger(__name__)
+
+FILE = "hotspa_out_of_memory.json"
+_KIND, _VERSION = "hotspa_out_of_memory", 1
+_REMEDY = f"delete {FILE}: it only says what to avoid"
+_SMALLER = 0.75
+"""How much smaller the packs become that failed."""
+
+
+def record(folder: str | Path, shortage: OutOfMemory) -> None:
+    """Adds an entry to the file. Never raises: the lack of memory is the error that counts."""
+    try:
+        try:
+            entries = _entries(folder)
+        except HotspaError:  # damaged: what is known now counts
+            entries = []
+        write_json(Path(folder, FILE), _KIND, _VERSION, {"entries": [*entries, asdict(shortage)]})
+    except OSError as error:
+        logger.warning("%s could not be written, so the next launch will not know of it: %s", FILE, error)
+
+
+def note(folder: str | Path, failures: PhaseFailures) -> None:
+    """Adds what is known of a lack of memory on this rank to the file, once. Never raises."""
+    shortage, failures.out_of_memory = failures.out_of_memory, None
+    if shortage is not None:
+        record(folder, shortage)
+
+
+def largest_packs(folder: str | Path) -> dict[str, int]:
+    """Strategy -> the most tokens that its packs should have; 0 where its weights did not fit. Empty without a file.
+
+    Raises:
+        HotspaConfigError: the file is damaged.
+    """
+    most: dict[str, int] = {}
+    for entry in _entries(folder):
+        name, tokens = entry["strategy"], int(entry["pack_tokens"] * _SMALLER)
+        most[name] = min(tokens, most.get(name, tokens))
+    return most
+
+
+def fewest_tokens(shortages: Iterable[Mapping[str, int]]) -> dict[Strategy, int]:
+    """The answers of `largest_packs` on all ranks as one."""
+    most: dict[Strategy, int] = {}
+    for of_rank in shortages:
+        for name, tokens in of_rank.items():
+            strategy = Strategy.parse(name)
+            most[strategy] = min(tokens, most.get(strategy, tokens))
+    return most
+
+
+def warn_of_known(folder: str | Path, buckets: Sequence[Bucket]) -> None:
+    """Warns of buckets that ran out of memory before. Never raises."""
+    try:
+        entries = _entries(folder)
+    except HotspaError as error:
+        logger.warning("%s", error)
+        return
+    for bucket in buckets:
+        failed = [e for e in entries if Strategy.parse(e["strategy"]) == bucket.strategy]
+        tokens = min((entry["pack_tokens"] for entry in failed), default=None)
+        if tokens is not None and bucket.capacity >= tokens:
+            what = f"with a pack of {tokens} tokens" if tokens else "before its first pack"
+            logger.warning(
+                "%s ran out of memory in an earlier run %s (%s): lower the tokens after @, or use more tp or pp",
+                bucket,
+                what,
+                Path(folder, FILE),
+            )
+
+
+def _entries(folder: str | Path) -> list[dict[str, Any]]:
+    """The entries of the file, checked; none without a file."""
+    path = Path(folder, FILE)
+    if not path.exists():
+        return []
+    entries: Any = read_json(path, _KIND, _VERSION, _REMEDY).get("entries")
+    good = isinstance(entries, list) and all(
+        isinstance(e, dict) and isinstance(e.get("strategy"), str) and type(e.get("pack_tokens")) is int
+        for e in entries
+    )
+    if not good or any(entry["pack_tokens"] < 0 for entry in entries):
+        raise HotspaConfigError("its entries are not what a run writes", where=str(path), fix=_REMEDY)
+    checked: list[dict[str, Any]] = entries
+    for entry in checked:
+        Strategy.parse(entry["strategy"])
+    return checked
+
+
+def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may_divide: bool) -> list[Strategy]:
+    """Every strategy that a run may have, with every choice of options.
+
+    Args:
+        may_divide: Whether the loss can be computed of parts of sequences (cp).
+    """
+    every = args.hotspa_recompute_every
+    options = strategies_with_options(args.world_size, shape)
+    noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
+    plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
+    run = RunOptions(
+        args.hotspa_pipeline_schedule,
+        args.hotspa_context_parallel,
+        args.device.type,
+        args.hotspa_stragglers in GIVING,
+        args.hotspa_expert_capacity or None,
+    )
+    wanted = [*plain, *(s for s in divided(plain, shape, run) if may_divide or s.cp == 1)]
+    # with a capacity of experts every strategy computes whole packs; what no strategy can be is said by the engine
+    return [s for s in wanted if run.runs(s, shape)] or wanted
+
+
+def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
+    """What is measured of them: what options change follows from the others."""
+    return list(dict.fromkeys(replace(s, dp=s.dp * s.cp, cp=1, sp=False, rc=0, z=0, ep=1) for s in strategies))
+
+
+def engine_options(
+    args: HotSPaTrainingArguments,
+    loss: TokenLoss | SequenceLoss | None,
+    stage_costs: StageCosts | None = None,
+    time: TimeModel | None = None,
+) -> EngineOptions:
+    """The options of the engine of a run.
+
+    Args:
+        loss: A loss of the user's own, which label smoothing has no part in.
+        stage_costs: What stages are cut by where seconds were measured.
+        time: The time model that strategies were chosen by; chunks of tokens are cut by it. None where they were given:
+            what is measured then changes nothing.
+    """
+    return EngineOptions(
+        compute_dtype=torch.bfloat16 if args.bf16 else None,
+        pipeline_schedule=args.hotspa_pipeline_schedule,
+        staging_bytes=args.hotspa_staging_mb << 20,
+        timeout_s=float(args.ddp_timeout),
+        overlap_load=ON_OFF[args.hotspa_overlap_load],
+        overlap_return=ON_OFF[args.hotspa_overlap_return],
+        switch_timeout_s=args.hotspa_switch_timeout,
+        planner=args.hotspa_planner,
+        second_source=ON_OFF[args.hotspa_second_source],
+        memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
+        label_smoothing=args.label_smoothing_factor if loss is None else 0.0,
+        loss=loss,
+        neftune_alpha=args.neftune_noise_alpha,
+        seed=args.seed,
+        gradients=args.hotspa_gradients,
+        offload_master=args.hotspa_offload == "master",
+        flexible=args.hotspa_stragglers in GIVING,
+        context_parallel=args.hotspa_context_parallel,
+        expert_capacity=args.hotspa_expert_capacity or None,
+        pipedream=args.hotspa_pipedream,
+        attention_dropout=args.hotspa_attention_dropout is None,
+        stage_costs=stage_costs,
+        pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
+    )
+
+
+LONGEST, PER_BUCKET = "longest", "buckets"
+"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
+
+
+def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Which strategy evaluates which lengths.
+
+    Args:
+        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
+            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
+
+    Raises:
+        HotspaConfigError: `choice` is none of these.
+    """
+    last = max(buckets, key=lambda bucket: bucket.longest)
+    if choice == PER_BUCKET:
+        return tuple(buckets)
+    if choice == LONGEST:
+        return (Bucket(last.strategy, last.longest, last.pack_tokens),)
+    strategy = Strategy.parse(choice)
+    # what the arguments ask of all strategies of the engine may be left out
+    own = next((b for b in buckets if b.strategy == strategy.recomputing(b.strategy.rc).sharded(b.strategy.z)), None)
+    if own is None:
+        pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
+        raise HotspaConfigError(
+            f"hotspa_eval_strategy is {choice!r}, which is not in hotspa_strategies",
+            why="weights can only be loaded into strategies whose plans were made at the start",
+            fix=f"use {LONGEST}, {PER_BUCKET}, or one of {pool}",
+        )
+    return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
+
+
+def given_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
+    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
+    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves."""
+    every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
+    stage = max(args.fsdp_stage, deepspeed.stage if deepspeed is not None else 0)
+    return tuple(
+        replace(bucket, strategy=bucket.strategy.recomputing(every).sharded(stage)) for bucket in args.hotspa_buckets
+    )
+
 
 _MIB = 1 << 20
 _ONE_STATE = (OptimizerNames.SGD, OptimizerNames.ADAGRAD, OptimizerNames.RMSPROP)
@@ -93,19 +294,17 @@ class AutoStrategies:
         """What each strategy of the pool takes on its fullest rank with full packs."""
         return {bucket.strategy: m.total for bucket, m in zip(self.plan.pool, self.plan.memory, strict=True)}
 
-    def start(self, table: SequenceTable) -> PhaseChooser:
-        """The chooser for a walk through a data set from its beginning; what an earlier one learnt stays."""
+    def start(self) -> PhaseChooser:
+        """The chooser for a run from its beginning; what an earlier one learnt stays."""
         args = self._args
         chooser = PhaseChooser(
             self.plan.pool,
             self.time,
             self._switch,
-            table,
-            policy=args.hotspa_overlong,
             quadratic_cost=self._quadratic_cost,
             max_phases=args.hotspa_max_buckets,
             refit=not args.full_determinism,  # measured seconds differ from run to run
-            delay=planned_ahead(args.dataloader_num_workers, args.dataloader_prefetch_factor),
+            delay=0,
         )
         if self.chooser is not None:
             chooser.load_state_dict(self.chooser.state_dict())
@@ -159,12 +358,14 @@ def prepare_auto(
     read_tables: Callable[[], list[SequenceTable]],
     mini_batch_size: int,
     *,
+    sampled: bool = False,
     may_chunk: bool = True,
 ) -> AutoStrategies:
     """Plans a run. Collective; all ranks come to the same plan, or raise the same error.
 
     Args:
         read_tables: Gives the scans of the data set and of those that are only evaluated; called on every rank.
+        sampled: Whether longer rows may come than those of the scans: the longest that model and memory allow must fit.
         may_chunk: Whether the loss can be computed of parts of sequences: in chunks of tokens (`+ck`), and divided (cp).
 
     Raises:
@@ -193,6 +394,7 @@ def prepare_auto(
             max_phases=args.hotspa_max_buckets,
             most_tokens=most_tokens,
             evaluated=tables[1:],
+            sampled=sampled,
             may_chunk=may_chunk,
             has_host_memory=args.device.type != "cpu",
             may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,

@@ -1,22 +1,201 @@
-"""The checkpoints of a run: which of them are there, what a save that fails means, and which ones stay.
+"""The checkpoints of a run: what each holds, which are there, what a save that fails means, and which ones stay.
 
 `transformers.Trainer` says when a checkpoint is due and which one is the best; here they are committed, perhaps a few steps
 later. A save that fails is a warning; only several in a row end training.
 """
 
+import dataclasses
 import json
 import logging
-from collections.abc import Callable, Collection
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from transformers import TrainerState
+from torch import Tensor
+from torch.optim import Optimizer
+from transformers import PreTrainedModel, TrainerState
+from transformers import trainer as stock
+from transformers.trainer_callback import ExportableState
+from transformers.trainer_utils import HubStrategy, SaveStrategy
+from transformers.utils import PushInProgress
 
+from hf_hotspa.checkpoint.export import export
+from hf_hotspa.checkpoint.format.disk import Disk, FileRecord, tensor_file
 from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name
+from hf_hotspa.checkpoint.format.manifest import (
+    BUFFERS,
+    STATE,
+    STATE_FOLDER,
+    TRAINER_STATE,
+    TRAINING_ARGUMENTS,
+    Manifest,
+    rank_columns,
+    rank_state,
+    rank_tensors,
+)
+from hf_hotspa.checkpoint.model_files import ModelWeights, saved_state
+from hf_hotspa.checkpoint.rng import random_state
 from hf_hotspa.checkpoint.saving import CheckpointWriter
-from hf_hotspa.errors import CheckpointError
+from hf_hotspa.checkpoint.stock import OPTIMIZER, SCHEDULER
+from hf_hotspa.checkpoint.stock_writing import (
+    PICKLED_ARGUMENTS,
+    optimizer_state,
+    pickled,
+    random_file,
+    random_states,
+    state_buffers,
+    state_names,
+)
+from hf_hotspa.checkpoint.tensors import (
+    Share,
+    named_tensors,
+    optimizer_to_json,
+    saved_parameters,
+    saved_segments,
+    saved_vector,
+    share_of,
+    tensor_bytes,
+    versions,
+)
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.errors import CheckpointError, HotspaError
+from hf_hotspa.model.specs import dtype_name
+from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.checkpoint_contents import CheckpointContents
+from hf_hotspa.trainer.model_source import write_configs
+
+
+class CheckpointContents:
+    """Everything that training changes is taken when this is made; it is written later, perhaps by a thread. Collective.
+
+    Args:
+        optimizer: The optimizer; None where only the model is saved.
+        rank_tensors: What only this rank needs to go on, by name, in host memory; perhaps nothing.
+        texts: Gives the JSON files that one rank writes for all, by name; what it raises is raised where all ranks are
+            together.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        step: int,
+        engine: HotSPaEngine,
+        model: PreTrainedModel,
+        args: HotSPaTrainingArguments,
+        optimizer: Optimizer | None,
+        scheduler: Any,
+        tokenizer: Any,
+        rank_tensors: dict[str, Tensor],
+        texts: Callable[[Share], dict[str, str]],
+    ) -> None:
+        self._folder, self._step, self._engine, self._model, self._args = folder, step, engine, model, args
+        self._optimizer, self._scheduler, self._tokenizer = optimizer, scheduler, tokenizer
+        self._rank, self._world, self._rank_tensors = args.process_index, args.world_size, rank_tensors
+        self._adapted = engine.description.adapters is not None
+        self._vector = saved_vector(engine.description.vector, self._adapted)
+        share = share_of(engine.master, optimizer, self._vector)
+        self._share = share.copy() if args.hotspa_async_save else share
+        with structure_only():
+            self._files = ModelWeights(model, self._vector, self._adapted)
+        held = args.hotspa_async_save
+        self._held = self._files.hold(self._weights(), self._rank, self._world) if held else None
+        self._random = json.dumps(random_state())
+        self._stock = self._stock_files() if args.hotspa_stock_checkpoints else {}
+        self._texts, self._failure = dict[str, str](), None
+        try:
+            self._texts = texts(self._share) if self._rank == 0 else {}
+        except Exception as error:  # such as a callback's state that is no JSON
+            self._failure = error
+
+    def _weights(self) -> Iterator[tuple[str, Tensor]]:
+        """What is saved of the model, as `HotSPaEngine.weights`. Collective."""
+        return self._engine.weights(frozen=not self._adapted)
+
+    def write(self, temporary: Path) -> list[FileRecord]:
+        """Writes this rank's files. Collective where weights are not held."""
+        disk, rank, world = self._folder.disk, self._rank, self._world
+        weights = iter(()) if self._held is not None else self._weights()
+        try:
+            if self._failure is not None:
+                raise self._failure
+            records = []
+            if rank == 0:
+                of_others = {name for name, _ in self._files.shards} | {random_file(r, world) for r in range(world)}
+                records += self._write_model_files(temporary, of_others)
+                records += [disk.write(temporary, name, [text.encode()]) for name, text in self._texts.items()]
+            records += [disk.write(temporary, name, [pickled(value)]) for name, value in self._stock.items()]
+            if self._optimizer is not None:
+                records.append(disk.write(temporary, rank_tensors(rank, world), self._share.file()))
+                records.append(disk.write(temporary, rank_state(rank, world), [self._random.encode()]))
+                if self._rank_tensors:
+                    own = named_tensors(self._rank_tensors)
+                    records.append(disk.write(temporary, rank_columns(rank, world), tensor_file(own, tensor_bytes)))
+            of_model = weights if self._held is None else self._held
+            return records + self._files.write(disk, temporary, of_model, rank, world)
+        finally:
+            for _ in weights:  # also what is left after a failure: the other ranks are waiting for it
+                pass
+
+    def manifest(self, files: tuple[FileRecord, ...]) -> Manifest:
+        """Says what all ranks wrote. Called on rank 0."""
+        model, engine = self._model, self._engine
+        dtypes = {name: dtype_name(p.dtype) for name, p in model.named_parameters(remove_duplicate=False)}
+        exported = set[str]()  # an adapter ties nothing
+        if not self._adapted:
+            with structure_only():
+                exported = set(saved_state(model))
+        return Manifest(
+            step=self._step,
+            world_size=self._world,
+            strategies=",".join(map(str, engine.buckets)),
+            resumable=self._optimizer is not None,
+            run=self._folder.run,
+            versions=versions(),
+            files=files,
+            segments=saved_segments(self._vector, engine.master),
+            parameters=saved_parameters(self._vector, self._share.states, dtypes, exported),
+        )
+
+    def _stock_files(self) -> dict[str, Any]:
+        """File -> what this rank pickles into it for the stock Trainer, taken now. Collective."""
+        engine, optimizer, rank, world = self._engine, self._optimizer, self._rank, self._world
+        states = dict[str, dict[str, Tensor]]()
+        files: dict[str, Any] = {PICKLED_ARGUMENTS: self._args} if rank == 0 else {}
+        if optimizer is None:
+            return files
+        for key in state_names(engine.master, optimizer):
+            states[key] = {}
+            for name, whole in engine.weights(False, state_buffers(engine.master, optimizer, key)):
+                if rank == 0 and name in engine.master.parameters:  # a tied name is none of its own
+                    states[key][name] = whole.to("cpu", copy=True).contiguous()
+        if rank == 0:
+            files[OPTIMIZER] = optimizer_state(optimizer, engine.master, states)
+            files[SCHEDULER] = deepcopy(self._scheduler.state_dict())
+        return files | {random_file(rank, world): random_states(world)}
+
+    def _write_model_files(self, temporary: Path, weights: set[str]) -> list[FileRecord]:
+        """Config, generation config and tokenizer, as transformers writes them, and what a resumed run needs of the model's
+        buffers. The other ranks may be writing files of weights meanwhile."""
+        model, disk = self._model, self._folder.disk
+        write_configs(model, temporary, self._tokenizer)
+        records = disk.adopt(temporary, {STATE_FOLDER, *weights})
+        if is_adapted(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
+            return records
+        parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        with structure_only():
+            tensors = {name: tensor for name, tensor in model.state_dict().items() if name not in parameters}
+        if tensors:
+            records.append(disk.write(temporary, BUFFERS, tensor_file(named_tensors(tensors), tensor_bytes)))
+        return records
+
+
+if TYPE_CHECKING:
+    from hf_hotspa.trainer.trainer import SwitchedMixin
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +204,7 @@ class Checkpoints:
     """Saves. Collective.
 
     Args:
-        in_use: Gives the checkpoints that must not be removed now, beside the best one.
-        committed: Told of the folder of each checkpoint that is complete.
+        pushes: Told of the folder of each checkpoint that is complete where it is to be pushed; those under way stay.
 
     Attributes:
         writer: What writes into the present folder; None before the first.
@@ -36,10 +214,9 @@ class Checkpoints:
         self,
         args: HotSPaTrainingArguments,
         agreement: Callable[[], Agreement],
-        in_use: Callable[[], Collection[Path]],
-        committed: Callable[[Path], None],
+        pushes: "CheckpointPushes",
     ) -> None:
-        self._args, self._agreement, self._in_use, self._committed = args, agreement, in_use, committed
+        self._args, self._agreement, self._pushes = args, agreement, pushes
         self.writer: CheckpointWriter | None = None
         self._failed = 0  # saves in a row
         self._best_before: str | None = None
@@ -85,7 +262,7 @@ class Checkpoints:
 
         def kept() -> Collection[Path]:
             best = [Path(state.best_model_checkpoint)] if state.best_model_checkpoint else []
-            return [*best, *self._in_use()]
+            return [*best, *self._pushes.under_way()]
 
         def save(writer: CheckpointWriter) -> None:
             taken = contents(writer.folder)
@@ -118,4 +295,136 @@ class Checkpoints:
         else:
             if writer.committed_step is not None and writer.committed_step != before:
                 self._failed = 0
-                self._committed(writer.folder.path / checkpoint_name(writer.committed_step))
+                if self._args.push_to_hub:
+                    self._pushes.begin(writer.folder.path / checkpoint_name(writer.committed_step))
+
+
+def tokenizer_of(trainer: Any) -> Any:
+    """The tokenizer, which may be known to the data collator alone."""
+    return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
+
+
+def contents_of(trainer: "SwitchedMixin", folder: RunFolder) -> CheckpointContents:
+    """The checkpoint of a trainer at this moment. Collective."""
+    optimizer = None if trainer.args.save_only_model else trainer.optimizer
+    devices = trainer._hotspa_watchers.devices
+    return CheckpointContents(
+        folder, trainer.state.global_step, trainer.switched.engine, trainer.model, trainer.args, optimizer,
+        trainer.lr_scheduler, tokenizer_of(trainer), {} if devices is None else devices.rank_tensors(),
+        lambda share: _texts(trainer, share),
+    )  # fmt: skip
+
+
+def _texts(trainer: "SwitchedMixin", share: Share) -> dict[str, str]:
+    """The JSON files that one rank writes for all."""
+    callbacks: dict[str, Any] = {}
+    state = trainer.state
+    for callback in [*trainer.callback_handler.callbacks, trainer.control]:
+        if isinstance(callback, ExportableState):
+            callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+    state.stateful_callbacks = {n: states if len(states) > 1 else states[0] for n, states in callbacks.items()}
+    texts = {
+        TRAINER_STATE: json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n",
+        TRAINING_ARGUMENTS: trainer.args.to_json_string() + "\n",
+    }
+    if not trainer.args.save_only_model:
+        assert trainer.optimizer is not None
+        scheduler = trainer.lr_scheduler
+        saved: dict[str, Any] = {
+            "optimizer": optimizer_to_json(trainer.optimizer, share),
+            "scheduler": {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
+            "hotspa": trainer.hotspa_state(),
+        }
+        if is_adapted(trainer.model):
+            saved["base model"] = trainer._hotspa_base.of(trainer.switched.engine, trainer.model)
+        texts[STATE] = json.dumps(saved) + "\n"
+    return texts
+
+
+_WORK = ".hub"
+"""Where, in the output directory, the model of a checkpoint lies while it is pushed."""
+
+_LAST = "last-checkpoint"
+
+
+def hub_error(failure: Exception) -> HotspaError:
+    """For whatever the network or the hub raises."""
+    return HotspaError(
+        f"the hub cannot be reached or refuses: {type(failure).__name__}: {failure}",
+        fix="check the network, hub_model_id and hub_token, or train with push_to_hub=False",
+    )
+
+
+class CheckpointPushes:
+    """What `hub_strategy` asks for at every checkpoint, in a thread of the main process.
+
+    Args:
+        trainer: Whose checkpoints they are; its `push_in_progress` is set.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._pushed: Path | None = None
+
+    @property
+    def _is_pushing(self) -> bool:
+        under_way = getattr(self._trainer, "push_in_progress", None)
+        return under_way is not None and not under_way.is_done()
+
+    def under_way(self) -> Collection[Path]:
+        """The checkpoint that must not be removed now."""
+        return [self._pushed] if self._pushed is not None and self._is_pushing else []
+
+    def begin(self, folder: Path) -> None:
+        """Begins to push what `hub_strategy` says of a checkpoint that exists: its model, and perhaps the folder itself.
+
+        As in the stock Trainer, a checkpoint is left out while an earlier one is being pushed; with `hub_always_push` the
+        earlier one is waited for. Not collective; only the main process does anything, and it never raises.
+        """
+        trainer = self._trainer
+        if not trainer.is_world_process_zero() or trainer.args.hub_strategy == HubStrategy.END:
+            return
+        if self._is_pushing and not trainer.args.hub_always_push:
+            return
+        trainer._finish_current_push()
+        trainer.callback_handler.on_push_begin(trainer.args, trainer.state, trainer.control)
+        self._pushed = folder
+        when = f"step {folder.name.rpartition('-')[2]}"  # which may be in the past, for a save in the background
+        if trainer.args.save_strategy == SaveStrategy.EPOCH:
+            when = f"epoch {int(trainer.state.epoch or 0)}"
+        thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="hotspa-hub")
+        trainer.push_in_progress = PushInProgress([thread.submit(self._push, folder, f"Training in progress, {when}")])
+        thread.shutdown(wait=False)
+
+    def _push(self, checkpoint: Path, message: str) -> None:
+        """In a thread: the model of the checkpoint, in Hugging Face's format, and the checkpoint itself."""
+        args, work = self._trainer.args, checkpoint.parent / _WORK
+        upload = {"repo_id": self._trainer.hub_model_id, "token": args.hub_token, "revision": args.hub_revision}
+        try:
+            if work.exists():  # of a run that was killed
+                Disk().remove(work)
+            Disk().make_directory(work)
+            export(checkpoint, work / "model", mode=0o700)
+            # the card on the hub may be the user's own; `push_to_hub` writes one at the end
+            stock.hf_api().upload_folder(
+                folder_path=str(work / "model"), commit_message=message, ignore_patterns=["README.md"], **upload
+            )
+            if args.hub_strategy in (HubStrategy.CHECKPOINT, HubStrategy.ALL_CHECKPOINTS):
+                name = _LAST if args.hub_strategy == HubStrategy.CHECKPOINT else checkpoint.name
+                # files of an earlier checkpoint under this name, of other ranks perhaps, would not belong to it
+                stock.hf_api().upload_folder(
+                    folder_path=str(checkpoint),
+                    path_in_repo=name,
+                    commit_message=f"{message}, checkpoint",
+                    delete_patterns=["*"],
+                    **upload,
+                )
+        except Exception as failure:  # whatever the disk, the network or the hub raises: training goes on
+            logger.warning(
+                "checkpoint %s was not pushed to the hub: %s: %s", checkpoint, type(failure).__name__, failure
+            )
+        else:
+            logger.info("%s was pushed to %s", checkpoint, self._trainer.hub_model_id)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)

@@ -14,8 +14,217 @@ from pathlib import Path
 from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
-from hf_hotspa.trainer.deepspeed_fields import ARGUMENTS, AUTO, KNOWN, NO_SWITCH, OFF, ONLY, UNUSED
-from hf_hotspa.trainer.deepspeed_schedule import LINEAR, LOG, TYPES, DeepSpeedSchedule
+
+AUTO = "auto"
+"""DeepSpeed's word for: as the training arguments say."""
+
+ARGUMENTS: dict[str, tuple[str, type]] = {
+    "train_batch_size": ("hotspa_mini_batch_size", int),
+    "train_micro_batch_size_per_gpu": ("per_device_train_batch_size", int),
+    "gradient_accumulation_steps": ("gradient_accumulation_steps", int),
+    "gradient_clipping": ("max_grad_norm", float),
+    "dataloader_drop_last": ("dataloader_drop_last", bool),
+    "bf16.enabled": ("bf16", bool),
+    "bfloat16.enabled": ("bf16", bool),
+    "optimizer.params.lr": ("learning_rate", float),
+    "optimizer.params.eps": ("adam_epsilon", float),
+    "optimizer.params.weight_decay": ("weight_decay", float),
+}
+"""Field -> the argument that it sets, and the type of its value."""
+
+UNUSED: dict[str, tuple[str, ...]] = {
+    "": (
+        "steps_per_print", "wall_clock_breakdown", "memory_breakdown", "dump_state", "log_level", "disable_python_gc",
+        "disable_allgather", "prescale_gradients", "gradient_predivide_factor", "check_overflow", "vocabulary_size",
+        "zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer",
+        "seq_parallel_communication_data_type",
+    ),
+    "zero_optimization.": (
+        "contiguous_gradients", "reduce_scatter", "reduce_bucket_size", "use_multi_rank_bucket_allreduce",
+        "allgather_partitions", "allgather_bucket_size", "overlap_comm", "load_from_fp32_weights", "sub_group_size",
+        "cpu_offload_use_pin_memory", "ignore_unused_parameters", "legacy_stage1", "round_robin_gradients",
+        "parameter_alignment", "compute_grad_norm", "zero_hpz_partition_size", "memory_efficient_linear",
+        "pipeline_loading_checkpoint", "override_module_apply", "log_trace_cache_warnings", "enable_sanity_checks",
+        "elastic_checkpoint", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold",
+        "stage3_model_persistence_threshold", "stage3_max_live_parameters", "stage3_max_reuse_distance",
+        "stage3_gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save",
+        "stage3_module_granularity_threshold", "stage3_use_all_reduce_for_fetch_params", "stage3_allgather_sequential",
+    ),
+    "zero_optimization.offload_optimizer.": (
+        "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "fast_init", "cpuadam_cores_perc",
+        "super_offload", "buffer_size",
+    ),
+    "zero_optimization.offload_param.": ("nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"),
+    "bf16.": ("immediate_grad_update", "check_grad_overflow"),
+    "bfloat16.": ("immediate_grad_update", "check_grad_overflow"),
+    "optimizer.": ("legacy_fusion",),
+    "optimizer.params.": ("torch_adam", "foreach", "freeze_step"),
+    "checkpoint.": ("tag_validation", "parallel_write"),
+    "checkpoint.parallel_write.": ("pipeline_stage",),
+    "aio.": (
+        "block_size", "queue_depth", "intra_op_parallelism", "thread_count", "single_submit", "overlap_events", "use_gds",
+    ),
+    "tensor_parallel.": ("tp_overlap_comm", "tp_grain_size"),
+}  # fmt: skip
+"""Section -> fields that change neither what is computed nor where it is kept; the engine decides these things."""
+
+_SUMS = "gradients are summed in fp32 and the optimizer's state is fp32; leave it out"
+_MEAN = "the loss is the mean over the label tokens of the mini-batch; leave it out"
+_TENSOR_PARALLEL = "write the degree into hotspa_strategies, such as dp4tp2:4096"
+_RECOMPUTE = "use activation_checkpointing=True, or strategies such as tp2+rc"
+_PARAMETERS = (
+    "weights are held as hotspa_strategies say: use more tp or pp, or hotspa_strategies=auto, and leave it out"
+)
+
+ONLY: dict[str, tuple[tuple[Any, ...], str]] = {
+    "communication_data_type": ((None, "fp32", "float32"), _SUMS),
+    "gradient_allreduce_op": (("mean",), _MEAN),
+    "managed_gradient_accumulation": ((True,), "the Trainer's loop does it; leave it out"),
+    "sparse_gradients": ((False,), "gradients are dense here; leave it out"),
+    "data_types.grad_accum_dtype": ((None, "fp32", AUTO), _SUMS),
+    "data_types.param_dtype": ((None, AUTO), "use bf16, or load the model in the dtype that you want"),
+    "data_types.buffer_dtype": ((None, AUTO), "buffers keep their dtype; leave it out"),
+    "data_types.keep_in_fp32_modules": ((AUTO,), "the model's class decides; leave it out"),
+    "bf16.bf16_master_weights_and_grads": ((False,), _SUMS),
+    "bf16.bf16_optimizer_states": ((False,), _SUMS),
+    "zero_optimization.cpu_offload": ((False,), 'use "offload_optimizer": {"device": "cpu"}'),
+    "zero_optimization.cpu_offload_param": ((False,), _PARAMETERS),
+    "zero_optimization.offload_param.device": (("none", None), _PARAMETERS),
+    "zero_optimization.offload_optimizer.ratio": ((1, 1.0), "the whole master store is offloaded, or none of it"),
+    "zero_optimization.zero_quantized_weights": ((False,), "switches move the bits; leave it out"),
+    "zero_optimization.zero_quantized_nontrainable_weights": ((False,), "switches move the bits; leave it out"),
+    "zero_optimization.zero_quantized_gradients": ((False,), _SUMS),
+    "zero_optimization.mics_shard_size": ((-1, 0), "the master store is spread over all ranks; leave it out"),
+    "zero_optimization.mics_hierarchical_params_gather": ((False,), "leave it out"),
+    "zero_optimization.zenflow": ((None,), "every step uses all gradients; leave it out"),
+    "zero_optimization.save_muon_momentum_buffer_in_memory": ((False,), "Muon needs whole matrices; use AdamW"),
+    "optimizer.params.bias_correction": ((True,), "Adam's bias correction is always on"),
+    "optimizer.params.amsgrad": ((False,), "leave it out, or use optim=adamw_torch without a DeepSpeed optimizer"),
+    "optimizer.params.adam_w_mode": ((True,), "decay is decoupled (AdamW); leave it out"),
+    "optimizer.params.fp32_optimizer_states": ((True,), _SUMS),
+    "optimizer.params.max_grad_norm": ((0,), "use gradient_clipping"),
+    "activation_checkpointing.partition_activations": ((False,), _RECOMPUTE),
+    "activation_checkpointing.cpu_checkpointing": ((False,), _RECOMPUTE),
+    "activation_checkpointing.contiguous_memory_optimization": ((False,), _RECOMPUTE),
+    "activation_checkpointing.number_checkpoints": ((None, 0), _RECOMPUTE),
+    "activation_checkpointing.synchronize_checkpoint_boundary": ((False,), _RECOMPUTE),
+    "activation_checkpointing.profile": ((False,), "look at the report of the run (hotspa_report)"),
+    "tensor_parallel.autotp_size": ((0, 1), _TENSOR_PARALLEL),
+    "tensor_parallel.tp_size": ((1,), _TENSOR_PARALLEL),
+    "tensor_parallel.tp.tp_size": ((1,), _TENSOR_PARALLEL),
+    "sequence_parallel_size": ((1,), "use strategies such as tp2+sp"),
+    "checkpoint.load_universal": ((False,), "checkpoints here are loaded in any layout; leave it out"),
+    "checkpoint.use_node_local_storage": ((False,), "all ranks write into one directory; use a shared file system"),
+    "use_data_before_expert_parallelism": ((False,), "leave it out"),
+}
+"""Field -> the values that are fine, and why another one is refused or what to use instead."""
+
+_LOGGING = "use report_to"
+_AUTOMATIC = "use hotspa_strategies=auto"
+
+OFF: dict[str, str] = {
+    "fp16": "loss scaling is not supported; use bf16",
+    "amp": "use bf16",
+    "torch_autocast": "use bf16, which keeps fp32 masters",
+    "flops_profiler": "look at the report of the run (hotspa_report)",
+    "comms_logger": "look at the report of the run (hotspa_report)",
+    "tensorboard": _LOGGING,
+    "wandb": _LOGGING,
+    "comet": _LOGGING,
+    "csv_monitor": _LOGGING,
+    "compile": "replicas are rebound to other storage for every phase",
+    "elasticity": "a checkpoint is resumed on any number of processes; no setting is needed",
+    "autotuning": _AUTOMATIC,
+    "curriculum_learning": "the order of the data is the Trainer's",
+    "data_efficiency": "the order of the data is the Trainer's",
+    "progressive_layer_drop": "all layers are trained",
+    "eigenvalue": "nothing is quantized",
+    "hybrid_engine": "there is no generation in training",
+    "nebula": "use hotspa_async_save",
+    "datastates_ckpt": "use hotspa_async_save",
+    "expert_parallel": "experts are cut by tp of a strategy",
+    "quantize_training": "training is not quantized",
+    "sparse_attention": "attention is the model's own",
+    "compression_training": "the model is trained whole",
+    "weight_quantization": "switches move the bits",
+    "pipeline": "write the degree into hotspa_strategies, such as dp4pp2:4096",
+}
+"""Section -> why it is refused, or what to use instead. Fine where its `enabled` says false or auto, or is left out."""
+
+NO_SWITCH = ("expert_parallel", "sparse_attention", "compression_training", "weight_quantization", "pipeline")
+"""Those without `enabled`, which are fine when empty."""
+
+SPECIAL = (
+    "zero_optimization.stage", "zero_optimization.offload_optimizer.device", "optimizer.type", "optimizer.params.betas",
+    "scheduler.type", "scheduler.params",
+)  # fmt: skip
+"""Fields that `deepspeed_config` reads itself."""
+
+KNOWN = frozenset(
+    [section + name for section, names in UNUSED.items() for name in names] + [*ARGUMENTS, *ONLY, *OFF, *SPECIAL]
+)
+"""All fields of the tables."""
+
+
+LOG, LINEAR = "log", "linear"
+
+TYPES: dict[str, dict[str, float | str | None]] = {
+    "WarmupLR": {"warmup_min_lr": 0.0, "warmup_max_lr": None, "warmup_num_steps": 1000, "warmup_type": LOG},
+    "WarmupDecayLR": {
+        "total_num_steps": None, "warmup_min_lr": 0.0, "warmup_max_lr": 0.001, "warmup_num_steps": 1000,
+        "warmup_type": LOG,
+    },
+    "WarmupCosineLR": {
+        "total_num_steps": None, "warmup_min_ratio": 0.0, "warmup_num_steps": 1000, "cos_min_ratio": 0.0001,
+        "warmup_type": LOG,
+    },
+}  # fmt: skip
+"""Type of a scheduler -> its params with DeepSpeed's defaults; None has no default of its own."""
+
+
+@dataclass(frozen=True)
+class DeepSpeedSchedule:
+    """A schedule with nothing left open.
+
+    Args:
+        type: One of `TYPES`.
+        params: Those of its type, all of them.
+        peak: The learning rate after the warm-up.
+    """
+
+    type: str
+    params: Mapping[str, Any]
+    peak: float
+
+    def rate(self, step: int) -> float:
+        """The learning rate of an optimizer step, of which `step` came before."""
+        iteration = step - 1  # DeepSpeed counts from the end of the first step
+        cosine = self.type == "WarmupCosineLR"
+        low = 0.0 if cosine else self.params["warmup_min_lr"]
+        if iteration < 0:
+            return low
+        warmup = max(2, self.params["warmup_num_steps"])
+        if iteration < warmup:
+            linear = self.params["warmup_type"] == LINEAR
+            share = iteration / warmup if linear else 1.0 / math.log(warmup) * math.log(iteration + 1)
+        else:
+            share = self._after(iteration, warmup)
+        if not cosine:
+            return low + (self.peak - low) * share
+        begin = self.params["warmup_min_ratio"]
+        return self.peak * (begin + share * (1.0 - begin) if iteration < warmup else share)
+
+    def _after(self, iteration: int, warmup: int) -> float:
+        """The share of the peak when the warm-up is over."""
+        if self.type == "WarmupLR":
+            return 1.0
+        total = self.params["total_num_steps"]
+        if self.type == "WarmupDecayLR":
+            return max(0.0, float(total - iteration) / float(max(1.0, total - warmup)))
+        progress = min(1.0, (iteration - warmup + 1) / max(1, total - warmup))
+        share, end = (1 + math.cos(math.pi * progress)) / 2, self.params["cos_min_ratio"]
+        return max(0.0, end + (1.0 - end) * share)
+
 
 _STAGES = {
     0: "masters and optimizer state are spread over all ranks all the same",
@@ -326,3 +535,86 @@ def with_batch_size(mapping: DeepSpeedMapping, arguments: Mapping[str, Any], wor
         )
     row = f"{total} sequences a step, over all processes and as many packs as their lengths make"
     return replace(mapping, rows=(*mapping.rows, ("", row)))
+
+
+STAGES = {
+    "full_shard": 3, "true": 3, "1": 3, "shard_grad_op": 2, "false": 2, "2": 2, "no_shard": 0, "3": 0,
+}  # fmt: skip
+"""What is sharded -> the stage of ZeRO that it is; `reshard_after_forward` is true or false, or one of the names."""
+
+UNUSED = frozenset(
+    (
+        "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
+        "forward_prefetch", "backward_prefetch", "backward_prefetch_policy", "limit_all_gathers", "use_orig_params",
+        "sync_module_states", "cpu_ram_efficient_loading", "state_dict_type", "xla_fsdp_settings",
+    )
+)  # fmt: skip
+"""Fields that say how FSDP does what the engine does in its own way: units are embedding, layers and head, and the next one
+is loaded while one computes."""
+
+_OFF = {
+    "activation_checkpointing": "use activation_checkpointing=True of the arguments, or strategies such as dp4+rc+z3",
+    "xla": "there is no XLA here; leave it out",
+    "xla_fsdp_v2": "there is no XLA here; leave it out",
+    "xla_fsdp_grad_ckpt": "there is no XLA here; leave it out",
+}
+_HYBRID = "the master store is spread over all ranks; use full_shard, or strategies with tp inside a node"
+
+
+def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
+    """What FSDP's arguments come to.
+
+    Args:
+        fsdp: As `TrainingArguments.fsdp`: true, or options in one text or in a list.
+        config: As `TrainingArguments.fsdp_config`: a dictionary, or the path of a JSON file.
+
+    Returns:
+        The stage of ZeRO (3, 2, or 0 for none), and whether the master store is to be in host memory.
+
+    Raises:
+        HotspaConfigError: the file cannot be read, or holds no JSON object.
+        UnsupportedError: naming every field that cannot be honoured, and what to use instead.
+    """
+    if fsdp in (None, False, "", [], "false", "False"):
+        return 0, False
+    stage, offloads, problems = 3, False, []
+    words = [] if fsdp is True else fsdp.replace(",", " ").split() if isinstance(fsdp, str) else list(fsdp)
+    for word in (str(getattr(option, "value", option)).lower() for option in words):
+        if word == "offload":
+            offloads = True
+        elif word in STAGES:
+            stage = STAGES[word]
+        elif word != "auto_wrap":
+            problems.append(f"fsdp={word!r}: {_HYBRID if word.startswith('hybrid') else 'no such option is known'}")
+    for name, value in read_config(config or {}, "fsdp_config").items():
+        field, text = name.removeprefix("fsdp_"), str(getattr(value, "value", value)).lower()
+        if field in ("reshard_after_forward", "sharding_strategy"):
+            if text not in STAGES:
+                why = _HYBRID if text.startswith("hybrid") else f"use one of {', '.join(STAGES)}"
+                problems.append(f"fsdp_config.{name}={value!r}: {why}")
+            stage = STAGES.get(text, stage)
+        elif field in ("cpu_offload", "offload_params"):
+            offloads = offloads or text == "true"
+        elif field in _OFF:
+            if text not in ("false", "none"):
+                problems.append(f"fsdp_config.{name}={value!r}: {_OFF[field]}")
+        elif field not in UNUSED:
+            problems.append(f"fsdp_config.{name}={value!r}: no such field is known")
+    if problems:
+        raise UnsupportedError(
+            f"{len(problems)} of the settings of FSDP cannot be honoured: " + "; ".join(problems),
+            fix="change them, or leave them out",
+        )
+    return stage, offloads
+
+
+def take_fsdp(args: Any) -> None:
+    """Sets what training arguments ask for by `fsdp`, which the stock arguments would start.
+
+    Args:
+        args: `HotSPaTrainingArguments` before those of transformers are set up; get `fsdp_stage`.
+    """
+    args.fsdp_stage, offloads = read_fsdp(vars(args)["fsdp"], vars(args)["fsdp_config"])
+    args.fsdp = None
+    if offloads:
+        args.hotspa_offload = "master"

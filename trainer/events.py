@@ -25,7 +25,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -54,13 +54,32 @@ def _short(logs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {name: value for name, value in logs.items() if not name.startswith("hotspa/") or name in SHORT_KEYS}
 
 
+LOG, EVALUATION, SAVE = "log", "evaluation", "save"
+
+_LOOKERS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    LOG: (("on_log",), ("log",)),
+    EVALUATION: (
+        ("on_evaluate", "on_predict", "on_prediction_step"),
+        ("evaluate", "_evaluate", "evaluation_loop", "predict", "compute_metrics", "preprocess_logits_for_metrics"),
+    ),
+    SAVE: (("on_save",), ("_save_checkpoint",)),
+}
+"""Occasion -> the events of callbacks and the attributes of the trainer that belong to it; any other is an event itself."""
+
+
+def is_users(function: Any) -> bool:
+    """Whether a function or method was written by somebody else than transformers and this package."""
+    if function is None:
+        return False
+    return (getattr(function, "__module__", None) or "").split(".")[0] not in ("transformers", "trl", "hf_hotspa")
+
+
 class CallbackEvents(CallbackHandler):
     """A `CallbackHandler` that goes on from another one.
 
     Args:
         handler: The Trainer's own; its callbacks are taken over.
         before: Called with the name of every event of `COLLECTIVE_EVENTS` before the callbacks are.
-        around: Makes a context in which events of transformers call them.
 
     Attributes:
         seconds: Seconds inside the callbacks of this rank, by class name.
@@ -70,11 +89,10 @@ class CallbackEvents(CallbackHandler):
         self,
         handler: CallbackHandler,
         before: Callable[[str], None] = lambda event: None,
-        around: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         # not super().__init__: it would add the callbacks anew, with warnings about those that are there already
         self.__dict__.update(handler.__dict__)
-        self._before, self._around = before, around
+        self._before = before
         self._own: dict[type[TrainerCallback], TrainerCallback] = {}
         self.seconds: dict[str, float] = defaultdict(float)
         self._logged_s, self._steps_since_log = 0.0, 0
@@ -176,16 +194,22 @@ class CallbackEvents(CallbackHandler):
             "train_dataloader": self.train_dataloader,
             "eval_dataloader": self.eval_dataloader,
         }
-        with self._around():
-            for callback in self.every:
-                if event == "on_log" and type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
-                    given = {**kwargs, "logs": _short(kwargs.get("logs"))}
-                else:
-                    given = kwargs
-                result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
-                if result is not None:
-                    control = result
+        for callback in self.every:
+            if event == "on_log" and type(callback) in _PRINTERS and not getattr(args, "hotspa_log_all", False):
+                given = {**kwargs, "logs": _short(kwargs.get("logs"))}
+            else:
+                given = kwargs
+            result = self._call(callback, event, state.global_step, args, state, control, **shared, **given)
+            if result is not None:
+                control = result
         return control
+
+    def is_looked_at(self, occasion: str, trainer: Any) -> bool:
+        """Whether code of the user's may look at the model on an occasion: an event, or log, evaluation and save."""
+        events, attributes = _LOOKERS.get(occasion, ((occasion,), ()))
+        functions = [getattr(trainer, name, None) for name in attributes]
+        functions += [getattr(callback, event, None) for callback in self.callbacks for event in events]
+        return any(map(is_users, functions))
 
     def defined(self, event: str) -> bool:
         """Whether any callback wants the event."""
@@ -228,7 +252,8 @@ class PhaseDispatcher(Observer):
         self._trainer = trainer
 
     def wants_stop(self) -> bool:
-        return self._trainer._preemption.requested
+        requested: bool = self._trainer._hotspa_preemption.requested
+        return requested
 
     def _dispatch(self, name: str, **facts: Any) -> None:
         trainer = self._trainer
@@ -248,3 +273,61 @@ class PhaseDispatcher(Observer):
                 self._dispatch("on_switch", switch=switch)
         if handler.defined("on_phase_end"):
             self._dispatch("on_phase_end", phase=phase_event(step, plan, order, index, measured))
+
+
+FLAGS = ("should_training_stop", "should_epoch_stop", "should_save", "should_evaluate", "should_log")
+_ACTIONS = FLAGS[2:]
+
+
+class Flags:
+    """What callbacks ask for through `TrainerControl`, agreed on by all ranks.
+
+    Saving, evaluating and logging are done by all ranks together, and so is the end of training. A callback may see something
+    on one rank alone (the time that is left, a file, a memory limit): what it asks for there is done on all ranks, where the
+    stock Trainer's ranks would wait for each other. Costs one small collective a step (more where it logs, saves or
+    evaluates), and none where no rank has code of the user's that could set a flag.
+
+    Args:
+        trainer: Its `control` is read and set.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._may_differ: bool | None = None
+        self._is_in_loop = False
+
+    def begin(self) -> None:
+        """Another training begins: there may be other callbacks."""
+        self._may_differ = None
+
+    def agree(self) -> None:
+        """A flag that is set on any rank is set on all. Collective."""
+        trainer = self._trainer
+        if trainer.args.world_size == 1:
+            return
+        agreement = trainer._hotspa_ranks.agreement()
+        if self._may_differ is None:
+            kinds = [type(trainer), *map(type, trainer.callback_handler.every)]
+            self._may_differ = bool(agreement.gather([float(any(map(is_users, kinds)))]).any())
+        if not self._may_differ:
+            return
+        asked = agreement.gather([float(getattr(trainer.control, name)) for name in FLAGS]).amax(dim=0)
+        for name, value in zip(FLAGS, asked.tolist(), strict=True):
+            setattr(trainer.control, name, bool(value))
+
+    def agree_in_loop(self) -> None:
+        """The same where the loop of the Trainer logs: elsewhere it may be a call on one rank alone."""
+        if self._is_in_loop:
+            self.agree()
+
+    @contextmanager
+    def in_loop(self) -> Iterator[None]:
+        """Around what the loop does after a step: flags are agreed on before, and after what may have set others."""
+        self.agree()
+        acts, self._is_in_loop = any(getattr(self._trainer.control, name) for name in _ACTIONS), True
+        try:
+            yield
+        finally:
+            self._is_in_loop = False
+        if acts:  # on_log, on_evaluate and on_save may have asked for something, too
+            self.agree()

@@ -8,9 +8,11 @@ without accelerators. Both are errors here, whatever the strategies, also when t
 import os
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+from transformers import TrainingArguments
 from transformers.utils.generic import strtobool
 
 from hf_hotspa.errors import LaunchError, UnsupportedError
@@ -129,3 +131,16 @@ def _option(words: Sequence[str], name: str) -> str | None:
         if flag.startswith("--") and flag[2:].replace("-", "_") == name:
             return value if equals else next(iter(words[at + 1 :]), None)
     return None
+
+
+def recompute_argument(args: TrainingArguments) -> str:
+    """The name of the argument that asks for recomputation: `activation_checkpointing`, once `gradient_checkpointing`.
+
+    Where both are there, transformers keeps them the same.
+    """
+    return "activation_checkpointing" if hasattr(args, "activation_checkpointing") else "gradient_checkpointing"
+
+
+def workers_context(args: TrainingArguments) -> Any:
+    """How loader workers are started; None, the rule of the platform, where there is no such argument."""
+    return getattr(args, "dataloader_multiprocessing_context", None)

@@ -1,9 +1,8 @@
-"""Where the weights of `HotSPaTrainer` come from and go to when no process can hold them: a model given as a folder.
+"""Where the weights of a run come from and go to when no process can hold them: a model given as a folder.
 
-`ModelSource` owns what `trainer.model` is then: the model on the meta device, which has no weights, so that none in it can be stale.
-The weights are read by slices into the master store when the engine starts, live there, and leave it through
-`save_model` (one segment in memory at a time), checkpoints, or `materialize`, which turns `trainer.model` into a model
-like any other. With a model that has its weights, this only keeps them up to date.
+`trainer.model` is then the model on the meta device, which has no weights. They are read by slices into the master store
+when the engine starts, live there, and leave it through `save_model` (one segment in memory at a time), checkpoints, or
+`materialize`, which turns `trainer.model` into a model like any other.
 """
 
 import logging
@@ -24,31 +23,27 @@ from hf_hotspa.checkpoint.model_files import ModelWeights
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError
-from hf_hotspa.model.model_check import weights_digest
 from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted, save_config
 from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.stale_weights import release, structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.base import TrainerBase
-from hf_hotspa.trainer.stale_weights import guard, release, structure_only
 
 logger = logging.getLogger(__name__)
 
 
 class ModelSource:
-    """Where the weights of `trainer.model` are: in it, in a folder, or in the engine alone.
+    """Where the weights of a model without weights are: in a folder, or in the engine alone.
 
     Attributes:
-        is_current: Whether the model has the weights of the engine, or there is none.
         folder: Where the weights of a model without weights are: what it was opened from, or saved to last.
     """
 
     def __init__(self, args: HotSPaTrainingArguments) -> None:
         self._args = args
-        self.is_current = True
         self.folder: Path | None = None
-        self._digest = ""
         self._only_in_engine = False  # whether trained weights are neither in the model nor in that folder
 
     # -- in -----------------------------------------------------------------------------------------------------------
@@ -103,36 +98,11 @@ class ModelSource:
 
     # -- the model of the trainer -------------------------------------------------------------------------------------
 
-    def was_changed(self, model: nn.Module) -> bool:
-        """Whether somebody gave the model other weights since it agreed with the engine."""
-        return self.is_current and weights_digest(model) != self._digest
+    def trained(self) -> None:
+        """The weights of a model without any are about to change: they will be in the engine alone."""
+        self._only_in_engine = True
 
-    def update(self, model: PreTrainedModel, engine: HotSPaEngine | None) -> None:
-        """Puts the trained weights into the model, if it holds weights. Collective, unless they are there already."""
-        if engine is None or self.is_current:
-            return
-        release(model)
-        if not has_weights(model):
-            self._only_in_engine = True
-        else:
-            try:
-                engine.write_back(model)
-            except BaseException:
-                guard(model)
-                raise
-        self.agrees(model)
-
-    def goes_stale(self, model: nn.Module) -> None:
-        """The master store is about to get other weights than the model has: nobody may look at those."""
-        if self.is_current:
-            guard(model)
-        self.is_current = False
-
-    def agrees(self, model: nn.Module, digest: str | None = None) -> None:
-        """Remembers the model as it is now: that of the engine. Its digest is computed where it is not known."""
-        self.is_current, self._digest = True, digest or weights_digest(model)
-
-    def materialize(self, model: PreTrainedModel, engine: HotSPaEngine) -> None:
+    def materialize(self, model: PreTrainedModel, switched: SwitchedModel) -> None:
         """Gives a model of a folder memory for its weights, on the CPU of every rank, and the weights. Collective."""
         release(model)
         for module in model.modules():
@@ -140,9 +110,8 @@ class ModelSource:
                 empty = torch.empty_like(parameter, device="cpu")
                 setattr(module, name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
         model.tie_weights()
-        engine.write_back(model)
+        switched.write_back()
         self._only_in_engine = False
-        self.agrees(model)
 
     def warn_of_unsaved_weights(self) -> None:
         """When the engine is closed."""
@@ -215,52 +184,3 @@ def write_configs(model: PreTrainedModel, target: Path, tokenizer: Any) -> None:
             model.generation_config.save_pretrained(target)
     if tokenizer is not None:
         tokenizer.save_pretrained(target)
-
-
-class ModelSourceMixin(TrainerBase):
-    """`trainer.model` kept up to date, and saved where it has no weights."""
-
-    _source: ModelSource
-
-    @property
-    def _tokenizer(self) -> Any:
-        """The tokenizer, which may be known to the data collator alone."""
-        return self.processing_class or getattr(self.data_collator, "tokenizer", None)
-
-    def call_model_init(self, trial: Any = None) -> nn.Module:
-        """The model of `model_init`.
-
-        Raises:
-            HotspaError: it is none that can be trained.
-        """
-        model: nn.Module = super().call_model_init(trial)
-        refuse_other_models(model)
-        return model
-
-    def _update_model(self) -> None:
-        """See `ModelSource.update`. Collective."""
-        self._source.update(self.model, self.engine)
-
-    def materialize(self) -> PreTrainedModel:
-        """Gives `trainer.model` the weights of this moment of the training, which it else has at certain events only; one
-        that was given as a folder gets memory for them, on the CPU of every rank. Collective.
-
-        Returns:
-            `trainer.model`; that of a folder is from now on a model like any other.
-
-        Raises:
-            HotspaError: on every rank: the engine cannot be started.
-        """
-        if has_weights(self.model):
-            self._update_model()
-        else:
-            self._source.materialize(self.model, self._start_engine(training=False))
-        return self.model
-
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Writes the model; one without weights from the master store. Collective."""
-        if has_weights(self.model):
-            super()._save(output_dir, state_dict)
-        else:
-            target = Path(output_dir if output_dir is not None else self.args.output_dir)
-            self._source.save(self.model, self._start_engine(training=False), target, self._tokenizer)

@@ -1,21 +1,33 @@
-"""Which optimizers may run on the master store: those that treat every element on its own.
+"""The optimizer of a run: which may run on shares of the weights, how one moves onto them, and its learning rates.
 
 Each rank holds a flat share of every weight, cut anywhere. An update that looks at whole matrices, rows, blocks or norms
-of a tensor would change with the cut, hence with the number of ranks.
+of a tensor would change with the cut, hence with the number of ranks: it is refused.
 """
 
+import enum
+import json
+import logging
+import re
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from transformers.trainer_utils import SaveStrategy
 from transformers.training_args import OptimizerNames
 
-from hf_hotspa.engine.cpu_adam import CPU_ADAM
+from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_json
+from hf_hotspa.engine.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.master import MasterShare
 from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.model.storage import to_storage
+from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 
 ELEMENTWISE_OPTIMIZERS = (
     OptimizerNames.ADAMW_TORCH,
@@ -156,3 +168,274 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
                 why=_WHY,
                 fix="use an elementwise optimizer such as torch.optim.AdamW",
             )
+
+
+_FIX = "build it on model.parameters() of the model that the trainer was given, or leave it to --optim"
+
+
+def _names(engine: HotSPaEngine, model: nn.Module) -> dict[int, str]:
+    """The id of every parameter of the model -> its name in the master store; tied ones have one name."""
+    specs = engine.description.vector.specs
+    known = {name: spec.name for spec in specs for name in (spec.name, *spec.tied_names)}
+    named = model.named_parameters(remove_duplicate=False)
+    return {id(parameter): known[name] for name, parameter in named if name in known}
+
+
+def _parameters(optimizer: Optimizer) -> Iterator[nn.Parameter]:
+    return (parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def take_over(optimizer: Any, engine: HotSPaEngine, model: nn.Module, saved: bool = False) -> bool:
+    """Puts this rank's shares in the place of the model's parameters. Not collective; the same on all ranks.
+
+    Args:
+        optimizer: The optimizer, perhaps in accelerate's wrapper; changed in place.
+        saved: Whether checkpoints will hold its state and options.
+
+    Returns:
+        Whether anything changed: False where all its parameters are shares already.
+
+    Raises:
+        UnsupportedError: it cannot be honoured; the optimizer is unchanged.
+    """
+    bare, shares = bare_optimizer(optimizer), engine.master.parameters
+    own, names = {id(share) for share in shares.values()}, _names(engine, model)
+    given = list(_parameters(bare))
+    if all(id(parameter) in own for parameter in given) and given:
+        return False
+    kind = type(bare).__name__
+    foreign = [tuple(p.shape) for p in given if id(p) not in own and id(p) not in names]
+    if foreign:
+        raise UnsupportedError(
+            f"{len(foreign)} of the {len(given)} parameters of the optimizer {kind} are not the model's, the first of "
+            f"shape {foreign[0]}",
+            why="they would not be trained",
+            fix=_FIX,
+        )
+    moved = {id(p): shares[names[id(p)]] for p in given if id(p) in names}
+    thawed = [names[id(p)] for p in given if id(p) in moved and p.requires_grad and not moved[id(p)].requires_grad]
+    if thawed:
+        raise UnsupportedError(
+            f"the parameter {thawed[0]!r} was frozen when training started and is to be trained now",
+            why="which parameters have gradients is laid out at the start",
+            fix="unfreeze it before train(), with a learning rate of 0 until it is to be trained",
+        )
+    after = [moved.get(id(p), p) for p in given]
+    if not any(share.requires_grad for share in after):
+        raise UnsupportedError(
+            f"the optimizer {kind} has none of the parameters that are trained",
+            why="nothing would be trained",
+            fix=_FIX,
+        )
+    if len({id(share) for share in after}) < len(after):
+        raise UnsupportedError(f"the optimizer {kind} has a parameter twice", fix=_FIX)
+    shares = engine.master.shares
+    state = {id(p): _cut(value, shares[names[id(p)]], kind) for p, value in bare.state.items() if id(p) in moved}
+    for group in bare.param_groups:
+        group["params"][:] = [moved.get(id(p), p) for p in group["params"]]
+    for parameter in [p for p in bare.state if id(p) in moved]:
+        del bare.state[parameter]
+        bare.state[moved[id(parameter)]] = state[id(parameter)]
+    try:
+        check_optimizer(bare, {id(p): name for name, p in model.named_parameters()})
+        if saved:
+            optimizer_to_json(bare, Share())
+    except UnsupportedError:
+        release(bare, engine, model)
+        raise
+    return True
+
+
+def _cut(state: Any, share: MasterShare, kind: str) -> Any:
+    """The state of a parameter, cut to what this rank owns of it."""
+    cut, (spec, start, stop, *_) = {}, share
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim() and value.shape != (stop - start,):
+            if tuple(value.shape) != tuple(spec.shape):
+                raise UnsupportedError(
+                    f"the state {key!r} that the optimizer {kind} has of {spec.name!r} is of shape {tuple(value.shape)}",
+                    why="only what has one value for each weight can be spread over ranks",
+                    fix="use an elementwise optimizer such as torch.optim.AdamW",
+                )
+            value = to_storage(value, spec.shard_dim)[start:stop].clone()
+        cut[key] = value
+    return cut
+
+
+def release(optimizer: Any, engine: HotSPaEngine, model: nn.Module) -> None:
+    """Puts the model's parameters in the place of the shares; the state stays this rank's share, for `take_over`."""
+    bare, parameters = bare_optimizer(optimizer), dict(model.named_parameters())
+    back = {id(share): parameters[name] for name, share in engine.master.parameters.items() if name in parameters}
+    for group in bare.param_groups:
+        group["params"][:] = [back.get(id(p), p) for p in group["params"]]
+    for share in [p for p in bare.state if id(p) in back]:
+        bare.state[back[id(share)]] = bare.state.pop(share)
+
+
+logger = logging.getLogger(__name__)
+
+_CPU_ADAM_TAKES = ("lr", "betas", "eps", "weight_decay")
+
+
+class DeepSpeedLR(LRScheduler):
+    """The learning rates of a DeepSpeed scheduler, the same for all groups, as those are that it sets."""
+
+    def __init__(self, optimizer: Optimizer, schedule: DeepSpeedSchedule) -> None:
+        self.schedule = schedule
+        super().__init__(optimizer)
+
+    def get_lr(self) -> list[float | torch.Tensor]:
+        return [self.schedule.rate(self.last_epoch) for _ in self.optimizer.param_groups]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where it is; the rates themselves are the config's."""
+        return {key: value for key, value in super().state_dict().items() if key != "schedule"}
+
+
+class MasterOptimizer:
+    """The optimizer of a trainer, whoever made it, on this rank's shares of the weights.
+
+    Args:
+        trainer: Its `optimizer` and `lr_scheduler` are looked at.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._watched: weakref.ref[Optimizer] | None = None  # taken over last
+        self._made: weakref.ref[Optimizer] | None = None  # from the arguments
+
+    @property
+    def _engine(self) -> HotSPaEngine:
+        engine = self._trainer.engine
+        assert engine is not None
+        return engine
+
+    def made(self, optimizer: Any) -> Any:
+        """Remembers the one that was made from the arguments: it ends with the engine."""
+        self._made = weakref.ref(optimizer)
+        return optimizer
+
+    def let_go(self, restarts: bool) -> None:
+        """Before the engine is closed. The optimizer goes on with a new engine, as with the stock Trainer, if one is
+        about to start or the user gave it; else its memory is freed with the engine's. Not collective."""
+        trainer, optimizer = self._trainer, self._trainer.optimizer
+        if optimizer is None:
+            return
+        if restarts or self._made is None or self._made() is not bare_optimizer(optimizer):
+            release(optimizer, self._engine, trainer.model)
+        else:
+            trainer.optimizer = trainer.lr_scheduler = None
+
+    def take_over(self) -> None:
+        """Puts the optimizer, whoever made it, onto the master store. Collective; called before the first step."""
+
+        def taken_over() -> Optimizer:
+            optimizer: Optimizer | None = self._trainer.optimizer
+            if optimizer is None:
+                raise UnsupportedError(
+                    "create_optimizer was overridden and sets no optimizer",
+                    why="the Trainer does not look at what it returns",
+                    fix="set self.optimizer in it",
+                )
+            self._on_master_store(optimizer)
+            return optimizer
+
+        self._engine.agreement.run(
+            "optimizer", taken_over, facts=lambda made: optimizer_facts(made, self._trainer.lr_scheduler)
+        )
+
+    def _is_watched(self, optimizer: Optimizer) -> bool:
+        return self._watched is not None and self._watched() is bare_optimizer(optimizer)
+
+    def _on_master_store(self, optimizer: Optimizer) -> None:
+        args = self._trainer.args
+        saved = args.save_strategy != SaveStrategy.NO and not args.save_only_model
+        take_over(optimizer, self._engine, self._trainer.model, saved)
+        if not self._is_watched(optimizer):
+            bare = bare_optimizer(optimizer)
+            # groups that are added in the course of training come with parameters of the model
+            bare.register_step_pre_hook(lambda stepped, *_: self._take_over_added(stepped))
+            self._watched = weakref.ref(bare)
+
+    def _take_over_added(self, optimizer: Optimizer) -> None:
+        if self._trainer.engine is not None and self._is_watched(optimizer):
+            take_over(optimizer, self._engine, self._trainer.model)
+
+    def begin_step(self) -> None:
+        """An optimizer that was put in its place since training started is taken over, too; where stages update by themselves,
+        it is they who step."""
+        optimizer = self._trainer.optimizer
+        if optimizer is not None and not self._is_watched(optimizer):
+            self._on_master_store(optimizer)
+        if self._engine.updates is not None and optimizer is not None:
+            self._engine.updates.step = bare_optimizer(optimizer).step
+
+    def settings(self) -> dict[str, str]:
+        """What is the optimizer's and may be changed at any time: by a scheduler, a callback, the user."""
+        return group_facts(self._trainer.optimizer) | {"max_grad_norm": text_of(self._trainer.args.max_grad_norm)}
+
+    def on_host(self, kind: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """With the master store in host memory, DeepSpeed's CPU Adam for torch's AdamW, if all ranks have it."""
+        args, engine = self._trainer.args, self._engine
+        if args.hotspa_offload != "master" or kind is not torch.optim.AdamW:
+            return kind, options
+        reason = None
+        if any(p.dtype != torch.float32 for _, p in engine.named_parameters()):
+            reason = "it steps on fp32 weights only"
+        for first in (True, False):  # one process of a machine compiles, and the others find it compiled
+            if reason is None and (args.local_process_index == 0) == first:
+                reason = load_cpu_adam()
+            missing = engine.any_rank(reason is not None)
+            if missing:
+                break
+        if not missing:
+            return cpu_adam_class(), {key: options[key] for key in _CPU_ADAM_TAKES if key in options}
+        if args.process_index == 0:
+            logger.warning(
+                "hotspa_offload=master: the optimizer is torch's AdamW, which takes longer than DeepSpeed's CPU Adam: %s",
+                reason or "another rank does not have it",
+            )
+        return kind, options
+
+
+# -- what ranks agree on ----------------------------------------------------------------------------------------------
+
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+
+
+def optimizer_facts(optimizer: Optimizer, scheduler: Any) -> dict[str, str]:
+    """Kind and settings of optimizer and scheduler."""
+    state = {} if scheduler is None else {k: v for k, v in scheduler.state_dict().items() if not callable(v)}
+    return {
+        "the optimizer": type(bare_optimizer(optimizer)).__name__,
+        "the scheduler": type(scheduler).__name__,
+        **group_facts(optimizer),
+        **{f"{key} of the scheduler": text_of(value) for key, value in state.items()},
+    }
+
+
+def group_facts(optimizer: Optimizer) -> dict[str, str]:
+    """Rates, decays and whatever else the parameter groups have."""
+    return {
+        f"{key} of parameter group {number}": text_of(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
+
+
+def text_of(value: Any) -> str:
+    """A setting as a text that is the same on all ranks where the setting is: without addresses."""
+    return value if isinstance(value, str) else _ADDRESS.sub("", json.dumps(value, sort_keys=True, default=_plain))
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "to_dict"):
+        return value.to_dict()
+    if isinstance(value, set | frozenset):
+        return sorted(map(str, value))
+    return repr(value)

@@ -1,4 +1,4 @@
-"""SIGTERM, what a scheduler sends some seconds before it takes the machine away; and SIGINT, which is Ctrl-C.
+"""What cuts a run short or a step out: SIGTERM, Ctrl-C, and mini-batches that cannot be trained.
 
 Owns the handlers. That of SIGTERM only notes the signal. Ranks exchange their notes with the gather that ends each mini-batch
 anyway, so whoever was told, all of them save and stop at the same step, and `train()` returns. Promises:
@@ -18,16 +18,21 @@ import os
 import signal
 import threading
 import time
+import traceback
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers.trainer_utils import SaveStrategy
 
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.checkpoint.format.folder import checkpoints
-from hf_hotspa.trainer.base import TrainerBase
+from hf_hotspa.errors import DataError, HotspaError, NonFiniteError
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.uncaught import interrupt_is_announced, signal_came
 
 logger = logging.getLogger(__name__)
@@ -92,47 +97,138 @@ class Preemption:
             signal.signal(signal.SIGTERM, self._before)
 
 
-class PreemptionMixin(TrainerBase):
-    """Saves and stops where the engine says that ranks were told to."""
-
-    _preemption: Preemption
-
-    @property
-    def preempted(self) -> bool:
-        """Whether the last `train()` ended because of SIGTERM, with training left to do."""
-        return self._preemption.agreed
-
-    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        if self.engine is not None and self.engine.stop_ranks:
-            # a second time at the end of the epoch, where everything is on disk already
-            first, self._preemption.agreed = not self._preemption.agreed, True
-            saves = self.args.save_strategy != SaveStrategy.NO
-            self.control.should_training_stop = True
-            self.control.should_save = first and saves
-            self.control.should_evaluate = False  # the time that is left is for the checkpoint
-            if first and self.is_world_process_zero():
-                logger.warning(
-                    "SIGTERM on rank %s: training stops after step %d; %s%s",
-                    ", ".join(map(str, self.engine.stop_ranks)),
-                    self.state.global_step,
-                    "train(resume_from_checkpoint=True) goes on from its checkpoint" if saves else "nothing is saved",
-                    self._where_the_report_is(),
-                )
-        super()._maybe_log_save_evaluate(*args, **kwargs)
-
-    def _say_interrupted(self) -> None:
-        """Ctrl-C: the report is made of what there is, and the main process says how to go on."""
-        if not self.is_world_process_zero():
-            return
-        with suppress(Exception):  # not over the interrupt
-            self.callback_handler.dispatch("on_train_interrupted", self.args, self.state, self.control)
-        saved = checkpoints(Path(self.args.output_dir)) if self.args.output_dir else []
-        go_on = f"train(resume_from_checkpoint=True) goes on from {saved[0]}" if saved else "no checkpoint was saved"
+def stop_where_told(trainer: Any, preemption: Preemption) -> None:
+    """Saves and stops where the engine says that ranks were told to: sets what the loop of the Trainer reads."""
+    engine = trainer.engine
+    if engine is None or not engine.stop_ranks:
+        return
+    # a second time at the end of the epoch, where everything is on disk already
+    first, preemption.agreed = not preemption.agreed, True
+    saves = trainer.args.save_strategy != SaveStrategy.NO
+    trainer.control.should_training_stop = True
+    trainer.control.should_save = first and saves
+    trainer.control.should_evaluate = False  # the time that is left is for the checkpoint
+    if first and trainer.is_world_process_zero():
         logger.warning(
-            "Ctrl-C: training stopped after step %d; %s%s", self.state.global_step, go_on, self._where_the_report_is()
+            "SIGTERM on rank %s: training stops after step %d; %s%s",
+            ", ".join(map(str, engine.stop_ranks)),
+            trainer.state.global_step,
+            "train(resume_from_checkpoint=True) resumes from its checkpoint" if saves else "nothing is saved",
+            _where_the_report_is(trainer),
         )
-        interrupt_is_announced()
 
-    def _where_the_report_is(self) -> str:
-        pages = [callback.page for callback in self.callback_handler.callbacks if isinstance(callback, ReportCallback)]
-        return next((f"; the run in one page: {page}" for page in pages if page is not None), "")
+
+def say_interrupted(trainer: Any) -> None:
+    """Ctrl-C: the report is made of what there is, and the main process says how to resume."""
+    if not trainer.is_world_process_zero():
+        return
+    with suppress(Exception):  # not over the interrupt
+        trainer.callback_handler.dispatch("on_train_interrupted", trainer.args, trainer.state, trainer.control)
+    saved = checkpoints(Path(trainer.args.output_dir)) if trainer.args.output_dir else []
+    resumes = f"train(resume_from_checkpoint=True) resumes from {saved[0]}" if saved else "no checkpoint was saved"
+    logger.warning(
+        "Ctrl-C: training stopped after step %d; %s%s",
+        trainer.state.global_step,
+        resumes,
+        _where_the_report_is(trainer),
+    )
+    interrupt_is_announced()
+
+
+def _where_the_report_is(trainer: Any) -> str:
+    pages = [callback.page for callback in trainer.callback_handler.every if isinstance(callback, ReportCallback)]
+    return next((f"; the run in one page: {page}" for page in pages if page is not None), "")
+
+
+class SkippedMiniBatches:
+    """What was skipped in a run.
+
+    Args:
+        limit: How many may be skipped in a row.
+
+    Attributes:
+        total: How many were skipped altogether.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self.total = 0
+        self._in_a_row = 0
+        self._since_log = 0
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def skip(self, switched: SwitchedModel, error: HotspaError) -> Tensor:
+        """Takes the gradients from the optimizer, whose next step then changes nothing.
+
+        Returns:
+            What the Trainer takes for the loss of the step, an fp32 scalar on the host: the mean of the finite ones
+            since the last log, NaN without any.
+
+        Raises:
+            HotspaError: the limit is reached.
+        """
+        self._in_a_row += 1
+        if self._in_a_row > self._limit:
+            if not self._limit:
+                raise error
+            data = error.to_dict()
+            data["why"] = f"{data['why']}; {self._limit} mini-batches were skipped just before it"
+            raise HotspaError.from_dict(data) from error
+        self.total += 1
+        self._since_log += 1
+        switched.zero_grad()
+        if switched.engine.rank == 0:
+            logger.warning("A mini-batch is skipped (%d of %d in a row): %s", self._in_a_row, self._limit, error)
+        return torch.tensor(self._mean())
+
+    def trained(self, loss: float) -> None:
+        """A mini-batch was trained with this loss."""
+        self._in_a_row = 0
+        if self._limit:
+            self._loss_sum += loss
+            self._num_losses += 1
+
+    def correct(self, logs: dict[str, float], agreement: Agreement) -> None:
+        """Where something was skipped since the last log, logs the mean of the finite losses, and the count. Collective then."""
+        if self._since_log:
+            logs["loss"] = float(agreement.gather([self._mean()]).mean())
+        if self.total:
+            logs["hotspa/skipped_mini_batches"] = float(self.total)
+        self._since_log = 0
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    def _mean(self) -> float:
+        return self._loss_sum / self._num_losses if self._num_losses else float("nan")
+
+
+class NoLabelsError(DataError):
+    """A mini-batch that teaches nothing."""
+
+
+def no_labels(step: int) -> NoLabelsError:
+    """For a mini-batch without a label token; steps count from 0."""
+    return NoLabelsError(
+        "none of the rows of the mini-batch has a label token",
+        where=f"mini-batch {step + 1}",
+        why="the loss is a mean over label tokens",
+        fix="use larger mini-batches, drop rows without labels, or skip such mini-batches with hotspa_skip_non_finite=2, say",
+    )
+
+
+def may_be_skipped(failure: HotspaError) -> bool:
+    """Whether it says that a mini-batch cannot be trained, and no more."""
+    return isinstance(failure, NonFiniteError | NoLabelsError)
+
+
+def unreadable(error: Exception, rank: int) -> HotspaError:
+    """Whatever a data loader raises, as one of our own errors: it travels to all ranks."""
+    if isinstance(error, HotspaError):
+        return error
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    failure = DataError(
+        f"the dataset failed to give rows: {type(error).__name__}: {error}",
+        where=f"rank {rank}, at {last.filename}:{last.lineno}",
+        fix="iterate over trainer.get_train_dataloader() without training to see the whole traceback",
+    )
+    failure.__cause__ = error
+    return failure

@@ -1,115 +1,348 @@
-"""How `HotSPaTrainer` goes on from a checkpoint, and loads the best one.
-
-`ResumeMixin` replaces the methods of `transformers.Trainer` that read pickles. It promises: what is resumed from was
-verified; the same layout goes on bit for bit, another one from the same bits; nothing that would change the order of
-the data goes unnoticed; a finished run stays as it is. Checkpoints of the stock Trainer are gone on from, too.
+"""Which checkpoint a run resumes from, and what it holds put where a run has it: found, verified by all ranks together, and
+compared with the data of the run. What is found wrong is raised by all ranks, before anything is changed.
 """
 
+import dataclasses
+import hashlib
+import json
 import logging
-import sys
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hf_hotspa.checkpoint.format.manifest import rank_columns
-from hf_hotspa.checkpoint.stock import StockCheckpoint
-from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.trainer.base import TrainerBase
-from hf_hotspa.trainer.checkpoint_search import Resumption, check_data_order, data_order
-from hf_hotspa.trainer.model_source import ModelSource
-from hf_hotspa.trainer.restoring import BaseDigest, Restorer, load_random_state, load_scheduler
-from hf_hotspa.trainer.slow_devices import DeviceWatch
-from hf_hotspa.trainer.streaming import StreamProgress
+from torch.optim import Optimizer
+from transformers import PreTrainedModel
+from transformers.trainer_utils import has_length
+
+from hf_hotspa.checkpoint.format.disk import read_object
+from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.format.manifest import (
+    ADAPTER_WEIGHTS,
+    BUFFERS,
+    STATE,
+    Manifest,
+    rank_state,
+    read_manifest,
+    verify_files,
+)
+from hf_hotspa.checkpoint.rng import set_random_state
+from hf_hotspa.checkpoint.stock import StockCheckpoint, is_stock, restore_adapter
+from hf_hotspa.checkpoint.tensors import (
+    check_model,
+    copy_buffers,
+    restore,
+    saved_tensors,
+    saved_vector,
+)
+from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import load_weights
+from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
+from hf_hotspa.model.weight_files import WeightFiles
+from hf_hotspa.parallel.adapters import frozen_digest
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.stale_weights import structure_only
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
 logger = logging.getLogger(__name__)
 
 
-class ResumeMixin(TrainerBase):
-    """The reading side of the checkpoints of `HotSPaTrainer`."""
+@dataclasses.dataclass(frozen=True)
+class Resumption:
+    """A verified checkpoint to go on from."""
 
-    _source: ModelSource
-    _base: BaseDigest
-    _resumption: Resumption | StockCheckpoint | None = None
-    _data_order: dict[str, Any] | None = None
-    _devices: DeviceWatch | None
-    _stream_progress: StreamProgress | None
-    _steps_a_pass = sys.maxsize
-    """The most optimizer steps of a pass over the data set."""
+    path: Path
+    manifest: Manifest
+    state: dict[str, Any]
 
-    def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
-        """The pass to go on in, and the mini-batches that were trained in it. Of a stream, whose length nobody may know,
-        as the checkpoint says. Collective where a stream is resumed."""
-        self._steps_a_pass = num_update_steps_per_epoch
-        begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
-        if self._stream_progress is None or self._resumption is None:
-            return begin
-        progress, resumption = self._stream_progress, self._resumption
-        state = resumption.state if isinstance(resumption, Resumption) else {}
-        return self._agreement().run(
-            "resume",
-            lambda: progress.go_on(
-                state.get("hotspa", {}).get("stream"),
-                skip=not self.args.ignore_data_skip,
-                compare=not self.args.hotspa_allow_data_order_change,
-            ),
+
+def find_checkpoint(
+    asked: Any, folder: Path, args: HotSPaTrainingArguments, agreement: Agreement
+) -> Resumption | StockCheckpoint:
+    """The checkpoint to go on from, the same on all ranks. Collective.
+
+    Args:
+        asked: True for the newest of the folder that verifies, or the path of one.
+
+    Raises:
+        ResumeError: on every rank: there is none.
+        DamagedCheckpointError: on every rank: the one that was named does not verify.
+    """
+    if asked is not True:
+        return agreement.run("resume", lambda: _verified(Path(asked), agreement, args.world_size))
+    names = json.loads(agreement.texts(json.dumps([path.name for path in checkpoints(folder)]))[0])
+    for path in (folder / name for name in names):
+        resumption, reason = None, ""
+        try:
+            resumption = _verified(path, agreement, args.world_size)
+        except HotspaError as error:  # raised by nobody: another checkpoint may do
+            reason = str(error)
+        reasons = [text for text in agreement.texts(reason) if text]
+        if resumption is not None and not reasons:
+            if args.process_index == 0:
+                logger.info("resuming from %s", path)
+            return resumption
+        if args.process_index == 0:
+            logger.warning("%s is skipped: %s", path, reasons[0])
+    raise ResumeError(
+        f"No valid checkpoint found in output directory ({folder})",  # the stock Trainer's words, as below
+        why=f"none of {len(names)} can be used; see the warnings" if names else None,
+        fix="start without resume_from_checkpoint, or check output_dir",
+    )
+
+
+def _verified(path: Path, agreement: Agreement, world_size: int) -> Resumption | StockCheckpoint:
+    """A checkpoint that can be gone on from. The ranks share the hashing; each may find something else wrong."""
+    if not path.is_dir():
+        raise ResumeError(
+            f"Can't find a valid checkpoint at {path}",
+            why="there is no such folder",
+            fix="check the path; resume_from_checkpoint=True takes the newest of output_dir",
+        )
+    if is_stock(path):
+        return StockCheckpoint.open(path)
+    manifest = read_manifest(path)
+    check_step(path, manifest)
+    verify_files(path, manifest, agreement.rank, world_size)
+    if not manifest.resumable:
+        raise ResumeError(
+            "the checkpoint holds the model only (save_only_model)",
+            where=str(path),
+            fix="start a new run with it as the model, and no resume_from_checkpoint",
+        )
+    return Resumption(path, manifest, read_object(path, manifest.located(STATE)))
+
+
+def table_facts(table: SequenceTable) -> dict[str, Any]:
+    """Number, lengths and labels of rows."""
+    arrays = (table.lengths, table.label_counts, table.cuts)
+    digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
+    return {"rows of the dataset": len(table), "lengths and labels of the rows": digest[:16]}
+
+
+def data_order(
+    args: HotSPaTrainingArguments, mini_batch_size: int, table: SequenceTable | None, longest: int
+) -> dict[str, Any]:
+    """What decides which sequences make up which mini-batch, as plain data.
+
+    Args:
+        mini_batch_size: Rows of an optimizer step, over all ranks.
+        table: The scan of the data set; None where there is none.
+        longest: The longest sequence of the buckets.
+    """
+    order: dict[str, Any] = {
+        "mini_batch_size": mini_batch_size,
+        "seed": args.seed if args.data_seed is None else args.data_seed,
+        "train_sampling_strategy": str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy)),
+        "dataloader_drop_last": args.dataloader_drop_last,
+        "hotspa_overlong": args.hotspa_overlong,
+    }
+    if table is not None:
+        order |= table_facts(table)
+    if args.hotspa_overlong != "error":
+        order["longest sequence of the buckets"] = longest
+    return order
+
+
+def check_data_order(
+    resumption: Resumption | StockCheckpoint, order: dict[str, Any], loader: Any, steps_a_pass: int
+) -> None:
+    """Whether the mini-batches of a run are those of the checkpoint that it resumes from.
+
+    Args:
+        order: That of the run (`data_order`).
+        loader: Its train data loader.
+        steps_a_pass: Optimizer steps of a pass over it.
+
+    Raises:
+        ResumeError: they are not.
+    """
+    if isinstance(resumption, StockCheckpoint):
+        if has_length(loader) and has_length(getattr(loader, "dataset", None)):  # of a stream nobody knows the length
+            size, drop_last = order["mini_batch_size"], order["dataloader_drop_last"]
+            resumption.check_order(len(loader.dataset), steps_a_pass, size, drop_last)
+        return
+    saved = resumption.state.get("data", {}).get("order") or {}
+    changed = [key for key in {**order, **saved} if order.get(key) != saved.get(key)]
+    if changed:
+        key = changed[0]
+        raise ResumeError(
+            f"{key} is {order.get(key)!r}, and was {saved.get(key)!r} when the checkpoint was written",
+            where=str(resumption.path),
+            why="sequences would be trained twice or not at all",
+            fix=f"set it as it was, or say hotspa_allow_data_order_change=True ({len(changed)} such changes)",
         )
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        if self._resumption is not None and self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True  # a finished run: stock Trainer makes one step more
-            return
-        # an older transformers sets the epoch of what skip_first_batches makes, which does not hand it on
-        if hasattr(kwargs["train_dataloader"], "set_epoch"):
-            kwargs["train_dataloader"].set_epoch(kwargs["epoch"])
-        super()._run_epoch(**kwargs)
 
-    def _check_data_order(self, loader: Any) -> None:
-        """Called with every new train data loader; raises on every rank when a resumed run would see other data."""
-        self._data_order = data_order(self.args, loader, max(bucket.longest for bucket in self._running.buckets))
-        if self._resumption is not None and not self.args.hotspa_allow_data_order_change:
-            check_data_order(self._resumption, self._data_order, loader, self.args)
+class BaseDigest:
+    """The digest of the frozen weights beside an adapter, computed once for every engine. Main process."""
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """Nothing: the weights go into the master store, together with the optimizer's state."""
+    def __init__(self) -> None:
+        self._known: tuple[tuple[weakref.ref[HotSPaEngine], int], str] | None = None
 
-    def _restorer(self) -> Restorer:
-        return Restorer(self._running, self.model, self._source, self._base)
+    def of(self, engine: HotSPaEngine, model: PreTrainedModel) -> str:
+        """That of a model whose adapter the engine trains."""
+        now = weakref.ref(engine), engine.master.frozen_version
+        if self._known is None or self._known[0] != now:
+            self._known = now, frozen_digest(model)
+        return self._known[1]
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
-        if checkpoint is None:
-            return
-        resumption = self._resumption
-        assert resumption is not None
-        assert self.optimizer is not None
-        before = [dict(group) for group in self.optimizer.param_groups]
-        if isinstance(resumption, StockCheckpoint):
-            self._restorer().stock(resumption, self.optimizer, self.lr_scheduler, self._agreement())
-        else:
-            self._restorer().checkpoint(resumption.path, resumption.manifest, resumption.state, self.optimizer)
-            self._running.agreement.run("resume", lambda: self._load_states(resumption))
-        for old, group in zip(before, self.optimizer.param_groups, strict=True):
+
+class Restorer:
+    """Puts what was saved into a run. Collective.
+
+    Args:
+        switched: Whose weights are replaced.
+        model: Its model object.
+    """
+
+    def __init__(self, switched: SwitchedModel, model: PreTrainedModel, base: BaseDigest) -> None:
+        self._engine, self._switched, self._model, self._base = switched.engine, switched, model, base
+
+    @contextmanager
+    def naming_other_settings(self, optimizer: Optimizer, speaks: bool) -> Iterator[None]:
+        """Warns where the checkpoint's settings of the optimizer are other ones than the run's."""
+        before = [dict(group) for group in optimizer.param_groups]
+        yield
+        for old, group in zip(before, optimizer.param_groups, strict=True):
             other = {k for k in old if k not in ("params", "lr") and old[k] != group[k]}
-            if other and self.is_world_process_zero():
+            if other and speaks:
                 text = ", ".join(f"{key} {group[key]} (not {old[key]})" for key in sorted(other))
-                logger.warning("the checkpoint's optimizer settings go on, as in the stock Trainer: %s", text)
+                logger.warning("the checkpoint's optimizer settings are used, as in the stock Trainer: %s", text)
 
-    def _load_states(self, resumption: Resumption) -> None:
-        load_scheduler(resumption, self.lr_scheduler)
-        self.load_hotspa_state(resumption.state.get("hotspa", {}))
-        if self._devices is not None and resumption.manifest.world_size == self.args.world_size:
-            name = rank_columns(self.args.process_index, self.args.world_size)
-            self._devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
+    def weights(self, path: Path, agreement: Agreement, world_size: int) -> None:
+        """The weights of a checkpoint, of whichever kind.
 
-    def _load_rng_state(self, checkpoint: str | None) -> None:
-        """The generators of this rank; see `load_random_state`."""
-        if checkpoint is not None:
-            assert self._resumption is not None
-            load_random_state(self._resumption, self.args.process_index, self._agreement())
+        Raises:
+            HotspaError: on every rank: it is damaged, or of another model.
+        """
 
-    def _load_best_model(self) -> None:
-        """The weights of the best checkpoint, into the master store and the model. Collective."""
-        best = self.state.best_model_checkpoint
-        assert best is not None
-        logger.info("loading the best model from %s (score: %s)", best, self.state.best_metric)
-        self._restorer().weights(Path(best), self._agreement(), self.args.world_size)
-        self._update_model()
+        def verified() -> Manifest | None:
+            if is_stock(path):
+                return None
+            manifest = read_manifest(path)
+            verify_files(path, manifest, agreement.rank, world_size)
+            return manifest
+
+        manifest = agreement.run("load_best_model_at_end", verified)
+        if manifest is not None and manifest.has_masters:
+            self.checkpoint(path, manifest)
+        else:
+            self._model_files(path, agreement)
+
+    def checkpoint(
+        self, path: Path, manifest: Manifest, state: dict[str, Any] | None = None, optimizer: Optimizer | None = None
+    ) -> None:
+        """The master store and, given the state, the optimizer.
+
+        Raises:
+            HotspaError: on every rank: the checkpoint is damaged, or of another model.
+        """
+        self._engine.agreement.run(
+            "resume",
+            lambda: self._read(path, manifest, state, optimizer),
+            otherwise=lambda failure: _damaged(failure, path),
+        )
+        self._switched.weights_are(current=False)
+
+    def _read(self, path: Path, manifest: Manifest, state: dict[str, Any] | None, optimizer: Optimizer | None) -> None:
+        """What this rank reads."""
+        engine = self._engine
+        adapted = engine.description.adapters is not None
+        check_model(manifest, saved_vector(engine.description.vector, adapted), str(path))
+        if state is None:
+            restore(path, manifest, engine.master, None, None)
+        else:
+            if adapted and engine.agreement.rank == 0:  # the main process's is the one that counts
+                self._check_base(state.get("base model"), str(path))
+            restore(path, manifest, engine.master, optimizer, state["optimizer"])
+        parts = (part.model for phase in engine.phases.values() for part in phase.parts)
+        copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *parts])
+
+    def _check_base(self, saved: Any, where: str) -> None:
+        """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""
+        if saved != self._base.of(self._engine, self._model):
+            raise ResumeError(
+                "the frozen weights of the model are not those that the checkpoint's adapter was trained beside",
+                where=where,
+                why="a checkpoint of an adapter holds the trained weights, and of the base model a digest",
+                fix="load the same base model in the same dtype, and make the adapter with the same config and seed",
+            )
+
+    def _model_files(self, folder: Path, agreement: Agreement) -> None:
+        """The master store, and the buffers, from a Hugging Face model or adapter folder."""
+        engine = self._engine
+        if engine.description.adapters is not None:
+            master = engine.master
+            engine.agreement.run("resume", lambda: restore_adapter(WeightFiles(folder, ADAPTER_WEIGHTS), master))
+        else:
+            with structure_only():
+                load_weights(folder, self._model, engine.master, agreement)
+            engine.master.frozen_version += 1
+            copy_buffers(
+                dict(self._model.named_buffers()), [part.model for p in engine.phases.values() for part in p.parts]
+            )
+        self._switched.weights_are(current=False)
+
+    def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:
+        """Weights, optimizer and scheduler of a checkpoint of the stock Trainer.
+
+        Raises:
+            ResumeError: on every rank: the run cannot go on exactly from it.
+        """
+        self._model_files(stock.path, agreement)
+
+        def restored() -> None:
+            stock.restore_optimizer(optimizer, self._engine.master)
+            stock.check_scheduler(scheduler)
+            scheduler.load_state_dict(dict(stock.scheduler))
+
+        self._engine.agreement.run("resume", restored)
+
+
+def _damaged(failure: Exception, path: Path) -> HotspaError:
+    """For what a state.json of somebody else's making leads to; any other failure is raised as it is."""
+    if not isinstance(failure, KeyError | TypeError | ValueError | RuntimeError):
+        raise failure
+    return DamagedCheckpointError(f"{type(failure).__name__}: {failure}", where=str(path))
+
+
+def load_scheduler(resumption: Resumption, scheduler: Any) -> None:
+    """The learning rates go on.
+
+    Raises:
+        ResumeError: the checkpoint has those of another kind of scheduler.
+        DamagedCheckpointError: it has none.
+    """
+    try:
+        saved = resumption.state["scheduler"]
+        name, state = saved["class"], saved["state"]
+        if name != type(scheduler).__name__:
+            raise ResumeError(
+                f"the checkpoint holds the state of a {name}, and the run has a {type(scheduler).__name__}",
+                where=str(resumption.path),
+                fix="go on with the same lr_scheduler_type",
+            )
+        scheduler.load_state_dict(state)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DamagedCheckpointError(
+            f"{STATE!r} holds no scheduler state: {type(error).__name__}: {error}", where=str(resumption.path)
+        ) from error
+
+
+def load_random_state(resumption: Resumption | StockCheckpoint, rank: int, agreement: Agreement) -> None:
+    """The generators of this rank, or, with another number of ranks, of rank `r mod saved ranks`.
+
+    Raises:
+        HotspaError: on every rank for a checkpoint of the stock Trainer: they cannot be read.
+    """
+    if isinstance(resumption, StockCheckpoint):
+        if not agreement.run("resume", lambda: resumption.set_random_state(rank)) and rank == 0:
+            logger.warning("%s holds no random states: what draws random numbers goes on with others", resumption.path)
+        return
+    world = resumption.manifest.world_size
+    name = resumption.manifest.located(rank_state(rank % world, world))
+    set_random_state(read_object(resumption.path, name), str(resumption.path / name))

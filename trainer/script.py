@@ -5,23 +5,53 @@ from a name (a folder, a file, the hub) to a model and its rows. What is wrong w
 process is started.
 """
 
+import argparse
 import logging
 import os
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, set_seed
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.flags import FlagParser
-from hf_hotspa.trainer.single_strategies import measure_gain
+from hf_hotspa.trainer.gain import measure_gain
+from hf_hotspa.trainer.given_arguments import unknown_flag
 from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+MORE = "All flags of transformers' TrainingArguments work, too: --learning_rate, --num_train_epochs, --save_steps, ..."
+
+
+class FlagParser(HfArgumentParser):
+    """Reads data classes. A flag that none of them has ends the program, with the name that was meant."""
+
+    def __init__(self, dataclass_types: Iterable[Any], **options: Any) -> None:
+        kinds = list(dataclass_types)
+        super().__init__(kinds, **{"epilog": MORE, **options})
+        inherited = {name for name in HotSPaTrainingArguments.__dataclass_fields__ if not name.startswith("hotspa_")}
+        for action in self._actions:  # hundreds: the help is about what is ours
+            if action.dest in inherited - {"output_dir"}:
+                action.help = argparse.SUPPRESS
+
+    def parse_args(self, args: Sequence[str] | None = None, namespace: Any = None) -> Any:  # type: ignore[override]
+        """As `ArgumentParser.parse_args`; what is not known ends the program with code 2."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._refuse(unknown)
+        return parsed
+
+    def _refuse(self, unknown: list[str]) -> None:
+        flags = [word.partition("=")[0] for word in unknown if word.startswith("--")]
+        if not flags:
+            self.error(f"{unknown[0]!r} belongs to no flag; names follow --model and --dataset")
+        known = {action.dest for action in self._actions}
+        self.error("; ".join(unknown_flag(flag, known) for flag in flags))
+
 
 logger = logging.getLogger(__name__)
 

@@ -1,100 +1,694 @@
-"""`HotSPaTrainer`: Hugging Face calls in, engine calls out, and nothing else.
+"""`HotSPaTrainer`: a `transformers.Trainer` over a `SwitchedModel`.
 
-A handful of overrides of `transformers.Trainer`; its loop, schedules, callbacks and logging are untouched. What makes
-that possible: `_wrap_model` returns something that is not `trainer.model`, so accelerate wraps nothing, and one batch
-of the data loader is one whole mini-batch.
+`SwitchedMixin` stands in front of a Trainer class and puts a `SwitchedModel` in the place of its model, where accelerate would put
+`DistributedDataParallel`. Data loaders, losses, accumulation, evaluation, metrics and callbacks are those of the class behind it.
+The overrides are in the order in which the loop calls them. Each calls `super()`, or stands in `REPLACED` with the reason.
 """
 
 import atexit
-from collections.abc import Callable, Sequence
-from dataclasses import replace
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
-from transformers.trainer_utils import TrainOutput
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import SaveStrategy, TrainOutput
 
 from hf_hotspa.callbacks.progress import PhaseProgressCallback, is_watched
 from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.settings import SettingsCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
+from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_columns
+from hf_hotspa.checkpoint.stock import StockCheckpoint
+from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
+from hf_hotspa.checkpoint.tensors import saved_tensors
+from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.errors import HotspaError, NonFiniteError, UnsupportedError
+from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.errors import HotspaError, NonFiniteError
+from hf_hotspa.model.model_check import check_hooks
+from hf_hotspa.model.model_kind import refuse_other_models
 from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenSlice
+from hf_hotspa.parallel.own_loss import TokenSlice
+from hf_hotspa.parallel.verdict import settled
 from hf_hotspa.report import StepReport
-from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.trainer.accumulation import AccumulationMixin
-from hf_hotspa.trainer.agreed_facts import argument_facts, data_facts
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import AutoStrategies, check_given, prepare_auto
-from hf_hotspa.trainer.checkpointing import CheckpointingMixin
-from hf_hotspa.trainer.checkpoints import Checkpoints
-from hf_hotspa.trainer.collators import CollatorMixin, check_collator
-from hf_hotspa.trainer.control_flags import ControlFlagsMixin
-from hf_hotspa.trainer.data_sets import DataSets
-from hf_hotspa.trainer.dataloader import MiniBatchLoader, loader_arguments
-from hf_hotspa.trainer.engine_options import engine_options, given_buckets
-from hf_hotspa.trainer.evaluation import EvaluationMixin
-from hf_hotspa.trainer.evaluation_sets import EvaluationSets
-from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher
-from hf_hotspa.trainer.hub import HubMixin
-from hf_hotspa.trainer.model_source import ModelSource, ModelSourceMixin
-from hf_hotspa.trainer.optimization import OptimizationMixin
-from hf_hotspa.trainer.optimizers import check_elementwise
-from hf_hotspa.trainer.out_of_memory import warn_of_known
-from hf_hotspa.trainer.overrides import OverridesMixin, refuse_overrides
-from hf_hotspa.trainer.own_loss import OwnLossMixin
-from hf_hotspa.trainer.plain_arguments import completed, named
-from hf_hotspa.trainer.predictions import Predictions, find_calibration
-from hf_hotspa.trainer.preemption import Preemption, PreemptionMixin
-from hf_hotspa.trainer.restoring import BaseDigest
-from hf_hotspa.trainer.row_order import order_seed
-from hf_hotspa.trainer.rows import is_stream
-from hf_hotspa.trainer.run_facts import run_facts
-from hf_hotspa.trainer.skipping import SkippedMiniBatches
-from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
-from hf_hotspa.trainer.streaming import StreamLoader, StreamProgress
-from hf_hotspa.trainer.views import ViewsMixin
+from hf_hotspa.switched.model import CUT, SwitchedModel
+from hf_hotspa.switched.model_object import as_built
+from hf_hotspa.switched.stale_weights import structure_only
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
+from hf_hotspa.trainer.batches import COUNTS, RowCollator, Rows, is_stream
+from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
+from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags
+from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
+from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, check_elementwise, text_of
+from hf_hotspa.trainer.predictions import run_facts
+from hf_hotspa.trainer.preemption import (
+    Preemption,
+    SkippedMiniBatches,
+    may_be_skipped,
+    no_labels,
+    say_interrupted,
+    stop_where_told,
+    unreadable,
+)
+from hf_hotspa.trainer.resuming import (
+    BaseDigest,
+    Restorer,
+    Resumption,
+    check_data_order,
+    data_order,
+    find_checkpoint,
+    load_random_state,
+    load_scheduler,
+)
+from hf_hotspa.trainer.start import Ranks, Watchers, own_loss, refuse_behind, start
+
+_Base: Any = Trainer if TYPE_CHECKING else object
 
 
-class _MasterModule(nn.Module):
-    """What the Trainer's loop takes for the wrapped model: its parameters are this rank's share of the master store."""
+class SwitchedMixin(_Base):
+    """The Trainer class behind it trains a `SwitchedModel`. See `HotSPaTrainer`."""
 
-    def __init__(self, engine: HotSPaEngine) -> None:
-        super().__init__()
-        self.shares = nn.ParameterList([p for _, p in engine.named_parameters()])
+    args: HotSPaTrainingArguments
+    callback_handler: CallbackEvents
+    last_report: StepReport | None = None
 
-    def forward(self, *args: Any, **kwargs: Any) -> None:
-        raise HotspaError(
-            "the wrapped model has no forward of its own", fix="call trainer.model, or train with trainer.train()"
+    def __init__(
+        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
+        token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
+    ) -> None:  # fmt: skip
+        refuse_behind(type(self), SwitchedMixin)
+        kwargs = named(rest, kwargs, super().__init__)
+        self.args = args = completed(args)
+        if (chosen := kwargs.get("optimizer_cls_and_kwargs")) is not None:
+            check_elementwise(*chosen)
+        if isinstance(model, nn.Module):
+            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
+        self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
+        self._hotspa_model: SwitchedModel | None = None
+        self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
+        agreement = self._hotspa_ranks.agreement()
+        agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        self._hotspa_ranks.make_output_dir()
+        self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
+        self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
+        self._hotspa_checkpoints = Checkpoints(args, self._hotspa_ranks.agreement, self._hotspa_pushes)
+        self._hotspa_flags, self._hotspa_rows = Flags(self), Rows(self, loss_columns)
+        self._hotspa_skipped, self._hotspa_preemption = SkippedMiniBatches(args.hotspa_skip_non_finite), Preemption()
+        self._hotspa_resumption: Resumption | StockCheckpoint | None = None
+        self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
+        self._hotspa_place, self._hotspa_pass = {"epoch": 0, "batches": 0}, 1
+        self._hotspa_has_ended = self._hotspa_skips = False
+        self._hotspa_step_loss = 0.0
+        opened = self._hotspa_source.opened(model, kwargs.get("model_init") is not None, agreement)
+        super().__init__(opened, args, **kwargs)
+        self._hotspa_rows.default_collator = self.data_collator if kwargs.get("data_collator") is None else None
+        self._hotspa_add_callbacks()
+        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
+        # gloo processes that leave with a live group abort now and then, after a correct run
+        atexit.register(_destroy_default_group)
+
+    def _hotspa_add_callbacks(self) -> None:
+        args = self.args
+        if args.hotspa_deepspeed is not None and args.process_index == 0:
+            print(args.hotspa_deepspeed, flush=True)
+        handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show)
+        handler.add_own(SettingsCallback())
+        handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
+        if args.hotspa_report:
+            handler.add_own(ReportCallback(steps=args.hotspa_trace_steps), instead=TraceCallback)
+        if is_watched() and not args.disable_tqdm:
+            handler.add_own(PhaseProgressCallback())
+
+    # -- the model ----------------------------------------------------------------------------------------------------
+
+    @property
+    def switched(self) -> SwitchedModel:
+        """The `SwitchedModel` that is trained; made now where there is none. Collective then."""
+        return self._hotspa_start()
+
+    @property
+    def engine(self) -> HotSPaEngine | None:
+        """The `HotSPaEngine`, from the start of `train()` on."""
+        return self._hotspa_model.engine if self._hotspa_model is not None else None
+
+    @property
+    def preempted(self) -> bool:
+        """Whether the last `train()` ended because of SIGTERM, with training left to do."""
+        return self._hotspa_preemption.agreed
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """The model of `model_init`.
+
+        Raises:
+            HotspaError: it cannot be trained.
+        """
+        model: nn.Module = super().call_model_init(trial)
+        refuse_other_models(model)
+        return model
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Nothing: see `place_model_on_device` of the arguments."""
+
+    def materialize(self) -> PreTrainedModel:
+        """Gives `trainer.model` the weights of this moment of the training, which it else has at certain events only; one
+        that was given as a folder gets memory for them, on the CPU of every rank. Collective.
+
+        Returns:
+            `trainer.model`; that of a folder is from now on a model like any other.
+
+        Raises:
+            HotspaError: on every rank: the engine cannot be started.
+        """
+        if not has_weights(self.model):
+            self._hotspa_source.materialize(self.model, self.switched)
+        if self._hotspa_model is not None:
+            self._hotspa_model.show()
+        model: PreTrainedModel = self.model
+        return model
+
+    def close_engine(self) -> None:
+        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any, and an
+        optimizer that the trainer was given stays. Collective."""
+        self._hotspa_close()
+
+    def _hotspa_close(self, restarts: bool = False) -> None:
+        switched = self._hotspa_model
+        if switched is None:
+            return
+        switched.refresh()
+        self._hotspa_source.warn_of_unsaved_weights()
+        self._hotspa_optimizer.let_go(restarts)
+        switched.close()
+        self._hotspa_model, self.model_wrapped = None, self.model
+
+    def _hotspa_start(self, loader: Any = None) -> SwitchedModel:
+        """The switched model; made now where there is none, or where `model_init` has made another model. Collective.
+
+        Args:
+            loader: The data loader that is about to be trained; None where nothing is.
+        """
+        if self._hotspa_model is not None and self._hotspa_model.module is not self.model:
+            self._hotspa_close(restarts=True)
+        if self._hotspa_model is None:
+            self._hotspa_model, self._hotspa_watchers = start(self, loader)
+        return self._hotspa_model
+
+    # -- around training ----------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """Trains.
+
+        Args:
+            resume_from_checkpoint: True for the newest checkpoint of `output_dir` that verifies, or the path of one,
+                written by any number of ranks under any strategies. `args.resume_from_checkpoint` when None.
+            *args: As for `Trainer.train`.
+            **kwargs: As for `Trainer.train`.
+
+        Raises:
+            ResumeError: there is no checkpoint, or the run cannot resume exactly from it.
+            DamagedCheckpointError: the one that was named does not verify.
+            CheckpointLockError: another run writes into `output_dir`.
+        """
+        self._hotspa_flags.begin()
+        asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
+        if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
+            asked = asked.lower() == "true"
+        # before anything that ranks do together because of an argument: it may have been changed since the Trainer was made
+        facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
+        self._hotspa_ranks.agreement().check({}, None, "start of training", facts=facts)
+        folder, checkpoints = Path(self._get_output_dir(None)), self._hotspa_checkpoints
+        try:
+            if self.args.save_strategy != SaveStrategy.NO or asked is True:
+                checkpoints.into(folder).lock()
+            agreement = self._hotspa_ranks.agreement()
+            self._hotspa_resumption = find_checkpoint(asked, folder, self.args, agreement) if asked else None
+            path = str(self._hotspa_resumption.path) if self._hotspa_resumption else None
+            output: TrainOutput = super().train(path, *args, **kwargs)
+            return output
+        finally:
+            self._hotspa_resumption = None
+            checkpoints.close()
+
+    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        alone = self.args.world_size == 1
+        try:
+            with (
+                self.callback_handler.deferring_errors(alone),
+                self._hotspa_preemption,
+                self._hotspa_ranks.telling(self, "training"),
+            ):
+                output: TrainOutput = super()._inner_training_loop(*args, **kwargs)
+                if self.engine is not None:
+                    self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                say_interrupted(self)
+            if alone and self._hotspa_model is not None:  # on several ranks nobody knows who is still there
+                self._hotspa_model.refresh()
+            raise
+        return output
+
+    # -- data ---------------------------------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        """As of the class behind. Rows of text, loss masks and padding are the collator's (`batches.py`)."""
+        rows, dataset = self._hotspa_rows, self.train_dataset
+        if dataset is not None and rows.can_scan(dataset):
+            self._hotspa_ranks.agreement().run("data set", lambda: rows.scan(dataset))
+        return super().get_train_dataloader()
+
+    def _get_dataloader(
+        self, dataset: Any, description: str, batch_size: int, sampler_fn: Any = None, is_training: bool = False,
+        **kwargs: Any,
+    ) -> Any:  # fmt: skip
+        args, given, rows = self.args, self.data_collator, self._hotspa_rows
+        if not is_training:
+            rows.evaluated = dataset
+        dataset = rows.tokens_of(dataset)
+        collator = rows.collator(dataset, is_training)
+        if is_training and args.hotspa_mini_batch_size is not None:
+            sampler_fn = rows.dealt_out(dataset, args.hotspa_mini_batch_size, sampler_fn)
+        chosen = getattr(args, "dataloader_multiprocessing_context", None)
+        self.data_collator = collator
+        try:
+            if hasattr(args, "dataloader_multiprocessing_context"):
+                # workers that end with their rank, and with nobody else's signal
+                args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
+            return super()._get_dataloader(
+                dataset, description, batch_size, sampler_fn, is_training=is_training, **kwargs
+            )
+        finally:
+            self.data_collator = given
+            if hasattr(args, "dataloader_multiprocessing_context"):
+                args.dataloader_multiprocessing_context = chosen
+
+    def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
+        collator = self.data_collator
+        if not isinstance(collator, RowCollator):
+            return super()._remove_unused_columns(dataset, description)
+        if not self.args.remove_unused_columns or dataset.format["type"] == "custom":
+            return dataset  # a transform may read any column
+        return dataset.select_columns([name for name in dataset.column_names if name in collator.kept])
+
+    def _get_collator_with_removed_columns(self, data_collator: Any, description: str | None = None) -> Any:
+        if isinstance(data_collator, RowCollator):  # it removes them itself, behind what it reads
+            return data_collator
+        return super()._get_collator_with_removed_columns(data_collator, description)
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """Rows of one optimizer step, over all processes."""
+        if self.args.hotspa_mini_batch_size is not None:
+            return self.args.hotspa_mini_batch_size
+        size: int = super().get_total_train_batch_size(args)
+        return size
+
+    # -- the beginning of training ------------------------------------------------------------------------------------
+
+    def _init_training_state(self, max_steps: int, num_update_steps_per_epoch: int, *args: Any) -> tuple[int, int]:
+        """The pass to resume in, and the batches that were trained in it; of a stream as the checkpoint says."""
+        self._hotspa_pass = num_update_steps_per_epoch
+        begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
+        self._hotspa_place = {"epoch": begin[0], "batches": begin[1]}
+        resumption = self._hotspa_resumption
+        if isinstance(resumption, Resumption) and is_stream(self.train_dataset):
+            saved = resumption.state.get("hotspa", {}).get("stream")
+            if isinstance(saved, dict) and {"epoch", "batches"} <= saved.keys():
+                skipped = 0 if self.args.ignore_data_skip else int(saved["batches"])
+                self._hotspa_place = {"epoch": int(saved["epoch"]), "batches": skipped}
+        return self._hotspa_place["epoch"], self._hotspa_place["batches"]
+
+    def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
+        switched = self._hotspa_start(train_dataloader)
+        watchers = self._hotspa_watchers
+        watchers.begin()
+        self.load_hotspa_state(self._hotspa_state)
+        table = self._hotspa_check_rows(switched, train_dataloader)
+        prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
+        switched.step = self.state.global_step
+        if (
+            self._hotspa_place["epoch"]
+            and not hasattr(self.train_dataset, "set_epoch")
+            and is_stream(self.train_dataset)
+        ):
+            for _ in range(self._hotspa_place["epoch"]):  # its order may depend on how often it was read
+                for _ in train_dataloader:
+                    pass
+        if watchers.predictions is not None and table is not None:
+            watchers.predictions.compare_with_single(table, self.args.hotspa_rows_a_step)
+        facts = run_facts(switched.engine, self.model, self.args, table, watchers.auto or watchers.predictions)
+        self.callback_handler.dispatch(
+            "on_run_begin", self.args, self.state, self.control, run=facts,
+            callback_seconds=lambda: dict(self.callback_handler.seconds),
+        )  # fmt: skip
+        return prepared
+
+    def _hotspa_check_rows(self, switched: SwitchedModel, loader: Any) -> Any:
+        """What can be wrong with rows, as far as their lengths are known: those that no bucket takes, and another order than a
+        checkpoint's. Collective. Returns the scan of what is trained, or None."""
+        rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
+        evaluates = args.eval_strategy != "no" or args.eval_on_start
+        evaluated = list(given.values()) if isinstance(given, dict) else [given]
+        sets = [self.train_dataset, *(evaluated if evaluates else ())]
+
+        def checked() -> Any:
+            tables = [rows.table(dataset, switched.longest) for dataset in sets if dataset is not None]
+            table = tables[0] if tables else None
+            self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
+            if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
+                check_data_order(self._hotspa_resumption, self._hotspa_order, loader, self._hotspa_pass)
+            return table
+
+        return switched.engine.agreement.run("data set", checked)
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """The optimizer of `--optim` with Hugging Face's parameter groups, on the parameters of `trainer.model`; when
+        training starts, this rank's shares of them take their place."""
+        if self.optimizer is not None:
+            return super().create_optimizer(model)
+        self._hotspa_start()
+        chosen: Any = vars(self)["optimizer_cls_and_kwargs"]
+        if chosen is None:
+            default = self.get_optimizer_cls_and_kwargs(self.args, self.model)
+            self.optimizer_cls_and_kwargs = self._hotspa_optimizer.on_host(*default)
+        try:
+            return self._hotspa_optimizer.made(super().create_optimizer(model))
+        finally:
+            self.optimizer_cls_and_kwargs = chosen
+
+    def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
+        """The schedule of `--lr_scheduler_type`, or that of a DeepSpeed config."""
+        mapping = self.args.hotspa_deepspeed
+        if self.lr_scheduler is None and mapping is not None and mapping.scheduler is not None:
+            warmup_steps = self.args.get_warmup_steps(num_training_steps)
+            schedule = mapping.schedule(self.args.learning_rate, num_training_steps, warmup_steps)
+            self.lr_scheduler = DeepSpeedLR(optimizer or self.optimizer, schedule)
+            self._created_lr_scheduler = True
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        switched = self._hotspa_start()
+        if training:
+            self._hotspa_optimizer.take_over()
+        return switched
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing: the weights go into the master store, together with the optimizer's state."""
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Weights, optimizer, scheduler, and what the strategies' choice has learned."""
+        if checkpoint is None:
+            return
+        resumption, restorer = self._hotspa_resumption, self._hotspa_restorer()
+        assert resumption is not None
+        assert self.optimizer is not None
+        with restorer.naming_other_settings(self.optimizer, self.is_world_process_zero()):
+            if isinstance(resumption, StockCheckpoint):
+                restorer.stock(resumption, self.optimizer, self.lr_scheduler, self._hotspa_ranks.agreement())
+            else:
+                restorer.checkpoint(resumption.path, resumption.manifest, resumption.state, self.optimizer)
+                self.switched.engine.agreement.run("resume", lambda: self._hotspa_load(resumption))
+
+    def _hotspa_load(self, resumption: Resumption) -> None:
+        load_scheduler(resumption, self.lr_scheduler)
+        self.load_hotspa_state(resumption.state.get("hotspa", {}))
+        devices, args = self._hotspa_watchers.devices, self.args
+        if devices is not None and resumption.manifest.world_size == args.world_size:
+            name = rank_columns(args.process_index, args.world_size)
+            devices.load_rank_tensors(saved_tensors(resumption.path, resumption.manifest, name))
+
+    def _hotspa_restorer(self) -> Restorer:
+        return Restorer(self.switched, self.model, self._hotspa_base)
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """The generators of this rank; see `load_random_state`."""
+        if checkpoint is not None:
+            assert self._hotspa_resumption is not None
+            load_random_state(self._hotspa_resumption, self.args.process_index, self._hotspa_ranks.agreement())
+
+    def hotspa_state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
+        state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions()}
+        return state | ({"stream": dict(self._hotspa_place)} if is_stream(self.train_dataset) else {})
+
+    def load_hotspa_state(self, state: dict[str, Any]) -> None:
+        """Resumes from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
+
+        Raises:
+            HotspaConfigError: the state is damaged.
+        """
+        self._hotspa_state = {} if self._hotspa_model is not None else dict(state)
+        if self._hotspa_model is not None:
+            self._hotspa_watchers.load(state)
+            if "losses" in state:
+                self._hotspa_model.assume(state["losses"])
+
+    # -- a step -------------------------------------------------------------------------------------------------------
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        if self._hotspa_resumption is not None and self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True  # a finished run: stock Trainer makes one step more
+            return
+        epoch = kwargs["epoch"]
+        if self._hotspa_rows.sampler is not None:  # wrappers of the data loader do not hand it on
+            self._hotspa_rows.sampler.set_epoch(epoch)
+        if self._hotspa_place["epoch"] != epoch:
+            self._hotspa_place = {"epoch": epoch, "batches": 0}
+        self._hotspa_has_ended = False
+        self.switched.engine.agreement.run("beginning of an epoch", self._hotspa_check_hooks)
+        super()._run_epoch(**kwargs)
+
+    def _hotspa_check_hooks(self) -> None:
+        with structure_only(), as_built(bare_model(self.model)[0]):  # those at the start were found with the model
+            check_hooks(self.model)
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: Any) -> tuple[list[Any], Any]:
+        """As of the class behind. What one rank cannot read is raised by all; batches of one step are announced."""
+        if self._hotspa_has_ended:
+            return [], None
+        switched, batches, error = self.switched, list[Any](), self.callback_handler.take_error()
+        try:
+            batches = list(islice(epoch_iterator, num_batches))
+        except Exception as failure:  # of a data set, or a collator
+            error = error or unreadable(failure, self.args.process_index)
+        switched.same_batches(len(batches), error)
+        self._hotspa_has_ended = not batches
+        self._hotspa_place["batches"] += len(batches)
+        batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
+        cut = [batch.pop(COUNTS) for batch in batches if isinstance(batch, dict) and COUNTS in batch]
+        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else (0, 0, 0), strict=True))
+        switched.step = self.state.global_step
+        if len(batches) > 1 and self._hotspa_announces(batches[0]):
+            switched.announce(batches, num_items if self.model_accepts_loss_kwargs else None)
+        devices = self._hotspa_watchers.devices
+        if devices is not None and batches:
+            devices.begin(self.state.global_step, self._hotspa_pass)
+        self._hotspa_optimizer.begin_step()
+        return batches, num_items
+
+    def _hotspa_announces(self, batch: Any) -> bool:
+        """Whether the loss will be the model's own: of one from logits each batch is scored by itself."""
+        own = self.label_smoother is None and self.compute_loss_func is None
+        return own and isinstance(batch, dict) and "labels" in batch and self.switched.missed < _MISSED
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """As of the class behind, over the switched model. A mini-batch that cannot be trained may be skipped."""
+        if self._hotspa_skips:  # a batch before it in the mini-batch
+            return torch.zeros((), device=self.args.device)
+        try:
+            if num_items_in_batch is not None and float(num_items_in_batch) == 0.0:
+                raise no_labels(self.state.global_step)
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)
+        except HotspaError as failure:
+            if not may_be_skipped(failure):
+                raise
+            return self._hotspa_skip(failure).to(self.args.device)
+        if self.args.hotspa_skip_non_finite:
+            self._hotspa_step_loss += float(loss)
+        return loss
+
+    def _hotspa_skip(self, failure: HotspaError) -> Tensor:
+        mean = self._hotspa_skipped.skip(self.switched, failure)
+        self._hotspa_skips = True
+        return mean
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self._hotspa_flushed(self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if grad_norm is None:
+            grad_norm = self._hotspa_flushed(float("inf"))
+        skips, self._hotspa_skips = self._hotspa_skips, False
+        if not skips:
+            self._hotspa_skipped.trained(self._hotspa_step_loss)
+            self._hotspa_report()
+        self._hotspa_step_loss = 0.0
+        return grad_norm
+
+    def _hotspa_flushed(self, max_norm: float) -> Tensor:
+        """The norm of the gradients, which are complete now, and clipped."""
+        if not self._hotspa_skips:
+            try:
+                return self.switched.clip_grad_norm_(max_norm)
+            except NonFiniteError as failure:
+                self._hotspa_skip(failure)
+        return torch.tensor(float("nan"))
+
+    def _hotspa_report(self) -> None:
+        """Tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
+        report, plan = self.switched.report, self.switched.trained_plan
+        if report is None or plan is None:
+            return
+        report = self._hotspa_watchers.trained(self.state.global_step, plan, report)
+        if not has_weights(self.model):
+            self._hotspa_source.trained()
+        self.last_report = report
+        self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""
+        if "loss" in logs:
+            self._hotspa_skipped.correct(logs, self._hotspa_ranks.agreement())
+            logs.update(self.callback_handler.pop_metrics(self.state.global_step))
+        super().log(logs, start_time)
+        self._hotspa_flags.agree_in_loop()
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self._hotspa_checkpoints.poll(self.state)
+        stop_where_told(self, self._hotspa_preemption)
+        with self._hotspa_flags.in_loop():
+            if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
+                self._hotspa_show(LOG)
+            super()._maybe_log_save_evaluate(*args, **kwargs)
+
+    # -- evaluation ---------------------------------------------------------------------------------------------------
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        self._hotspa_show(EVALUATION)  # an overridden evaluate() may look before it calls ours
+        metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
+        self._hotspa_flags.agree()
+        return metrics
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the class behind, under `hotspa_eval_strategy`. Collective; logits are computed where something looks at them."""
+        switched = self._hotspa_start()
+        self._hotspa_show(EVALUATION)
+        with self._hotspa_ranks.telling(self, "evaluation"):
+            switched.take_changes()
+            return super().evaluation_loop(*args, **kwargs)
+
+    # -- saving -------------------------------------------------------------------------------------------------------
+
+    def _hotspa_show(self, occasion: str) -> None:
+        """Brings `trainer.model` up to date if anybody on any rank may look at it now. Collective."""
+        switched = self._hotspa_model
+        if switched is None or not has_weights(self.model):
+            return
+        if switched.engine.any_rank(self.callback_handler.is_looked_at(occasion, self)):  # perhaps on one rank alone
+            switched.show()
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """Writes `checkpoint-<step>`. A failure is logged, and raised only after too many in a row."""
+        self._hotspa_checkpoints.finish(self.state)
+        if self.hp_search_backend is None and trial is None:
+            self.store_flos()
+        self._hotspa_checkpoints.save(Path(self._get_output_dir(trial)), self.state, lambda run: contents_of(self, run))
+        self._hotspa_show(SAVE)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        """Begins to push a checkpoint, in a thread; see `CheckpointPushes`."""
+        self._hotspa_pushes.begin(Path(checkpoint_folder))
+
+    def _load_best_model(self) -> None:
+        """The weights of the best checkpoint, into the master store and the model. Collective."""
+        best = self.state.best_model_checkpoint
+        assert best is not None
+        self._hotspa_restorer().weights(Path(best), self._hotspa_ranks.agreement(), self.args.world_size)
+        self.switched.show()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
+        self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
+        self._hotspa_checkpoints.finish(self.state)
+        self._finish_current_push()  # as the Trainer does afterwards; what is being pushed must not be removed
+        self._hotspa_checkpoints.leave_best(self.state)
+        output: TrainOutput = super()._finalize_training(*args, **kwargs)
+        return output
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Saves the model in plain Hugging Face format. During training a collective call: every rank must make it."""
+        if self._hotspa_model is not None:
+            self._hotspa_model.refresh()
+        super().save_model(output_dir, _internal_call)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """The model in Hugging Face's format, and the arguments as JSON: the stock Trainer pickles them. Of a model without
+        weights from the master store, which is collective.
+
+        May be called on the main process alone; where all call it, all raise what it raises.
+        """
+        target = Path(output_dir if output_dir is not None else self.args.output_dir)
+        if not has_weights(self.model):
+            self._hotspa_source.save(self.model, self.switched.engine, target, tokenizer_of(self))
+            return
+
+        def save() -> None:
+            if not self.args.should_save:
+                return
+            try:
+                target.mkdir(parents=True, exist_ok=True)
+                with as_built(bare_model(self.model)[0]):
+                    self.model.save_pretrained(target, state_dict=state_dict)
+                if tokenizer_of(self) is not None:
+                    tokenizer_of(self).save_pretrained(target)
+                (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
+                if self.args.hotspa_stock_checkpoints:
+                    (target / PICKLED_ARGUMENTS).write_bytes(pickled(self.args))
+            except HotspaError:
+                raise
+            except Exception as failure:  # of the disk, or of a tokenizer
+                raise model_not_saved(target, failure) from failure
+
+        settled(f"the model saved in {target}", save, self.is_world_process_zero(), float(self.args.ddp_timeout))
+
+    def init_hf_repo(self, *args: Any, **kwargs: Any) -> None:
+        """As of the class behind. Collective: what the hub says to the main process is raised by all ranks."""
+        self._hotspa_ranks.agreement().run(
+            "hub", lambda: super(SwitchedMixin, self).init_hf_repo(*args, **kwargs), otherwise=hub_error
         )
+        if self.hub_model_id is None:  # only the main process knows it, and `push_to_hub` asks on every rank
+            self.hub_model_id = ""
+
+    def push_to_hub(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the class behind. Collective, as above."""
+        pushed = lambda: super(SwitchedMixin, self).push_to_hub(*args, **kwargs)  # noqa: E731
+        return self._hotspa_ranks.agreement().run("hub", pushed, otherwise=hub_error)
 
 
-class HotSPaTrainer(
-    OverridesMixin, AccumulationMixin, ControlFlagsMixin, ViewsMixin, ModelSourceMixin, OwnLossMixin, OptimizationMixin,
-    EvaluationMixin, HubMixin, PreemptionMixin, CheckpointingMixin, CollatorMixin, Trainer,
-):  # fmt: skip
+class HotSPaTrainer(SwitchedMixin, Trainer):
     """A `transformers.Trainer` that trains each length range of a mini-batch under its own parallel strategy.
 
-    Takes the arguments of `Trainer`; plain `TrainingArguments`, or none, stand for the defaults of the `hotspa_*` flags. `model` may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its
-    share only. `train_dataset` has `input_ids` (and perhaps `labels`), or, with a tokenizer as `processing_class`, one of
-    the columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the
-    trained weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs;
-    else its weights cannot be looked at in training (`materialize()` brings them). That of a folder never holds any,
-    unless `materialize()` is called.
+    Takes the arguments of `Trainer`; plain `TrainingArguments`, or none, stand for the defaults of the `hotspa_*` flags. `model`
+    may be a `PeftModel` with a LoRA adapter. It may also be the folder of a saved model, of which each rank then reads its share
+    only. What is called for the model in training and evaluation is a `SwitchedModel`; `compute_loss`, `training_step`,
+    `prediction_step`, data loaders, samplers, collators and callbacks of a subclass work as with `Trainer`. Where no
+    `data_collator` is given, rows may have `input_ids` (and `labels`), or, with a tokenizer as `processing_class`, one of the
+    columns `text`, `messages`, `prompt` + `completion`. After `train()` and `save_model()`, `trainer.model` holds the trained
+    weights, and so does it in training for callbacks in `on_log`, `on_evaluate`, `on_save` and at both ends of epochs; else its
+    weights cannot be looked at in training (`materialize()` brings them).
 
     Args:
-        model: As above, and as the rest: arguments of `Trainer`, `compute_loss_func` among them.
+        model: As above, and as the rest: arguments of `Trainer`.
         token_loss: The sum of a loss of your own over a `TokenSlice`, instead of the cross entropy (docs/losses.md).
-        loss_columns: Columns of the data sets that it, or a `compute_loss` override, reads.
+        loss_columns: Columns of the data sets that it reads.
 
     Attributes:
-        engine: The `HotSPaEngine`, from the start of `train()` on.
+        switched: The `SwitchedModel`.
+        engine: Its `HotSPaEngine`, from the start of `train()` on.
         last_report: The `StepReport` of the last mini-batch.
         preempted: Whether the last `train()` was ended by SIGTERM.
 
@@ -102,285 +696,18 @@ class HotSPaTrainer(
         HotspaError: on every rank, naming what cannot be honoured and what to do.
     """
 
-    def __init__(
-        self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
-        token_loss: Callable[[TokenSlice], Tensor] | None = None, loss_columns: Sequence[str] = (), **kwargs: Any,
-    ) -> None:  # fmt: skip
-        kwargs = named(rest, kwargs)
-        args = completed(args)
-        check_collator(kwargs.get("data_collator"), args)
-        refuse_overrides(type(self))
-        if (chosen := kwargs.get("optimizer_cls_and_kwargs")) is not None:
-            check_elementwise(*chosen)
-        if isinstance(model, nn.Module):
-            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
-        self.engine = None
-        self.last_report: StepReport | None = None
-        self._wrapped: _MasterModule | None = None
-        self._auto: AutoStrategies | None = None
-        self._predictions: Predictions | None = None
-        self._devices: DeviceWatch | None = None
-        self._loaded_state: dict[str, Any] = {}
-        self._stream_progress: StreamProgress | None = None
-        self._source, self._base = ModelSource(args), BaseDigest()
-        self._checkpoints = Checkpoints(args, self._agreement, self._being_pushed, self._committed)
-        self._data = DataSets(args, lambda: self.processing_class, self._row_rules, self._per_row)
-        self._evaluation_sets = EvaluationSets(args, self._data)
-        self._skipped = SkippedMiniBatches(args.hotspa_skip_non_finite)
-        self._preemption = Preemption()
-        self.args = args
-        self._takes_losses(token_loss, loss_columns, kwargs.get("compute_loss_func"))
-        self._agreement().check({}, None, "arguments of the Trainer", facts=argument_facts(args))
-        self._make_output_dir()
-        opened = self._source.opened(model, kwargs.get("model_init") is not None, self._agreement())
-        super().__init__(opened, args, **kwargs)
-        if args.hotspa_deepspeed is not None and args.process_index == 0:
-            print(args.hotspa_deepspeed, flush=True)
-        self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
-        self.callback_handler = CallbackEvents(self.callback_handler, self._show_model, self._arguments_as_given)
-        self.callback_handler.add_own(SettingsCallback())
-        self.callback_handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
-        if args.hotspa_report:
-            self.callback_handler.add_own(ReportCallback(steps=args.hotspa_trace_steps), instead=TraceCallback)
-        if is_watched() and not args.disable_tqdm:
-            self.callback_handler.add_own(PhaseProgressCallback())
-        # gloo processes that leave with a live group abort now and then, after a correct run
-        atexit.register(_destroy_default_group)
 
-    # -- set-up -------------------------------------------------------------------------------------------------------
+@lru_cache
+def switched(base: type) -> type:
+    """A class like `base`, a `Trainer` of any library, that trains a `SwitchedModel`: `switched(MyTrainer)(model, args, ...)`.
 
-    def _start_engine(self, training: bool = True) -> HotSPaEngine:
-        args = self.args
-        if self.engine is not None:
-            if not self.engine.any_rank(
-                self._source.was_changed(self.model) or (training and self.model_init is not None)
-            ):
-                return self.engine  # the optimizer goes on, too
-            self._source.is_current = True  # somebody gave the model other weights: they count
-            self._close_engine(restarts=True)
-        weights = self._source.weights_folder(self.model)
-        calibration = None if args.hotspa_auto else find_calibration(self.model, args, self._agreement())
-        loss = self._own_loss()
-        in_parts = not isinstance(loss, SequenceLoss)
-        if args.hotspa_auto:
-            size = self.get_total_train_batch_size(args)
-            self._auto = prepare_auto(
-                self.model, args, self._agreement(), self._tables_for_auto, size, may_chunk=in_parts
-            )
-        buckets = self._auto.plan.pool if self._auto is not None else given_buckets(args)
-        known_costs = self._auto or calibration
-        stage_costs = known_costs.stage_costs if known_costs is not None else None
-        options = engine_options(args, loss, stage_costs, self._auto.time if self._auto is not None else None)
-        self.engine = HotSPaEngine(self.model, buckets, options, weights=weights, device=args.device)
-        self.engine.observer = PhaseDispatcher(self)
-        self._predictions = Predictions(self.engine, calibration, args, in_parts) if calibration is not None else None
-        known = calibration.calibration if calibration is not None else None
-        fits = self._auto.fits if self._auto else lambda cut: check_given(buckets, cut, known, args, options)
-        self._devices = watch_devices(self.engine, args, fits, self._predictions)
-        if self._auto is not None:
-            self.engine.failures.predicted_bytes = self._auto.predicted_bytes
-        else:
-            fits(self.engine.description)
-            if args.process_index == 0:
-                warn_of_known(args.output_dir, buckets)
-        self._source.agrees(self.model, self.engine.model_digest)
-        self._wrapped = self._num_parameters = None
-        self.model_wrapped = self.model
-        return self.engine
+    Its `args` may be those of `base`; the `hotspa_*` flags are then at their defaults.
+    """
+    return type(base.__name__, (SwitchedMixin, base), {"__module__": base.__module__, "__doc__": base.__doc__})
 
-    def get_train_dataloader(self) -> MiniBatchLoader | StreamLoader:
-        """Every rank walks through the same mini-batches. Called first in training, so the engine starts here."""
-        if self.args.hotspa_recompute_every:
-            self.model.disable_input_require_grads()  # a hook of the Trainer's on a model that does not run
-        engine = self._start_engine()
 
-        def made() -> tuple[MiniBatchLoader | StreamLoader, Any, SequenceTable | None]:
-            loader = self._make_loader(engine)
-            self._evaluation_sets.check(engine, self.eval_dataset)
-            self._check_data_order(loader)
-            dataset = self.train_dataset
-            return loader, *((dataset, None) if is_stream(dataset) else self._data.train(dataset))
-
-        loader, _, table = engine.agreement.run(
-            "data set", made, facts=lambda made: data_facts(*made[1:], self._row_rules())
-        )
-        if self._predictions is not None and table is not None:
-            self._predictions.compare_with_single(table, self.get_total_train_batch_size(self.args))
-        facts = run_facts(engine, self.model, self.args, table, self._auto or self._predictions)
-        self.callback_handler.dispatch(
-            "on_run_begin", self.args, self.state, self.control, run=facts,
-            callback_seconds=lambda: dict(self.callback_handler.seconds),
-        )  # fmt: skip
-        return loader
-
-    def _make_loader(self, engine: HotSPaEngine) -> MiniBatchLoader | StreamLoader:
-        args = self.args
-        shape = engine.description.shape
-        self._stream_progress = None
-        speeds = self._devices.start() if self._devices is not None else None
-        if is_stream(self.train_dataset):
-            size = self.get_total_train_batch_size(args)
-            rows = self._data.stream(
-                engine, self.train_dataset, engine.buckets, size, args.dataloader_drop_last, speeds
-            )
-            self._stream_progress = StreamProgress(rows)
-            return StreamLoader(rows, num_workers=args.dataloader_num_workers, pin_memory=args.dataloader_pin_memory)
-        dataset, table = self._data.train(self.train_dataset)
-        chooser = None
-        if self._auto is not None:
-            chooser = self._auto.start(table)
-            self.load_hotspa_state(self._loaded_state)
-        return MiniBatchLoader(
-            dataset,
-            table,
-            engine.buckets,
-            mini_batch_size=self.get_total_train_batch_size(args),
-            rank=args.process_index,
-            vocab_size=shape.vocab_size,
-            quadratic_cost=shape.quadratic_cost,
-            policy=args.hotspa_overlong,
-            rules=self._row_rules(),
-            seed=order_seed(args),
-            shuffle=args.train_sampling_strategy != "sequential",
-            row_sampler=self._row_sampler(dataset, table),
-            drop_last=args.dataloader_drop_last,
-            chooser=chooser,
-            speeds=speeds,
-            **loader_arguments(args),
-        )
-
-    def _tables_for_auto(self) -> list[SequenceTable]:
-        """The lengths that strategies are chosen for, those that are trained or where none are, evaluated; and those that
-        must fit as well."""
-        if is_stream(self.train_dataset):
-            raise UnsupportedError(
-                "hotspa_strategies=auto cannot choose strategies for a stream",
-                why="it looks at the lengths of all rows before training starts",
-                fix="give hotspa_strategies, such as hf-hotspa plan prints them for a histogram of lengths, or use a "
-                "data set with random access",
-            )
-        evaluated = self._evaluation_sets.tables(self.eval_dataset)
-        if self.train_dataset is None and evaluated:
-            return evaluated
-        return [self._data.train(self.train_dataset)[1], *evaluated]
-
-    def hotspa_state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
-        state: dict[str, Any] = {"auto": self._auto.state_dict()} if self._auto is not None else {}
-        if self._devices is not None and self._devices.decides:
-            state["devices"] = self._devices.state_dict()
-        if self._stream_progress is not None:
-            state["stream"] = self._stream_progress.state(self._steps_a_pass, self.control.should_epoch_stop)
-        return state
-
-    def load_hotspa_state(self, state: dict[str, Any]) -> None:
-        """Goes on from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
-
-        Raises:
-            HotspaConfigError: the state is damaged.
-        """
-        if self._devices is not None and "devices" in state:
-            self._devices.load_state_dict(state["devices"])
-        if self._auto is None or self._auto.chooser is None:
-            self._loaded_state = dict(state)
-            return
-        self._loaded_state = {}
-        if "auto" in state:
-            self._auto.load_state_dict(state["auto"])
-
-    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
-        if self._wrapped is None:
-            self._wrapped = _MasterModule(self._running)
-        if training:
-            self._take_over_optimizer()
-        return self._wrapped
-
-    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
-        """Nothing: see `place_model_on_device`."""
-
-    def get_total_train_batch_size(self, args: HotSPaTrainingArguments) -> int:
-        """Sequences of one optimizer step."""
-        assert args.hotspa_mini_batch_size is not None
-        return args.hotspa_mini_batch_size
-
-    # -- a step -------------------------------------------------------------------------------------------------------
-
-    def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
-        """One mini-batch through the engine. Returns its loss, the same on all ranks."""
-        mini_batch, error = inputs["mini_batch"], self.callback_handler.take_error()
-        if error is not None:  # of a callback since the last mini-batch; raised by all ranks
-            mini_batch = replace(mini_batch, error=error)
-        self._check_optimizer_stays()
-        self._trained_mini_batch = True
-        self._source.goes_stale(self.model)
-        if self._stream_progress is not None:
-            self._stream_progress.trained(inputs)
-        if self._devices is not None:
-            self._devices.begin(self.state.global_step, self._steps_a_pass)
-        self._give_optimizer(self._running)
-        try:
-            report = self._running.forward_backward(mini_batch, self.state.global_step, self._settings())
-        except NonFiniteError as failure:
-            return self._skipped.skip(self._running, failure).to(self.args.device)
-        self._skipped.trained(report.loss)
-        steps: int | None = self.args.torch_empty_cache_steps
-        if steps is not None and self.state.global_step % steps == 0:
-            clear_device_cache()
-        predictions = self._auto or self._predictions
-        if predictions is not None:
-            report = predictions.trained(self.state.global_step, inputs["mini_batch"].plan, report)
-        if self._devices is not None:
-            report = self._devices.trained(inputs["mini_batch"].plan, report)
-        self.last_report = report
-        self.callback_handler.dispatch("on_step_report", self.args, self.state, self.control, report=report)
-        return torch.tensor(report.loss, dtype=torch.float32, device=self.args.device)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Adds what our callbacks measured since the last log, so that every `report_to` receives it."""
-        if "loss" in logs:
-            self._skipped.correct(logs)
-            logs.update(self.callback_handler.pop_metrics(self.state.global_step))
-        super().log(logs, start_time)
-
-    def _inner_training_loop(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        try:
-            alone = self.args.world_size == 1
-            with self.callback_handler.deferring_errors(alone), self._preemption, self._broadcasting_errors("training"):
-                output = super()._inner_training_loop(*args, **kwargs)
-                if self.engine is not None:
-                    self.engine.agreement.check({}, self.callback_handler.take_error(), "end of training")
-        except BaseException as error:
-            if isinstance(error, KeyboardInterrupt):
-                self._say_interrupted()
-            if self.args.world_size == 1:  # on several ranks nobody knows who is still there
-                self._update_model()
-            raise
-        return output
-
-    # -- the end ------------------------------------------------------------------------------------------------------
-
-    def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        self._update_model()  # before on_train_end: callbacks see the trained model, unless it has no weights
-        return super()._finalize_training(*args, **kwargs)
-
-    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Saves the model in plain Hugging Face format. During training a collective call: every rank must make it."""
-        self._update_model()
-        super().save_model(output_dir, _internal_call)
-
-    def close_engine(self) -> None:
-        """Frees the engine's memory and process groups; `trainer.model` keeps the weights, if it has any, and an
-        optimizer that the trainer was given stays. Collective."""
-        self._close_engine()
-
-    def _close_engine(self, restarts: bool = False) -> None:
-        if self.engine is not None:
-            self._update_model()
-            self._source.warn_of_unsaved_weights()
-            self._let_go_of_optimizer(restarts)
-            self._evaluation_sets.close()
-            self.engine.close()
-            self.engine = self._wrapped = None
+_MISSED = 2
+"""So many steps that were announced and not called so are enough to announce none any more."""
 
 
 def _destroy_default_group() -> None:

@@ -15,8 +15,7 @@ import torch
 from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
 from hf_hotspa.strategy import parse_buckets
 from hf_hotspa.trainer.arguments import AUTO
-from hf_hotspa.trainer.flags import MORE
-from hf_hotspa.trainer.script import look, parse, parser_of, read, run
+from hf_hotspa.trainer.script import MORE, look, parse, parser_of, read, run
 
 _MOST_CPU_PROCESSES = 4
 """Without --processes: more of them, each with its own copy of what is read, want to be asked for."""

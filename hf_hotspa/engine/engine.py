@@ -461,6 +461,11 @@ class HotSPaEngine:
         self.master.bind_gradients()
         self._grad_norm = 0.0
 
+    def leave_out(self, names: Collection[str]) -> None:
+        """Takes the gradients of some parameters away, and out of the norm, as if they had never been trained. Collective."""
+        self.master.drop_gradients_of(names)
+        self._grad_norm = float(self.agreement.gather([self.master.squared_norm()]).sum()) ** 0.5
+
     # -- afterwards ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ changes it. Optimizers see one 1-D view per parameter under its Hugging Face nam
 work as usual, but only elementwise optimizers are exact on such shards.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -174,6 +174,14 @@ class MasterStore:
         """Takes them off again: an optimizer leaves parameters without a gradient as they are."""
         for parameter, _ in self._views:
             parameter.grad = None
+
+    def drop_gradients_of(self, names: Collection[str]) -> None:
+        """Makes the gradients of some parameters 0, and takes them off."""
+        for name in names:
+            parameter = self.parameters[name]
+            if parameter.grad is not None:
+                parameter.grad.zero_()
+                parameter.grad = None
 
     def squared_norm(self) -> float:
         """Sum of squares of this rank's gradients, in fp64. Every element is owned once, so ranks add up exactly."""

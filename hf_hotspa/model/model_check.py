@@ -13,11 +13,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
 from hf_hotspa.parallel.adapters import bare_model, bit_sum
+
+_OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
+"""Fields that each call of a forward may say otherwise, or that say where a config is from."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -75,7 +79,7 @@ def check_same_build(model: nn.Module, description: ModelDescription, buffers: M
     bare, prefix = bare_model(model)
     expected = {name: spec.shape for spec in description.vector.specs for name in (spec.name, *spec.tied_names)}
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    mine, others = (_deciding(config) for config in (description.config, bare.config))
+    mine, others = (deciding_values(config) for config in (description.config, bare.config))
     own = dict(bare.named_buffers())
     differ = [name for name in shapes.keys() | expected.keys() if shapes.get(name) != expected.get(name)]
     differ += [f"config.{name}" for name in mine.keys() | others.keys() if mine.get(name) != others.get(name)]
@@ -95,8 +99,13 @@ def _same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and torch.equal(one.to(other.device), other)
 
 
-def _deciding(config: Any) -> dict[str, Any]:
-    return {k: v for k, v in config.to_dict().items() if k not in (*_OF_A_COPY, "use_cache", "output_router_logits")}
+def deciding_values(config: Any) -> dict[str, Any]:
+    """The fields of a config that decide what a model computes, JSON-ready but for what no JSON has."""
+    values = {}
+    for name, value in vars(config).items():
+        if name not in _OF_A_COPY and name not in _OF_A_CALL:
+            values[name] = deciding_values(value) if isinstance(value, PreTrainedConfig) else value
+    return values
 
 
 def check_hooks(model: nn.Module) -> None:

@@ -27,6 +27,7 @@ from hf_hotspa.model.attachment import Attachment
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.parallel.loss import of_nothing
+from hf_hotspa.parallel.own_loss import tokens_of
 from hf_hotspa.parallel.scores import token_scores
 
 
@@ -47,6 +48,7 @@ class Tape:
         router_values: fp64 [D, K * E + E]: how often each expert was the first, second, ... choice of a document's tokens,
             and the sums of its probabilities, over the routers here; None where they are not wanted.
         router_seeds: fp64 [D, E], the seed of each probability of a document's tokens; None for none.
+        own: Where the loss is a token loss of the user's own: what its value is multiplied by, and its gradient beside.
     """
 
     temperature: float = 1.0
@@ -60,6 +62,7 @@ class Tape:
     logit_seeds: Callable[[int, "TapedReplica"], Tensor | None] | None = None
     router_values: Tensor | None = None
     router_seeds: Tensor | None = None
+    own: tuple[float, float] | None = None
 
     def begin(self, **of_pass: Any) -> None:
         """A pass begins, with these attributes; the others are as in a new tape."""
@@ -69,7 +72,7 @@ class Tape:
     def end(self) -> None:
         """The replicas have their own loss again; what was written stays until the next pass."""
         self.is_running, self.weights, self.seeds = False, None, None
-        self.logit_seeds, self.router_seeds = None, None
+        self.logit_seeds, self.router_seeds, self.own = None, None, None
 
     @property
     def trains(self) -> bool:
@@ -214,6 +217,8 @@ class TapedLoss(Objective):
         labels, place, keep, documents = micro_batch.labels[0], taped.place, taped.keep, taped.documents
         all_fields = tape.fields > 1 or (tape.seeds is not None and tape.seeds.shape[1] > 1)
         logits_out, logit_seeds = taped.pack_logits, taped.pack_seeds
+        own = self.base.own if tape.own is not None else None
+        pack = tokens_of(micro_batch) if own is not None else None
 
         def objective(logits: Tensor, tokens: slice) -> Tensor:
             where, kept = place[tokens], keep[tokens]
@@ -226,6 +231,11 @@ class TapedLoss(Objective):
                 tape.values[where[kept]] = written[kept].to(tape.values)
             if logits_out is not None:
                 logits_out[tokens] = logits.detach().to(logits_out)
+            if own is not None and tape.own is not None:
+                assert pack is not None
+                of_tokens = own.of(log_probs, pack, tokens, tape.own[0])
+                factor = tape.own[1]
+                return of_tokens * factor + of_tokens.detach() * (1.0 - factor)
             value = log_probs.detach().sum(dtype=torch.float64) * -scale
             if not tape.trains:
                 return value

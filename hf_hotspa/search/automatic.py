@@ -44,6 +44,7 @@ def make_auto_plan(
     margin: float = MARGIN,
     most_tokens: Mapping[Strategy, int] | None = None,
     evaluated: Sequence[SequenceTable] = (),
+    sampled: bool = False,
     may_chunk: bool = True,
     has_host_memory: bool = True,
     may_go_round: bool = False,
@@ -59,6 +60,7 @@ def make_auto_plan(
         margin: See `MARGIN`; so much better must a single strategy be, too, than one with fewer ranks to a replica.
         most_tokens: The most tokens of a pack of strategies that ran out of memory before.
         evaluated: The scans of evaluation sets: their longest rows must fit, too.
+        sampled: Whether the tables are a sample, so that longer rows may come: all that model and memory allow must fit.
         may_chunk: Whether a sequence that would not fit may be trained in chunks of tokens (`+ck`).
         has_host_memory: Whether there is memory beside that of the devices, for their keys and values (`+kh`).
         may_go_round: Whether the ranks of a pipeline may have two stages each (`+v2`).
@@ -70,7 +72,8 @@ def make_auto_plan(
         DeviceMemoryError: no strategy holds the longest sequence; the message names the smallest change that works.
     """
     capacities = Capacities(cost.memory, limit_bytes, most_tokens or {})
-    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, max(map(capacities.tokens, strategies)))
+    most = max(map(capacities.tokens, strategies))
+    top = _longest([table, *evaluated], cost.sizes.shape, longest, policy, most, sampled)
     sample, size = _sample(table, top, policy, mini_batch_size)
     with _naming_limit(limit_source):
         choice = choose(
@@ -137,14 +140,23 @@ def longest_wanted(
     return needed
 
 
-def _longest(tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, capacity: int) -> int:
+def _longest(
+    tables: Sequence[SequenceTable], shape: ModelShape, asked: int | None, policy: str, capacity: int, sampled: bool
+) -> int:
     """The longest sequence that must fit."""
+    if sampled and asked is None:
+        longest_wanted(tables, shape, asked, policy)
+        return min((n for n in (shape.max_position_embeddings, capacity) if n), default=_longest_of(tables))
     wanted = longest_wanted(tables, shape, asked, policy)
     if wanted is not None:
         return wanted
     # what fits nowhere is what the policy is for; with no capacity at all the search says what is missing
-    data = max(int(table.longest_of_rows.max()) for table in tables)
+    data = _longest_of(tables)
     return max(1, min(data, shape.max_position_embeddings or data, capacity or data))
+
+
+def _longest_of(tables: Sequence[SequenceTable]) -> int:
+    return max(int(table.longest_of_rows.max()) for table in tables)
 
 
 def _sample(table: SequenceTable, longest: int, policy: str, mini_batch_size: int) -> tuple[list[int], int]:

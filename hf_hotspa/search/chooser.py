@@ -9,14 +9,12 @@ least as far as anybody plans ahead: every rank chooses alike, and so does a run
 `choose` changes nothing and may run in another thread than `trained`. No torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from hf_hotspa.costs.online_calibration import Factors, OnlineCalibration, PhaseSeconds, Refit, ScaledTime, fingerprint
 from hf_hotspa.costs.time import TimeModel
-from hf_hotspa.packing.bucketing import cut_rows
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
-from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.select import Selection, Selector
 from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.typed import reading_state
@@ -56,16 +54,14 @@ class PhaseChooser:
         pool: Sequence[Bucket],
         time: TimeModel,
         switch: Mapping[Strategy, float],
-        table: SequenceTable,
         *,
-        policy: str = "error",
         quadratic_cost: float = 0.0,
         refit: bool = True,
         delay: int = 2,
         **options: Any,
     ) -> None:
         self.pool, self.delay = tuple(pool), delay
-        self._time, self._switch, self._table, self._policy = time, dict(switch), table, policy
+        self._time, self._switch = time, dict(switch)
         self._options = {"quadratic_cost": quadratic_cost, **options}
         self._online = OnlineCalibration(bucket.strategy for bucket in pool) if refit else None
         self._fingerprint = fingerprint(time, {b.strategy: switch[b.strategy] for b in pool if b.strategy in switch})
@@ -85,19 +81,13 @@ class PhaseChooser:
         return max(bucket.longest for bucket in self.pool)
 
     def restart(self) -> None:
-        """Counts from 0 again: the data set is walked through from its beginning. What was learnt stays."""
+        """Counts from 0 again: another run begins. What was learnt stays."""
         self._in_force = [(0, *self._in_force[-1][1:])]
         self.num_trained = 0
 
-    def choose(self, number: int, rows: Sequence[int], previous: Sequence[Strategy]) -> Selection:
-        """The phases of a mini-batch.
-
-        Raises:
-            OverlongError: under the policy `error`, a row is longer than the longest bucket.
-        """
-        selector = self._entry(number)[1]
-        sequences, _ = cut_rows(rows, self._table, selector.longest, self._policy)
-        return selector.select((s.num_tokens for s in sequences), previous)
+    def choose(self, number: int, lengths: Iterable[int], previous: Sequence[Strategy]) -> Selection:
+        """The phases of a mini-batch of sequences of these lengths, none longer than `longest`."""
+        return self._entry(number)[1].select(lengths, previous)
 
     def _entry(self, number: int) -> tuple[Factors, Selector]:
         known = self._in_force

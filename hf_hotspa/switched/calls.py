@@ -93,6 +93,7 @@ class Call:
         seeds: [2, B, L], the gradient by log-probability and entropy; None before a backward.
         logit_seeds: [B, L, V], the gradient by the logits.
         of_routers: The gradient by the balance loss.
+        own: This call's part of the token loss of all ranks, where that is the loss.
     """
 
     shape: tuple[int, int]
@@ -116,6 +117,7 @@ class Call:
     seeds: Tensor | None = None
     logit_seeds: Tensor | None = None
     of_routers: float = 0.0
+    own: float = 0.0
     mask: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -178,10 +180,14 @@ class Call:
         for number, (_, place) in zip(self.mine, self._places(), strict=True):
             yield number, whole[place]
 
-    def ratio(self, rank: int, tolerance: float) -> float:
+    def ratio(self, rank: int, tolerance: float, own: bool = False) -> float:
         """The seeds of the log-probabilities over those that were assumed: infinity where any number will do, NaN where they
-        are no multiple."""
-        if not self.labels[rank]:
+        are no multiple.
+
+        Args:
+            own: Whether the loss is a part of that of all ranks.
+        """
+        if not self.labels[rank] and not own:
             return float("inf")
         if isinstance(self.assumed, float):
             return self.factor / self.assumed

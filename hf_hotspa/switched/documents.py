@@ -8,9 +8,9 @@ and `Exchange` (what moves, and how many bytes that takes). Everything that move
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -25,7 +25,8 @@ from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.same_rows import replica_ranks
 from hf_hotspa.rows.features import DEFAULT_RULES, IGNORED_LABEL, Row, RowRules, read_row
 from hf_hotspa.rows.table import SequenceTable
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.stragglers.speeds import Speeds
+from hf_hotspa.strategy import Bucket, Strategy
 
 ROW_COLUMNS = ("input_ids", "attention_mask", "position_ids", "seq_idx", "labels", "shift_labels")
 """The tensors [batch, length] of a batch that say what its rows are."""
@@ -43,12 +44,14 @@ class Document(NamedTuple):
         targets: [length] int64, what each token is to predict; -100 where that does not count.
         row: Its row in the batch.
         begin: Its first column there.
+        columns: What a token loss reads beside: int64 or float64 [length] each, by name.
     """
 
     ids: NDArray[np.int64]
     targets: NDArray[np.int64]
     row: int
     begin: int
+    columns: Mapping[str, NDArray[Any]] = {}
 
 
 def read_batch(
@@ -59,7 +62,7 @@ def read_batch(
     Args:
         batch: `ROW_COLUMNS` [B, L] and `FLAT_COLUMNS`, those that are there. `position_ids` may be [1, L].
         longest: Tokens of the longest bucket.
-        rules: What the model makes of padding.
+        rules: What the model makes of padding, and which columns [B] or [B, L] a token loss reads.
 
     Raises:
         HotspaError: a row that the plain model would train in another way, or that no bucket takes.
@@ -72,6 +75,8 @@ def read_batch(
     if flat and len(ids) != 1:
         raise UnsupportedError(f"{sorted(flat)} for {len(ids)} rows", fix="give them for a batch of one row")
     for name, column in columns.items():
+        if name in rules.columns and column.shape == ids.shape[:1]:
+            continue
         if column.shape == (1, *ids.shape[1:]) and len(ids) != 1:
             columns[name] = np.broadcast_to(column, ids.shape)
         elif column.shape != ids.shape:
@@ -129,7 +134,8 @@ def _documents(
                 fix=f"let the last bucket take {stop - first} tokens, or truncate rows before they are collated",
             )
         if stop > first:
-            yield Document(read.ids[first:stop], targets[first:stop], row, begin + first)
+            own = {n: np.broadcast_to(c, len(read.ids))[first:stop] for n, c in read.columns.items()}
+            yield Document(read.ids[first:stop], targets[first:stop], row, begin + first, own)
 
 
 @dataclass
@@ -169,15 +175,17 @@ class Documents:
             self.owners += [owner] * len(of_rank)
             self.holders += [{owner} for _ in range(len(of_rank))]
         for number, document in zip(ranges[rank], mine, strict=True):
-            self.rows[number] = _row(document.ids, document.targets)
+            self.rows[number] = _row(document.ids, document.targets, document.columns)
         return ranges
 
-    def plan(self, documents: Iterable[int], collator: PackedBucketCollator) -> MiniBatchPlan:
-        """The plan of some documents: the same on every rank."""
+    def plan(
+        self, documents: Iterable[int], buckets: tuple[Bucket, ...], quadratic_cost: float, speeds: Speeds | None
+    ) -> MiniBatchPlan:
+        """The plan of some documents: the same on every rank. Arguments as of `plan_mini_batch`."""
         lengths, labels = np.array(self.lengths, np.int64), np.array(self.labels, np.int64)
         unmasked = np.full(len(lengths), -1, np.int64)  # nothing is cut, so nobody asks which tokens are labels
         table = SequenceTable(lengths, labels, unmasked, np.zeros(0, np.uint8))
-        return plan_mini_batch(documents, table, collator.buckets, quadratic_cost=collator.quadratic_cost)
+        return plan_mini_batch(documents, table, buckets, quadratic_cost=quadratic_cost, speeds=speeds)
 
     def mini_batch(self, plan: MiniBatchPlan, collator: PackedBucketCollator, exchange: "Exchange") -> MiniBatch:
         """This rank's part of a plan, when tokens have travelled to whom they were missing. Collective."""
@@ -195,11 +203,26 @@ class Documents:
         for move, tokens in exchange.deliver("rows", moves, tokens_of, torch.int32):
             ids, targets = tokens.numpy().astype(np.int64).reshape(2, -1)
             self.rows[move.document] = _row(ids, targets)
+        if names := collator.rules.columns:
+            of_columns = [move._replace(size=len(names) * (1 + self.lengths[move.document])) for move in moves]
+            for move, bits in exchange.deliver("rows", of_columns, lambda n: _bits(self.rows[n], names), torch.int64):
+                of_names = zip(names, bits.numpy().reshape(len(names), -1), strict=True)
+                columns = {name: own[1:].view(np.float64) if own[0] else own[1:] for name, own in of_names}
+                self.rows[move.document] = replace(self.rows[move.document], columns=columns)
         return collator.of_plan(plan, self.rows)
 
 
-def _row(ids: NDArray[np.int64], targets: NDArray[np.int64]) -> Row:
-    return Row(ids, None, _NO_CUTS, 0, len(ids), targets=targets)
+def _row(ids: NDArray[np.int64], targets: NDArray[np.int64], columns: Mapping[str, NDArray[Any]] | None = None) -> Row:
+    return Row(ids, None, _NO_CUTS, 0, len(ids), columns or {}, targets=targets)
+
+
+def _bits(row: Row, names: Sequence[str]) -> Tensor:
+    """The columns of a row, each behind a number that says whether it is of floats."""
+    parts = []
+    for name in names:
+        column = np.ascontiguousarray(row.columns[name])
+        parts += [np.array([column.dtype.kind == "f"], np.int64), column.view(np.int64)]
+    return torch.from_numpy(np.concatenate(parts))
 
 
 def places(plan: MiniBatchPlan) -> Iterator[tuple[int, Strategy, int]]:

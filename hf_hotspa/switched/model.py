@@ -25,7 +25,7 @@ What a call costs depends on what is asked for:
 `forward`, `flush`, the first look at logits, and what says so are collective: all ranks make the same calls, or all raise.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -39,17 +39,22 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
 
 from hf_hotspa.engine.engine import HotSPaEngine
+from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.parallel.scores import FIELDS
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, common, leaves
+from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, leaves
+from hf_hotspa.switched.changes import ObjectChanges
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.gradients import CallGradients
 from hf_hotspa.switched.meeting import Meeting
 from hf_hotspa.switched.model_object import (
     as_built,
@@ -57,10 +62,11 @@ from hf_hotspa.switched.model_object import (
     fused_head,
     lora_layers,
     refuse_losses,
+    replaced_loss,
     route,
     unroute,
 )
-from hf_hotspa.switched.passes import Numbers, Passes, Seeds
+from hf_hotspa.switched.passes import Chosen, Numbers, Passes, Seeds
 from hf_hotspa.switched.requests import (
     Announcements,
     Batch,
@@ -71,8 +77,10 @@ from hf_hotspa.switched.requests import (
     is_unread,
     pairs_in,
 )
+from hf_hotspa.switched.stale_weights import guard, release
 
 LOGIT_BYTES = 4 << 30
+CUT = ("num_truncated", "num_split", "num_dropped")
 
 
 class SwitchedModel(DistributedDataParallel):
@@ -86,10 +94,14 @@ class SwitchedModel(DistributedDataParallel):
         weights: Folder of the weights, for a model without them.
         device: Where this rank computes.
         logit_bytes: The most bytes of host memory that the logits of a batch, or their gradients, may take on a rank.
+        guards: Whether looking at weights of the model object is an error where they are not the current ones.
 
     Attributes:
         engine: The engine.
         report: Of the last step that was flushed; None before.
+        step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
+        missed: Steps that were announced, and that other batches came for.
+        cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
     """
 
     def __init__(
@@ -101,25 +113,31 @@ class SwitchedModel(DistributedDataParallel):
         weights: Path | None = None,
         device: torch.device | None = None,
         logit_bytes: int = LOGIT_BYTES,
+        guards: bool = False,
     ) -> None:
         nn.Module.__init__(self)
         options = replace(options or EngineOptions(), record_routers=True)
         refuse_losses(options)
         with as_built(bare_model(model)[0]):
             self.engine = HotSPaEngine(model, buckets, options, weights=weights, device=device)
-        self._passes, self._logit_bytes = Passes(self.engine), logit_bytes
-        self._take_object(model)
+        self._own = options.loss if isinstance(options.loss, TokenLoss) else None
+        columns = self._own.columns if self._own is not None else ()
+        self._passes, self._logit_bytes, self._guards = Passes(self.engine, columns), logit_bytes, guards
+        self._take_object(model, columns)
+        self._changes = ObjectChanges(model, self.engine)
+        self._changes.show(self.engine.model_digest)
         self._store: MasterStore | None = None
         self.report: StepReport | None = None
-        self._step = self._version = self._written = 0
-        self._expected, self._linear = float(self.engine.world_size), Assumed()
+        self.step = self._version = self._written = self.missed = 0
+        self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
+        self._gradients = CallGradients(self._passes, self._own is not None)
         self._meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
-        self._announcements = Announcements(beside, self._read, self._passes.prepare)
+        self._announcements = Announcements(beside, self._read, self._passes.prepare, columns)
         self._begin_step()
         self._hook = before_steps(self)
 
-    def _take_object(self, model: nn.Module) -> None:
+    def _take_object(self, model: nn.Module, columns: tuple[str, ...] = ()) -> None:
         """Stands in the place of a model object."""
         self.module, self._bare = model, bare_model(model)[0]
         head = fused_head(self._bare)
@@ -129,10 +147,9 @@ class SwitchedModel(DistributedDataParallel):
                 why="the head computes in the dtype of the weights, and its logits are widened then",
                 fix="leave it out",
             )
-        self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config))
+        self._rules = RowRules(absolute_positions=has_absolute_positions(self._bare.config), columns=columns)
         self._head_fields: tuple[str, ...] = ("log_probs", *head.get("outputs", ("log_probs",)))
         self._temperature = float(head.get("temperature", 1.0))
-        self._tolerance = 64 * torch.finfo(self._passes.wide).eps
         # by mode: whether logits were looked at after a loss, in the last step or call and in this one
         self._look, self._looked = dict[tuple[bool, bool], bool](), dict[tuple[bool, bool], bool]()
         route(self._bare, self)
@@ -178,11 +195,10 @@ class SwitchedModel(DistributedDataParallel):
 
         An optimizer keeps its state.
         """
+        release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
-        self._drop()
         self.engine.master.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
-        self._version += 1
-        self._written = self._version
+        self.weights_are(current=True)
         return keys
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -199,18 +215,53 @@ class SwitchedModel(DistributedDataParallel):
         if norm_type != 2.0:
             raise UnsupportedError(f"clipping by the {norm_type}-norm", fix="use the 2-norm")
         self.flush()
+        if self.engine.updates is not None:  # stages have clipped, or none
+            return torch.tensor(self.engine.grad_norm, dtype=torch.float64)
         return torch.tensor(self.engine.clip_grad_norm_(float(max_norm)), dtype=torch.float64)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the model has the current weights."""
+        return self._written == self._version
 
     def refresh(self) -> None:
         """The current weights in the model, if they are not there. Collective."""
-        if self._written != self._version:
+        if not self.is_current:
             self.write_back()
 
+    def show(self) -> None:
+        """The same, for somebody who may change them: what is changed before the next step is trained on. Collective."""
+        self.refresh()
+        self._changes.show()
+
     def write_back(self) -> None:
-        """Gives the model the current weights. Collective."""
+        """Gives the model the current weights, if it holds any. Collective."""
         self._meet("write the weights back")
-        self.engine.write_back(self.module)
+        if has_weights(self.module):
+            release(self.module)
+            self.engine.write_back(self.module)
         self._written = self._version
+
+    def take_changes(self) -> None:
+        """Honours what was changed on the model object (`changes.py`), as each step does when it begins. Collective.
+
+        Raises:
+            HotspaError: on every rank: it cannot be honoured, or ranks have changed different things.
+        """
+        words, error = self._changes.look()
+        self._meet(f"go on{words}", error)
+        self._changes.apply()
+
+    def weights_are(self, current: bool) -> None:
+        """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
+        self._drop()
+        self._version += 1
+        self._changes.hide()
+        if current:
+            self._written = self._version
+            self._changes.show()
+        elif self._guards:
+            guard(self.module)
 
     def close(self) -> None:
         """Ends the engine; the model is as it was, with the weights of the last `write_back`. Collective."""
@@ -218,6 +269,7 @@ class SwitchedModel(DistributedDataParallel):
         self._drop()
         self._announcements.close()
         unroute(self._bare)
+        release(self.module)
         self.engine.close()
 
     # -- batches ------------------------------------------------------------------------------------------------------
@@ -245,19 +297,65 @@ class SwitchedModel(DistributedDataParallel):
             batches: What `forward` will get, in order; as many on all ranks.
             num_items: The `num_items_in_batch` that it will get with them.
         """
-        self._announcements.add(batches, None if num_items is None else float(num_items))
+        step = self.step + len(self._announcements) + bool(self._calls)
+        self._announcements.add(batches, None if num_items is None else float(num_items), step)
         self._meeting.num_announced = (self._meeting.num_announced or 0) + 1
 
     def _read(self, batch: Batch) -> list[Document]:
-        longest = max(bucket.longest for bucket in self.engine.buckets)
         vocabulary = self.engine.description.shape.vocab_size
-        return read_batch(batch, vocabulary, longest, self.engine.rank, self._rules)
+        return read_batch(batch, vocabulary, self.longest, self.engine.rank, self._rules)
+
+    # -- how it runs --------------------------------------------------------------------------------------------------
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that some bucket takes."""
+        return max(bucket.longest for bucket in self.engine.buckets)
+
+    @property
+    def trained_plan(self) -> MiniBatchPlan | None:
+        """The plan of the last training pass; None before the first."""
+        return self._passes.last[0] if self._passes.last is not None else None
+
+    def runs_by(
+        self,
+        choose: Callable[[int, Sequence[int]], Chosen] | None = None,
+        facts: Callable[[], Mapping[str, str]] | None = None,
+        evaluated: tuple[Bucket, ...] | None = None,
+    ) -> None:
+        """What decides beside the buckets; None leaves it. On all ranks, the same.
+
+        Args:
+            choose: Gives, for the number of a step and the lengths of its sequences, their buckets out of the engine's, and the
+                speeds by which packs are divided over replicas. Called in a thread, too.
+            facts: Gives what must be the same on all ranks when something is trained, by name.
+            evaluated: The buckets in eval mode without gradients.
+        """
+        self._passes.choose = choose or self._passes.choose
+        self._passes.facts = facts or self._passes.facts
+        self._passes.evaluated = evaluated or self._passes.evaluated
+
+    def assumptions(self) -> dict[str, Any]:
+        """What the steps before say of the gradients to come, which a resumed run needs for the same bits; JSON-ready."""
+        return self._gradients.state_dict()
+
+    def assume(self, state: Mapping[str, Any]) -> None:
+        """The inverse of `assumptions`."""
+        self._gradients.load_state_dict(state)
+
+    def same_batches(self, number: int, error: HotspaError | None = None) -> None:
+        """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective.
+
+        Raises:
+            HotspaError: on every rank: that of one of them, or that they have different numbers.
+        """
+        self._meet(f"train {number} batches", error)
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 
     @property
     def _where(self) -> str:
-        return f"step {self._step + 1}"
+        return f"step {self.step + 1}"
 
     def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
         """See `Meeting`."""
@@ -288,7 +386,7 @@ class SwitchedModel(DistributedDataParallel):
 
     def _was_cleared(self) -> bool:
         """Whether somebody has cleared the gradients since the first call of the step (`optimizer.zero_grad()`)."""
-        if not self._calls:
+        if not self._calls or self.engine.updates is not None:
             return False
         if any(p.grad is None for _, p in self.engine.named_parameters()):
             return True
@@ -334,7 +432,7 @@ class SwitchedModel(DistributedDataParallel):
         error = self._unreadable(input_ids, others)
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
-        batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS)}
+        batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns)}
         request = Request(
             batch,
             num_items=None if num_items_in_batch is None else float(num_items_in_batch),
@@ -345,6 +443,7 @@ class SwitchedModel(DistributedDataParallel):
             expected=expected_seeds,
             trains=torch.is_grad_enabled() and self._store is None,
             adapters=self._uses_adapters(),
+            given_items=num_items_in_batch,
         )
         call = self._take(request, error)
         self._run(call, request)
@@ -354,7 +453,8 @@ class SwitchedModel(DistributedDataParallel):
         return out if return_dict is not False else out.to_tuple()
 
     def _unreadable(self, input_ids: Tensor | None, others: Mapping[str, Any]) -> HotspaError | None:
-        wrong = [name for name, value in others.items() if not is_unread(name, value)]
+        read = self._rules.columns
+        wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in read]
         if input_ids is not None and not wrong:
             return None
         return UnsupportedError(
@@ -396,13 +496,20 @@ class SwitchedModel(DistributedDataParallel):
             except HotspaError as wrong:
                 error = wrong
         is_new = window is not None and window is not self._window
+        words, begins = "", request.trains and not self._calls
+        if begins:
+            words, refused = self._changes.look()
+            error = error or refused
         try:
-            flags = self._meet(request.in_words(self.training), error, comes_next)
+            flags = self._meet(request.in_words(self.training) + words, error, comes_next)
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
+        if begins:
+            self._begin_changes(bool(words))
         if window is not None and all(flags):
             return self._next_of(window, request)
+        self.missed += is_new
         if any(flags):  # another rank was given another batch than it had announced
             read = self.engine.agreement.run
             documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
@@ -414,6 +521,14 @@ class SwitchedModel(DistributedDataParallel):
         if request.trains:
             self._note_calls([call])
         return call
+
+    def _begin_changes(self, any_changed: bool) -> None:
+        """Honours what was changed on the object; until the step has ended and it is shown again, its weights are old."""
+        if any_changed:
+            self._changes.apply()
+        self._changes.hide()
+        if self._guards:
+            guard(self.module)
 
     def _next_of(self, window: Window, request: Request) -> Call:
         """The next call of an announced step, all of which are noted with the first one."""
@@ -486,7 +601,10 @@ class SwitchedModel(DistributedDataParallel):
             self._look[mode] = self._looked.pop(mode, False)
         if not request.has_labels:
             return
-        look = request.wants_loss and self._look.get(mode, False)
+        if request.wants_loss and self._own is not None:
+            self._run_own(call, request)
+            return
+        look = request.wants_loss and (self._look.get(mode, False) or replaced_loss(self._bare) is not None)
         if request.trains and call.fields < 0 and not request.routers and not look:
             known = self._known_seeds(request)
             if known is not None:
@@ -494,6 +612,23 @@ class SwitchedModel(DistributedDataParallel):
         is_loss = request.wants_loss and isinstance(call.assumed, float)
         if not is_loss and (call.fields < max(request.fields, 1) or call.with_routers < request.routers):
             self._score(call, request, with_logits=look)
+
+    def _run_own(self, call: Call, request: Request) -> None:
+        """The token loss of the engine's options. Each rank gets the same part of that of all ranks."""
+        world = self.engine.world_size
+        if request.routers and not call.with_routers:
+            self._score(call, request)
+        items = max(sum(call.labels), 1) if request.num_items is None else request.num_items
+        if not request.trains:
+            numbers = self._score_documents(call, call.everything, request, 0, False, own=True)
+            call.own = numbers.own / items / world
+        elif call.assumed is None:
+            together = [call] if request.num_items is None else [call, *self._waiting]
+            everything = [number for one in together for number in one.everything]
+            seeds = Seeds(own=(1.0 / items, self._gradients.expected / world))
+            numbers = self._train(everything, seeds, (self.training, 1.0))
+            for one in together:
+                one.assumed, one.own = self._gradients.expected, numbers.own / len(together) / world
 
     def _score(self, call: Call, request: Request, with_logits: bool = False) -> None:
         together = [call] if with_logits or not request.trains else [call, *self._waiting]
@@ -508,13 +643,13 @@ class SwitchedModel(DistributedDataParallel):
             one.numbers, one.fields, one.with_routers, one.with_logits = numbers, fields, request.routers, with_logits
 
     def _score_documents(
-        self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool
+        self, call: Call, numbers: Sequence[int], request: Request, fields: int, with_logits: bool, own: bool = False
     ) -> Numbers:
         try:
             return self._passes.score(
                 call.of_step,
                 numbers,
-                step=self._step,
+                step=self.step,
                 training=self.training,
                 temperature=call.temperature,
                 fields=fields,
@@ -522,6 +657,7 @@ class SwitchedModel(DistributedDataParallel):
                 with_routers=request.routers and fields > 0,
                 store=self._store,
                 of_step=request.trains,
+                own=own,
             )
         except BaseException:
             self._drop()
@@ -530,10 +666,10 @@ class SwitchedModel(DistributedDataParallel):
     def _known_seeds(self, request: Request) -> Assumed | None:
         """What the gradients of the caller's loss will be, up to a factor, where that is known."""
         if request.wants_loss:
-            return Assumed(by_loss=self._expected)
+            return Assumed(by_loss=self._gradients.expected)
         if request.expected is not None:
             return Assumed(given=request.expected)
-        return self._linear if self._linear.by_token else None
+        return self._gradients.linear if self._gradients.linear.by_token else None
 
     def _train_at_once(self, calls: Sequence[Call], request: Request, known: Assumed) -> None:
         """Forward and backward of some calls, before the caller's backward has said what the gradients are."""
@@ -569,12 +705,13 @@ class SwitchedModel(DistributedDataParallel):
         Args:
             mode: Whether in training mode, and the temperature.
         """
+        self._in_pass = True
         try:
             trained = self._passes.train(
                 self._documents,
                 numbers,
                 seeds,
-                step=self._step,
+                step=self.step,
                 add=self._has_gradients,
                 training=mode[0],
                 temperature=mode[1],
@@ -584,6 +721,8 @@ class SwitchedModel(DistributedDataParallel):
         except BaseException:
             self._drop()
             raise
+        finally:
+            self._in_pass = False
         self._has_gradients = True
         self._note_gradients()
         return trained
@@ -601,12 +740,20 @@ class SwitchedModel(DistributedDataParallel):
 
     def _output(self, call: Call, request: Request) -> ModelOutput:
         loss, aux = None, None
+        logits: Tensor = LazyLogits(lambda: self._logits(call, request))
         if request.wants_loss:
-            loss = self._loss(call, request)
+            function = replaced_loss(self._bare)
+            if function is not None and self._own is None:
+                logits = self._logits(call, request)
+                size = logits.shape[-1]
+                loss = function(
+                    logits=logits, vocab_size=size, num_items_in_batch=request.given_items, **request.targets
+                )
+            else:
+                loss = self._loss(call, request)
             if request.routers:
                 aux = self._balance_loss(call, request)
                 loss = loss + self._coefficient * aux
-        logits = LazyLogits(lambda: self._logits(call, request))
         if self._passes.routers is not None:
             return MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux, logits=logits)
         return CausalLMOutputWithPast(loss=loss, logits=logits)
@@ -619,9 +766,14 @@ class SwitchedModel(DistributedDataParallel):
     def _loss(self, call: Call, request: Request) -> Tensor:
         """The cross entropy of this rank's batch; attached to the caller's graph where gradients are enabled."""
         denominator, wide = call.denominators[self.engine.rank], self._passes.wide
+        if self._own is not None and not request.trains:
+            return torch.tensor(call.own, dtype=wide, device=call.device)
         if isinstance(call.assumed, float):
-            total = -sum(call.numbers.sums[number] for number in call.mine)
-            loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
+            if self._own is not None:
+                loss = torch.tensor(call.own, dtype=torch.float64).to(call.device, wide)
+            else:
+                total = -sum(call.numbers.sums[number] for number in call.mine)
+                loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
 
             def take(gradient: Tensor) -> None:
                 call.factor += float(gradient)
@@ -686,7 +838,7 @@ class SwitchedModel(DistributedDataParallel):
         if call.version != self._version or (request.trains and call not in self._calls):
             return UnsupportedError(
                 "logits were looked at after the step",
-                where=f"rank {self.engine.rank}, step {self._step + 1}",
+                where=f"rank {self.engine.rank}, step {self.step + 1}",
                 why="the weights that they belong to are gone",
                 fix="use the logits before flush and optimizer.step()",
             )
@@ -709,6 +861,8 @@ class SwitchedModel(DistributedDataParallel):
 
     def step_begins(self) -> None:
         """An optimizer is about to change the weights: flushes. Collective."""
+        if self._in_pass:  # a stage that updates by itself
+            return
         self.flush()
         self._passes.let_go()
         self._version += 1
@@ -725,116 +879,47 @@ class SwitchedModel(DistributedDataParallel):
             return
         calls = self._calls
         self._use_adapters(True)
-        scale = self._compare(calls)
+        scale = self._gradients.compare(calls, self._where)
         if scale is None:
             self.engine.drop_gradients()
             self._has_gradients = False
-        seeds = self._seeds(calls, again=scale is None)
-        active = self._active(seeds)
+        seeds = self._gradients.seeds(calls, self._documents, again=scale is None)
+        active = self._gradients.active(seeds)
         if scale is not None and scale != 1.0:
             self.engine.scale_gradients(scale)
+        if self.engine.updates is not None and active:
+            raise UnsupportedError(
+                "gradients by logits or log-probabilities, where stages update after every pack",
+                where=self._where,
+                fix="use the loss of the model, or hotspa_pipeline_mode=synchronous",
+            )
         modes = {(call.training, call.temperature): None for call in calls}  # in eval mode nothing is dropped
         for mode in modes:
             of_mode = [call for call in calls if (call.training, call.temperature) == mode]
             numbers = [number for call in of_mode for number in call.everything if number in active]
             if numbers:
                 self._train(numbers, seeds, mode)
+        if self._changes.frozen:
+            self.engine.leave_out(self._changes.frozen)
         self._passes.let_go()
         for training in (True, False):
             self._look[training, True] = self._looked.pop((training, True), False)
         self._report()
-        self._step += 1
+        self.step += 1
         self._begin_step()
-
-    def _compare(self, calls: Sequence[Call]) -> float | None:
-        """What the gradients of what was trained at once must be multiplied by; None where it must be trained again.
-
-        It also learns what the gradients of the next step will be.
-        """
-        rank, tolerance, gather = self.engine.rank, self._tolerance, self.engine.agreement.gather
-        at_once = torch.tensor([call.assumed is not None for call in calls])
-        said = [
-            call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance) for call in calls
-        ]
-        rows = gather(said)
-        if not bool(at_once.any()):
-            if not bool(rows.isinf().all()):
-                self._linear = Assumed.learnt(rows, calls, tolerance)
-            return 1.0
-        scale = common(rows[:, at_once].flatten(), tolerance)
-        if scale is None:
-            self._linear = Assumed()
-            losses = [call for call in calls if isinstance(call.assumed, float)]
-            factors = [call.factor if call.labels[rank] else float("inf") for call in losses]
-            self._expected = common(gather(factors or [self._expected]).flatten(), tolerance) or self._expected
-        elif scale:
-            if any(isinstance(call.assumed, float) for call in calls):
-                self._expected *= scale
-            else:
-                self._linear = self._linear.scaled(scale)
-        return scale
-
-    def _seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
-        """What is still to be trained. Collective."""
-        world, rank, seeds = self.engine.world_size, self.engine.rank, Seeds()
-        tokens: dict[int, Tensor] = {}
-        for call in calls:
-            final = call.final_seeds(rank, again)
-            if final is not None:
-                tokens |= {n: part / world for n, part in call.of_document(final.permute(1, 2, 0))}
-            if call.logit_seeds is not None:
-                parts = call.of_document(call.logit_seeds)
-                seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
-                call.logit_seeds = None
-        seeds.tokens = {n: part for n, part in tokens.items() if bool(part.any())}
-        has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
-        columns = self.engine.agreement.gather([float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))])
-        seeds.columns = int(columns[:, 0].max())
-        if bool(columns[:, 1].any()):
-            numbers = self._passes.exchange.facts(sorted(seeds.logits))
-            seeds.of_logits = frozenset(int(number) for part in numbers for number in part)
-        if self._passes.routers is not None:
-            seeds.routers = self._router_seeds(calls)
-        return seeds
-
-    def _router_seeds(self, calls: Sequence[Call]) -> Tensor | None:
-        routers = self._passes.routers
-        assert routers is not None
-        mine = torch.zeros(len(calls), routers.num_experts, dtype=torch.float64)
-        for index, call in enumerate(calls):
-            if call.of_routers:
-                mine[index] = call.balance(routers)[1] * call.of_routers / self.engine.world_size
-        of_all = self.engine.agreement.gather(mine.flatten().tolist()).view(-1, len(calls), routers.num_experts)
-        if not bool(of_all.any()):
-            return None
-        table = torch.zeros(len(self._documents), routers.num_experts, dtype=torch.float64)
-        for index, call in enumerate(calls):
-            for rank, numbers in enumerate(call.ranges):
-                table[numbers.start : numbers.stop] = of_all[rank, index]
-        return table
-
-    def _active(self, seeds: Seeds) -> set[int]:
-        """The documents that have a seed; the others are not run. Collective."""
-        mine = set(seeds.tokens) | set(seeds.logits)
-        parts = self._passes.exchange.facts(sorted(mine)) if seeds.columns or seeds.of_logits else []
-        active = {int(number) for part in parts for number in part}
-        if seeds.routers is not None:
-            active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
-        return active
 
     def _report(self) -> None:
         exchange = self._passes.exchange
-        sent = self.engine.agreement.gather([float(n) for n in exchange.sent_bytes.values()]).sum(0).tolist()
-        counted: dict[str, Any] = {
-            f"{kind}_bytes": int(total) for kind, total in zip(exchange.sent_bytes, sent, strict=True)
-        }
+        sent = {f"{kind}_bytes": number for kind, number in exchange.sent_bytes.items()} | self.cut
+        totals = self.engine.agreement.gather([float(n) for n in sent.values()]).sum(0).tolist()
+        counted: dict[str, Any] = {name: int(total) for name, total in zip(sent, totals, strict=True)}
         exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
         if self._passes.report is not None:
             self.report = replace(self._passes.report, grad_norm=self.engine.grad_norm, **counted)
 
     # -- a second model -----------------------------------------------------------------------------------------------
 
-    def frozen(self, model: nn.Module) -> "FrozenModel":
+    def frozen(self, model: nn.Module) -> "SwitchedModel":
         """A second model of the same build that is never trained (a reference), on this one's replicas. Collective.
 
         Its weights are shared out over the ranks like the model's own, and loaded for its forwards.
@@ -842,54 +927,6 @@ class SwitchedModel(DistributedDataParallel):
         Raises:
             ModelError: on every rank: the model is built in another way; make a `SwitchedModel` of its own for it.
         """
+        from hf_hotspa.switched.frozen import FrozenModel
+
         return FrozenModel(self, model)
-
-
-class FrozenModel(SwitchedModel):
-    """Weights of a second model that a `SwitchedModel` computes with: see `SwitchedModel.frozen`."""
-
-    def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
-        with as_built(bare_model(model)[0]):
-            self._store = owner.engine.frozen_weights(model)
-        self._take_object(model)
-        object.__setattr__(self, "_owner", owner)  # not a submodule
-        self._version = self._written = 0
-        self._calls, self._waiting, self._window = [], [], None
-        self.eval()
-
-    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """None: nothing of it is trained."""
-        return iter(())
-
-    @property
-    def _step(self) -> int:  # type: ignore[override]
-        return self._owner._step
-
-    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
-        return self._owner._meet(f"{what}, of a frozen model", error, flag)
-
-    def _drop(self) -> None:
-        self._owner._drop()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: there are no gradients."""
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Other weights for the second model. On all ranks, the same."""
-        keys = self.module.load_state_dict(state_dict, strict, assign)
-        assert self._store is not None
-        self._passes.let_go()
-        self._store.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
-        return keys
-
-    def write_back(self) -> None:
-        """Nothing: the model has its weights."""
-
-    def flush(self) -> None:
-        """Nothing: there are no gradients."""
-
-    def close(self) -> None:
-        """Calls of the model object are its own again. The engine stays."""
-        unroute(self._bare)

@@ -16,9 +16,11 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.model.options import EngineOptions
+from hf_hotspa.parallel.own_loss import SequenceLoss
 
 _INPUT_HOOK = "make_inputs_require_grads"
 """Gradient checkpointing with adapters hangs it on the embedding; PEFT and TRL one each, of which the first gets lost."""
@@ -33,8 +35,8 @@ def fused_head(model: nn.Module) -> dict[str, Any]:
 
 @contextmanager
 def as_built(model: nn.Module) -> Iterator[None]:
-    """Without a forward that was put on the object, and without input hooks."""
-    forward = vars(model).pop("forward", None)
+    """Without a forward or a loss function that were put on the object, and without input hooks."""
+    own = {name: vars(model).pop(name) for name in ("forward", "_loss_function") if name in vars(model)}
     for module in model.modules():
         for key, hook in list(module._forward_hooks.items()):
             if getattr(hook, "__name__", "") == _INPUT_HOOK:
@@ -42,8 +44,7 @@ def as_built(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        if forward is not None:
-            model.forward = forward
+        vars(model).update(own)
 
 
 def route(model: nn.Module, switched: Any) -> None:
@@ -92,12 +93,17 @@ def refuse_losses(options: EngineOptions) -> None:
     Raises:
         UnsupportedError: naming it.
     """
-    losses = {"loss": options.loss, "label_smoothing": options.label_smoothing, "pipedream": options.pipedream}
+    losses = {"loss": isinstance(options.loss, SequenceLoss), "label_smoothing": options.label_smoothing}
     for name, value in losses.items():
         if value:
             raise UnsupportedError(
                 f"the engine option {name} in a switched model",
-                why="the caller computes the loss, and one optimizer step follows the gradients of all stages",
-                fix=f"leave {name} out"
-                + ("; compute the loss from what forward returns" if name != "pipedream" else ""),
+                why="the caller computes the loss",
+                fix=f"leave {name} out; compute the loss from what forward returns",
             )
+
+
+def replaced_loss(model: nn.Module) -> Any:
+    """The loss function that was put on the object (`model.loss_function = f`); None for that of causal language models."""
+    function = vars(model).get("_loss_function")
+    return None if function is ForCausalLMLoss else function

@@ -4,7 +4,7 @@ A scoring pass leaves its last weights loaded, and graphs of some packs where a 
 follows begins there. `Passes` knows what is loaded, and lets go of it when something else runs or the weights change.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,9 @@ from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.parallel.same_rows import replica_ranks
 from hf_hotspa.report import RankMeasures, StepReport
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.rows.features import RowRules
+from hf_hotspa.stragglers.speeds import Speeds
+from hf_hotspa.strategy import Bucket, Strategy
 from hf_hotspa.switched.documents import Documents, Exchange, Move, last_ranks, places
 
 
@@ -35,6 +37,7 @@ class Seeds:
         logits: Of this rank's documents [length, V]; taken out when they are sent.
         of_logits: The documents of all ranks that have seeds by logits.
         routers: fp64 [D, E], of each probability of a document's tokens; known on every rank.
+        own: What the engine's token loss is divided by, and then multiplied by in its gradient; None for another loss.
     """
 
     weights: Tensor | None = None
@@ -43,6 +46,7 @@ class Seeds:
     logits: dict[int, Tensor] = field(default_factory=dict)
     of_logits: frozenset[int] = frozenset()
     routers: Tensor | None = None
+    own: tuple[float, float] | None = None
 
 
 @dataclass
@@ -54,12 +58,17 @@ class Numbers:
         sums: The sum of the log-probabilities of each, where these were wanted alone.
         logits: [length, V] of each, where they were wanted.
         routers: fp64 [K * E + E] of each, see `Tape.router_values`.
+        own: The token loss of all documents on all ranks, where it was computed.
     """
 
     tokens: dict[int, Tensor] = field(default_factory=dict)
     sums: dict[int, float] = field(default_factory=dict)
     logits: dict[int, Tensor] = field(default_factory=dict)
     routers: dict[int, Tensor] = field(default_factory=dict)
+    own: float = 0.0
+
+
+Chosen = tuple[tuple[Bucket, ...], Speeds | None]
 
 
 class Passes:
@@ -67,23 +76,37 @@ class Passes:
 
     Args:
         engine: The engine; a tape is attached to it.
+        columns: What its token loss reads beside tokens.
 
     Attributes:
         exchange: How rows and numbers travel.
         counts: Passes so far: `scoring` and `training`.
         report: Of the training passes since `begin_step`; None where there was none.
+        last: The plan and the report of the last training pass; None before the first.
+        choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
+            replicas; the same on all ranks. Called in a thread, too.
+        facts: Gives what must be the same on all ranks when something is trained, by name.
+        evaluated: The buckets for documents in eval mode without gradients.
     """
 
-    def __init__(self, engine: HotSPaEngine) -> None:
+    def __init__(self, engine: HotSPaEngine, columns: tuple[str, ...] = ()) -> None:
         self.engine, self.tape = engine, Tape()
         self.wide = torch.promote_types(engine.description.compute_dtype, torch.float32)
         self.exchange = Exchange(engine.agreement, engine.world_size)
         shape = engine.description.shape
         self.collator = PackedBucketCollator(
-            engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, quadratic_cost=shape.quadratic_cost
+            engine.buckets,
+            rank=engine.rank,
+            vocab_size=shape.vocab_size,
+            quadratic_cost=shape.quadratic_cost,
+            rules=RowRules(columns=columns),
         )
         self.counts = {"scoring": 0, "training": 0}
         self.report: StepReport | None = None
+        self.last: tuple[MiniBatchPlan, StepReport] | None = None
+        self.choose: Callable[[int, Sequence[int]], Chosen] = lambda step, lengths: (engine.buckets, None)
+        self.facts: Callable[[], Mapping[str, str]] = dict
+        self.evaluated = engine.buckets
         engine.attach(lambda replica: TapedReplica(replica, self.tape))
         self._held: tuple[Any, Evaluation] | None = None
         self._planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = {}
@@ -111,29 +134,38 @@ class Passes:
         self.report = None
 
     def planned(
-        self, documents: Documents, numbers: Iterable[int], kept: bool = True
+        self, documents: Documents, numbers: Iterable[int], step: int, kept: bool = True, evaluates: bool = False
     ) -> tuple[MiniBatchPlan, MiniBatch]:
         """The plan of some documents and this rank's part of it, made once in a step. Collective.
 
         Args:
+            step: Mini-batches before this one in the run.
             kept: Whether the documents are those of the step.
+            evaluates: Whether they are evaluated.
         """
         key = tuple(numbers)
         if not kept or key not in self._planned:
-            plan = documents.plan(key, self.collator)
-            made = plan, documents.mini_batch(plan, self.collator, self.exchange)
+            made = self._plan(documents, key, step, self.exchange, evaluates)
             if not kept:
                 return made
             self._planned[key] = made
         return self._planned[key]
 
-    def prepare(self, documents: Documents, exchange: Exchange) -> tuple[MiniBatchPlan, MiniBatch]:
+    def prepare(self, documents: Documents, step: int, exchange: Exchange) -> tuple[MiniBatchPlan, MiniBatch]:
         """The same for all documents of a coming step, beside what runs now. Collective.
 
         Args:
+            step: Its number.
             exchange: Over a group of its own.
         """
-        plan = documents.plan(range(len(documents)), self.collator)
+        return self._plan(documents, range(len(documents)), step, exchange)
+
+    def _plan(
+        self, documents: Documents, numbers: Sequence[int], step: int, exchange: Exchange, evaluates: bool = False
+    ) -> tuple[MiniBatchPlan, MiniBatch]:
+        lengths = [documents.lengths[number] for number in numbers]
+        buckets, speeds = (self.evaluated, None) if evaluates else self.choose(step, lengths)
+        plan = documents.plan(numbers, buckets, self.collator.quadratic_cost, speeds)
         return plan, documents.mini_batch(plan, self.collator, exchange)
 
     def adopt(self, documents: Documents, prepared: tuple[MiniBatchPlan, MiniBatch]) -> None:
@@ -155,6 +187,7 @@ class Passes:
         with_routers: bool = False,
         store: MasterStore | None = None,
         of_step: bool = True,
+        own: bool = False,
     ) -> Numbers:
         """A forward of some documents. Collective.
 
@@ -165,24 +198,27 @@ class Passes:
             fields: How many of `parallel.scores.FIELDS` are wanted, from the first one on; 0 for none.
             store: Other weights than the engine's own.
             of_step: Whether the documents are those of the step, which will be trained: graphs are kept then.
+            own: Whether the engine's token loss is wanted.
         """
-        plan, mini_batch = self.planned(documents, numbers, of_step)
+        evaluates = not (of_step or training or store is not None)
+        plan, mini_batch = self.planned(documents, numbers, step, of_step, evaluates)
         key = None if store is None else id(store), training, step
         if self._held is None or self._held[0] != key:
             self.let_go()
             self._held = key, self.engine.evaluation(store, training, step)
         self.tape.temperature = temperature
         self._begin(documents, plan, fields, with_logits, with_routers)
+        self.tape.own = (1.0, 0.0) if own else None
         keeps = of_step and store is None and not with_routers
         try:
             with torch.autocast(self.engine.device.type, enabled=False), torch.set_grad_enabled(keeps):
-                self._held[1].run(mini_batch, keep_graphs=keeps)
+                result = self._held[1].run(mini_batch, keep_graphs=keeps)
         finally:
             self.tape.end()
         if store is not None:  # what is loaded must not be trained
             self.let_go()
         self.counts["scoring"] += 1
-        return self._collect(documents, plan, fields)
+        return replace(self._collect(documents, plan, fields), own=result.loss_sum)
 
     def train(
         self,
@@ -207,7 +243,7 @@ class Passes:
             fields: How many numbers of each token are wanted.
             sums: Whether, in their place, the sum of the log-probabilities of each document is.
         """
-        plan, mini_batch = self.planned(documents, numbers)
+        plan, mini_batch = self.planned(documents, numbers, step)
         if self._held is not None and self._held[0] != (None, training, step):
             self.let_go()
         held, self._held = self._held, None
@@ -223,6 +259,7 @@ class Passes:
                 report = self.engine.forward_backward(
                     mini_batch,
                     step,
+                    self.facts(),
                     add=add,
                     needs_labels=False,
                     training=training,
@@ -232,8 +269,9 @@ class Passes:
         finally:
             tape.end()
         self.counts["training"] += 1
+        self.last = plan, report
         self.report = report if self.report is None else merged(self.report, report)
-        return self._collect(documents, plan, fields, sums)
+        return replace(self._collect(documents, plan, fields, sums), own=report.loss)
 
     def let_go(self) -> None:
         """Lets go of the weights and graphs of the last scoring pass. Not collective."""
@@ -271,6 +309,7 @@ class Passes:
 
     def _take_seeds(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> None:
         tape, device = self.tape, self.engine.device
+        tape.own = seeds.own
         tape.weights = None if seeds.weights is None else seeds.weights.to(device)
         tape.router_seeds = None if seeds.routers is None else seeds.routers.to(device)
         if not seeds.columns:

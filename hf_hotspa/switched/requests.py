@@ -34,6 +34,7 @@ class Request:
         expected: [B, L - 1] or [B, L], the gradients by the log-probabilities that will come, or multiples; or None.
         trains: Whether gradients will come.
         adapters: Whether adapters are used.
+        given_items: `num_items` as it was given.
     """
 
     batch: Batch
@@ -45,6 +46,13 @@ class Request:
     expected: Tensor | None
     trains: bool
     adapters: bool
+    given_items: Any = None
+
+    @property
+    def targets(self) -> dict[str, Any]:
+        """The labels, and those that are shifted already, by the names of loss functions."""
+        shifted = self.batch.get("shift_labels")
+        return {"labels": self.batch.get("labels"), **({} if shifted is None else {"shift_labels": shifted})}
 
     @property
     def has_labels(self) -> bool:
@@ -101,6 +109,7 @@ class Window:
     Args:
         batches: As they were announced.
         num_items: What their losses are divided by; None for each one's own labels.
+        step: The number of the step.
         documents: This rank's, of each batch.
         facts: What each rank says of each batch (`facts_of`).
         of_step: The documents of all ranks, as if these batches were the whole step; None after an error.
@@ -112,6 +121,7 @@ class Window:
 
     batches: Sequence[Batch]
     num_items: float | None
+    step: int
     documents: list[list[Document]] = field(default_factory=list)
     facts: list[list[NDArray[np.int64]]] = field(default_factory=list)
     of_step: Documents | None = None
@@ -125,7 +135,7 @@ class Window:
         if self.num_items != request.num_items:
             return False
         announced = self.batches[index]
-        for name in (*ROW_COLUMNS, *FLAT_COLUMNS):
+        for name in announced:
             one, other = announced.get(name), request.batch.get(name)
             if one is None or other is None:
                 if one is not other:
@@ -141,26 +151,29 @@ class Announcements:
     Args:
         exchange: Over that group.
         read: The documents of a batch.
-        prepare: The plan of documents, and this rank's part, when tokens have travelled.
+        prepare: The plan of the documents of a step, and this rank's part, when tokens have travelled.
+        columns: What a token loss reads beside tokens.
     """
 
     def __init__(
         self,
         exchange: Exchange,
         read: Callable[[Batch], list[Document]],
-        prepare: Callable[[Documents, Exchange], tuple[MiniBatchPlan, MiniBatch]],
+        prepare: Callable[[Documents, int, Exchange], tuple[MiniBatchPlan, MiniBatch]],
+        columns: tuple[str, ...] = (),
     ) -> None:
         self._exchange, self._read, self._plan = exchange, read, prepare
+        self._columns = (*ROW_COLUMNS, *FLAT_COLUMNS, *columns)
         self._jobs: SimpleQueue[Window | None] = SimpleQueue()
         self._thread: Thread | None = None
         self._windows: list[Window] = []
         self._is_broken = False
 
-    def __bool__(self) -> bool:
-        return bool(self._windows)
+    def __len__(self) -> int:
+        return len(self._windows)
 
-    def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None) -> None:
-        """The batches of a coming step. Collective.
+    def add(self, batches: Sequence[Mapping[str, Any]], num_items: float | None, step: int) -> None:
+        """The batches of the coming step of this number. Collective.
 
         Raises:
             PlanMismatchError: not all ranks have announced a step before.
@@ -174,8 +187,8 @@ class Announcements:
         if self._thread is None:  # it must not keep a process alive that fails while another rank is waited for
             self._thread = Thread(target=self._work, name="hotspa-rows", daemon=True)
             self._thread.start()
-        of_rows = [{name: batch.get(name) for name in (*ROW_COLUMNS, *FLAT_COLUMNS)} for batch in batches]
-        self._windows.append(Window(of_rows, num_items))
+        of_rows = [{name: batch.get(name) for name in self._columns} for batch in batches]
+        self._windows.append(Window(of_rows, num_items, step))
         self._jobs.put(self._windows[-1])
 
     def first(self) -> Window:
@@ -222,7 +235,7 @@ class Announcements:
         window.of_step = Documents()
         for facts, documents in zip(window.facts, window.documents, strict=True):
             window.of_step.add([pairs_in(of_rank) for of_rank in facts], documents, exchange.rank)
-        window.prepared = self._plan(window.of_step, exchange)
+        window.prepared = self._plan(window.of_step, window.step, exchange)
         window.sent_bytes = exchange.sent_bytes["rows"] - sent_before
 
 

@@ -3,7 +3,7 @@
 import pytest
 from transformers import TrainerCallback
 
-from hf_hotspa.trainer.control_flags import FLAGS
+from hf_hotspa.trainer.events import FLAGS
 from tests.harness import run_ranks
 from tests.oracle import random_rows
 from tests.training_runs import make_trainer, train

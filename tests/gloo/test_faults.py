@@ -316,7 +316,7 @@ def short_of_memory(rank, world, folder, options):
 
 def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
     from hf_hotspa.strategy import Strategy, parse_buckets
-    from hf_hotspa.trainer.out_of_memory import fewest_tokens, largest_packs, warn_of_known
+    from hf_hotspa.trainer.auto import fewest_tokens, largest_packs, warn_of_known
 
     options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
     outcomes = run_ranks(2, short_of_memory, str(tmp_path), options, expect_failure=True)
@@ -373,7 +373,7 @@ def auto_pool(rank, world, folder):
     from hf_hotspa.costs.coefficients import Cost
     from hf_hotspa.engine.faults import OutOfMemory
     from hf_hotspa.trainer import auto
-    from hf_hotspa.trainer.out_of_memory import record
+    from hf_hotspa.trainer.auto import record
     from tests.calibrations import made_calibration
 
     model = tiny_model("qwen3_qk_norm_tied")

@@ -36,7 +36,7 @@ def make_trainer(folder, strategies, rows=None, dtype=torch.float32, **options):
 
 def train_twice(folder, measured, **options):
     """Weights, optimizer state, random state and state of the strategies after two trainings, with a measurement between."""
-    from hf_hotspa.trainer.single_strategies import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     rows = data_of(2, tiny_model(FAMILY).config.vocab_size)
     trainer = make_trainer(folder, "auto", rows, torch.float64, **options)
@@ -128,7 +128,7 @@ def test_sides_take_turns_on_the_same_rows_and_the_report_has_the_answer(tmp_pat
 
 def refused(rank, world_size, folder):
     from hf_hotspa.errors import HotspaError
-    from hf_hotspa.trainer.single_strategies import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     said = []
     for strategies, steps in (("dp2:16@32,tp2:60", 0), ("auto", 1)):
@@ -148,7 +148,7 @@ def test_what_cannot_be_measured(tmp_path):
 
 
 def beside_cp(rank, world_size, folder):
-    from hf_hotspa.trainer.single_strategies import measure_gain
+    from hf_hotspa.trainer.gain import measure_gain
 
     trainer = make_trainer(folder, "dp2:16@32,cp2:60")
     trainer.train()

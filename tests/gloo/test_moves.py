@@ -54,11 +54,11 @@ def complaint(move: Move, stock, ours) -> str:
 @pytest.mark.parametrize("group", GROUPS)
 def test_a_move_is_equal_or_refused(group, world_size, tmp_path):
     moves = all_moves()[group]
-    [stock] = run_ranks(1, run_moves, group, True, str(tmp_path), timeout=280)
+    stock = run_ranks(world_size, run_moves, group, True, str(tmp_path), timeout=280)
     wrong = []
     for rank, found in enumerate(run_ranks(world_size, run_moves, group, False, str(tmp_path), timeout=280)):
         for move in moves:
-            text = complaint(move, stock.get(move.name), found[move.name])
+            text = complaint(move, stock[rank].get(move.name), found[move.name])
             if text:
                 wrong.append(f"{move.name} (rank {rank} of {world_size}): {text}")
     assert not wrong, "\n".join(wrong)

@@ -9,8 +9,7 @@ import torch
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
-from hf_hotspa.trainer.checkpoint_search import Resumption
-from hf_hotspa.trainer.restoring import load_scheduler
+from hf_hotspa.trainer.resuming import Resumption, load_scheduler
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks
 from tests.oracle import relative_error

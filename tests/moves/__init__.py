@@ -75,20 +75,16 @@ class Kit:
         return HotSPaTrainer
 
     def arguments(self, **changes: Any) -> Any:
-        """Training arguments: `COMMON` and the changes. `output_dir` is the folder of the move. On several processes
-        the mini-batch of ours stays the one of the stock Trainer on one."""
+        """Training arguments: `COMMON` and the changes. `output_dir` is the folder of the move. The rows of a mini-batch are
+        dealt out to the processes."""
         given = {**COMMON, "output_dir": str(self.folder / "out"), **changes}
+        given["per_device_train_batch_size"] //= self.world_size
         if self.stock:
             own = [name for name in given if name.startswith("hotspa_")]
             return TrainingArguments(**{name: value for name, value in given.items() if name not in own})
         from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
-        accumulation = given.get("gradient_accumulation_steps", 1)
-        ours = {
-            "hotspa_strategies": STRATEGIES[self.world_size],
-            "hotspa_mini_batch_size": given["per_device_train_batch_size"] * accumulation,
-            "hotspa_report": False,
-        }
+        ours = {"hotspa_strategies": STRATEGIES[self.world_size], "hotspa_report": False}
         return HotSPaTrainingArguments(**{**ours, **given})
 
     def model(self, family: str = "llama_gqa_bias", **changes: Any) -> PreTrainedModel:

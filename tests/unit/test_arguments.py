@@ -17,10 +17,9 @@ from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
 from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, StrategyError, UnsupportedError
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.older_transformers import recompute_argument
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
+from hf_hotspa.trainer.launcher import recompute_argument
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
-from hf_hotspa.trainer.plain_arguments import completed, named
 from hf_hotspa.trainer.trainer import HotSPaTrainer
 from tests.families import tiny_model
 from tests.oracle import random_rows, relative_error

@@ -15,9 +15,18 @@ from transformers import HfArgumentParser
 
 from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.deepspeed_config import map_config
-from hf_hotspa.trainer.deepspeed_fields import ARGUMENTS, AUTO, KNOWN, NO_SWITCH, OFF, ONLY, UNUSED
-from hf_hotspa.trainer.deepspeed_schedule import LOG, TYPES
+from hf_hotspa.trainer.deepspeed_config import (
+    ARGUMENTS,
+    AUTO,
+    KNOWN,
+    LOG,
+    NO_SWITCH,
+    OFF,
+    ONLY,
+    TYPES,
+    UNUSED,
+    map_config,
+)
 
 DEFAULTS = {
     "hotspa_mini_batch_size": None, "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,

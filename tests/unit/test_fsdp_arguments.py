@@ -7,8 +7,8 @@ from transformers import HfArgumentParser
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.engine_options import given_buckets
-from hf_hotspa.trainer.fsdp_arguments import UNUSED, read_fsdp
+from hf_hotspa.trainer.auto import given_buckets
+from hf_hotspa.trainer.deepspeed_config import UNUSED, read_fsdp
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from hf_hotspa.stragglers.stage_cuts import (
     throughput,
 )
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.trainer.stage_cuts import StageCuts
+from hf_hotspa.trainer.slow_devices import StageCuts
 
 EIGHT = StageCosts((1,) * 8)
 PP2, PP4 = Strategy(1, 1, 2), Strategy(1, 1, 4)

@@ -33,7 +33,7 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.stragglers.tensor_shares import shares_by_speed, works_by_degree
 from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.trainer.stage_cuts import StageCuts
+from hf_hotspa.trainer.slow_devices import StageCuts
 from tests.families import tiny_model
 
 

@@ -12,9 +12,9 @@ import torch
 from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
 
+from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.trainer.dataloader import MiniBatchLoader
-from hf_hotspa.trainer.worker_processes import worker_context
 from tests.unit.test_dataloader import loader, run_rows
 
 METHODS = ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]

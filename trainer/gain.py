@@ -9,23 +9,26 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain
-from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.trainer.dataloader import ChosenRows, MiniBatchSampler, RankRows
-from hf_hotspa.trainer.engine_options import engine_options, given_buckets
-from hf_hotspa.trainer.row_order import order_seed
-from hf_hotspa.trainer.rows import is_stream
+from hf_hotspa.switched.documents import Documents, Exchange, read_batch
+from hf_hotspa.switched.model_object import as_built
+from hf_hotspa.switched.requests import facts_of, pairs_in
+from hf_hotspa.trainer.auto import engine_options, given_buckets
+from hf_hotspa.trainer.batches import is_stream
 
 if TYPE_CHECKING:
-    from hf_hotspa.trainer.trainer import HotSPaTrainer
+    from hf_hotspa.trainer.trainer import SwitchedMixin
 
 SWITCHING = "switching"
 
@@ -36,19 +39,19 @@ class Side:
 
     Args:
         buckets: What it runs under.
-        choose: Chooses among them for the rows of a mini-batch; None where they stay the same.
+        choose: Chooses among them for the lengths of a mini-batch; None where they stay the same.
     """
 
     name: str
     buckets: tuple[Bucket, ...]
     choose: Callable[[Sequence[int]], tuple[Bucket, ...]] | None = None
 
-    def rows(self, rows: Sequence[int]) -> list[int]:
-        """The rows of a mini-batch, with the buckets that were chosen for them."""
-        return list(rows) if self.choose is None else ChosenRows(rows, self.choose(rows))
+    def of(self, lengths: Sequence[int]) -> tuple[Bucket, ...]:
+        """The buckets of a mini-batch."""
+        return self.buckets if self.choose is None else self.choose(lengths)
 
 
-def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> MeasuredGain | None:
+def measure_gain(trainer: "SwitchedMixin", steps: int = 3, most: int = 2) -> MeasuredGain | None:
     """Measures how much faster switching is than the best single strategy that fits. Collective.
 
     The engine of the trainer may be closed, and should be where memory is short: this makes one beside it.
@@ -76,18 +79,17 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
     hot = _switching(trainer)
     if len(hot.buckets) < 2:
         return None
-    dataset, table = trainer._data.train(trainer.train_dataset)
-    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in _singles(trainer, hot, table)[:most])]
+    sides = [hot, *(Side(str(bucket.strategy), (bucket,)) for bucket in _singles(trainer, hot)[:most])]
     if len(sides) < 2:
         raise HotspaConfigError(
             "no single strategy is known to hold every row, so there is nothing to compare with",
             fix="hotspa_calibration=measure finds out which of them fit",
         )
-    batches = _first_mini_batches(trainer, len(table), steps)
-    trainer._update_model()
-    engine = _engine(trainer, sides)
-    readers = [RankRows(dataset, trainer._data.collator(engine, side.buckets, table)) for side in sides]
-    seconds, differences = _take_turns(engine, sides, readers, batches, steps, trainer.is_world_process_zero())
+    if trainer._hotspa_model is not None:
+        trainer._hotspa_model.refresh()
+    with as_built(bare_model(trainer.model)[0]):
+        engine = _engine(trainer, sides)
+    seconds, differences = _take_turns(engine, sides, _first_mini_batches(trainer, engine, hot, steps), steps, trainer)
     engine.close()
     singles = {side.name: tuple(seconds[side.name]) for side in sides[1:]}
     measured = MeasuredGain(tuple(seconds[hot.name]), singles, max(differences))
@@ -97,80 +99,100 @@ def measure_gain(trainer: "HotSPaTrainer", steps: int = 3, most: int = 2) -> Mea
     return measured
 
 
-def _first_mini_batches(trainer: "HotSPaTrainer", num_rows: int, steps: int) -> list[list[int]]:
-    """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer."""
-    args = trainer.args
-    seed = order_seed(args) if args.train_sampling_strategy != "sequential" else None
-    return list(islice(MiniBatchSampler(num_rows, trainer.get_total_train_batch_size(args), seed=seed), steps))
+def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Side, steps: int) -> list[Documents]:
+    """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer. Collective."""
+    longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
+    loader, rules = trainer.get_train_dataloader(), RowRules(columns=_columns(trainer))
+    for collator in trainer._hotspa_collators:
+        collator.longest = longest
+    accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
+    exchange, batches, mini_batches = Exchange(engine.agreement, engine.world_size), iter(loader), list[Documents]()
+    while len(mini_batches) < steps and (part := list(islice(batches, accumulation))):
+        documents = Documents()
+        for batch in part:
+            mine = read_batch(batch, shape.vocab_size, longest, engine.rank, rules)
+            facts = exchange.facts(facts_of(mine, None))
+            documents.add([pairs_in(of_rank) for of_rank in facts], mine, engine.rank)
+        mini_batches.append(documents)
+    return mini_batches
+
+
+def _columns(trainer: "SwitchedMixin") -> tuple[str, ...]:
+    return trainer._hotspa_loss.columns if trainer._hotspa_loss is not None else ()
 
 
 def _take_turns(
-    engine: HotSPaEngine,
-    sides: Sequence[Side],
-    readers: Sequence[RankRows],
-    batches: Sequence[Sequence[int]],
-    steps: int,
-    verbose: bool,
+    engine: HotSPaEngine, sides: Sequence[Side], batches: Sequence[Documents], steps: int, trainer: Any
 ) -> tuple[dict[str, list[float]], list[float]]:
     """Runs the mini-batches under each side, after one that is not timed. Collective.
 
     Args:
-        batches: The rows of the mini-batches; they come again where there are fewer than `steps`.
-        verbose: Whether this process prints which mini-batch is next.
+        batches: The mini-batches; they come again where there are fewer than `steps`.
 
     Returns:
         The seconds of each side by its name, and how far the losses of the sides of each mini-batch differ.
     """
     seconds: dict[str, list[float]] = {side.name: [] for side in sides}
-    differences = []
+    differences, verbose = [], trainer.is_world_process_zero()
+    shape = engine.description.shape
+    rules = RowRules(columns=_columns(trainer))
+    collator = PackedBucketCollator(engine.buckets, rank=engine.rank, vocab_size=shape.vocab_size, rules=rules)
+    exchange = Exchange(engine.agreement, engine.world_size)
+
+    def made(documents: Documents, side: Side) -> MiniBatch:
+        plan = documents.plan(range(len(documents)), side.of(documents.lengths), shape.quadratic_cost, None)
+        return documents.mini_batch(plan, collator, exchange)
+
     for number in range(-1, steps):
-        rows = batches[max(number, 0) % len(batches)]
+        documents = batches[max(number, 0) % len(batches)]
         if verbose:
             shown = f"mini-batch {number + 1} of {steps}" if number >= 0 else "a first mini-batch, not timed,"
             tqdm.write(f"measuring {shown} under {', '.join(side.name for side in sides)}")
         losses = []
         for turn in range(len(sides)):
-            at = (number + turn) % len(sides)
-            mini_batch = readers[at].__getitems__(sides[at].rows(rows))["mini_batch"]
+            side = sides[(number + turn) % len(sides)]
+            mini_batch = made(documents, side)
             engine.agreement.barrier()
             begin = time.perf_counter()
             losses.append(engine.forward_backward(mini_batch).loss)
             took = float(engine.agreement.gather([time.perf_counter() - begin]).max())
             if number >= 0:
-                seconds[sides[at].name].append(took)
+                seconds[side.name].append(took)
         differences.append((max(losses) - min(losses)) / max(map(abs, losses)) if any(losses) else 0.0)
     return seconds, differences
 
 
-def _switching(trainer: "HotSPaTrainer") -> Side:
+def _switching(trainer: "SwitchedMixin") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
-    auto = trainer._auto
+    auto = trainer._hotspa_auto
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args))
     if auto is None or auto.chooser is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser
     return Side(
-        SWITCHING, auto.plan.pool, lambda rows: chooser.choose(chooser.num_trained, rows, chooser.previous).buckets
+        SWITCHING,
+        auto.plan.pool,
+        lambda lengths: chooser.choose(chooser.num_trained, lengths, chooser.previous).buckets,
     )
 
 
-def _singles(trainer: "HotSPaTrainer", hot: Side, table: SequenceTable) -> list[Bucket]:
+def _singles(trainer: "SwitchedMixin", hot: Side) -> list[Bucket]:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
-    predictions = trainer._auto or trainer._predictions
+    predictions = trainer._hotspa_auto or trainer._hotspa_predictions
     singles = predictions.singles() if predictions is not None else []
     longest = max(bucket.longest for bucket in hot.buckets)
     return singles or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
 
 
-def _engine(trainer: "HotSPaTrainer", sides: Sequence[Side]) -> HotSPaEngine:
+def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
     """An engine that knows the strategies of all sides; they share its weights and its memory."""
     strategies = dict.fromkeys(bucket.strategy for side in sides for bucket in side.buckets)
     buckets = [
         Bucket(s, s.cp, s.cp) for s in strategies
     ]  # mini-batches come with buckets of their own; cp needs a token a rank
-    weights = None if has_weights(trainer.model) else trainer._source.folder
+    weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    time = trainer._auto.time if trainer._auto is not None else None
-    options = engine_options(trainer.args, trainer._own_loss(), measured, time)
+    time = trainer._hotspa_auto.time if trainer._hotspa_auto is not None else None
+    options = engine_options(trainer.args, trainer._hotspa_loss, measured, time)
     return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)

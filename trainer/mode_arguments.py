@@ -1,8 +1,4 @@
-"""The flags about how pipelines update, checked: a part of `HotSPaTrainingArguments`.
-
-`pipedream` is a training mode of its own (`packing.weight_versions`). What it cannot go together with is refused here by
-name, before anything is made; what depends on the model is refused by the engine.
-"""
+"""Flags that have a meaning together, checked: how pipelines update, and what is done about slow devices."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,6 +6,8 @@ from typing import Any
 
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream, check_pipedream
+from hf_hotspa.stragglers.columns import CHOICES, IMPUTATIONS
+from hf_hotspa.stragglers.modes import LOSSY, MODES
 from hf_hotspa.strategy import Bucket
 
 _NAMED, _BACK = f"hotspa_pipeline_mode={PIPEDREAM}", f"hotspa_pipeline_mode={SYNCHRONOUS}"
@@ -101,4 +99,67 @@ class PipelineModeArguments:
             if values[name] not in fine:
                 raise UnsupportedError(
                     f"{_NAMED} with {name}={values[name]}", why=why, fix=f"use {name}={fine[0]}, or {_BACK}"
+                )
+
+
+@dataclass
+class StragglerArguments:
+    """What is done about slow devices. Flags of `hotspa_resize` have a meaning where products are resized alone."""
+
+    hotspa_stragglers: str = field(
+        default="watch",
+        metadata={
+            "help": "What is done about slow devices: off, watch (they are named in the log and the report), balance (packs are "
+            "divided over replicas, layers over stages of pipelines, and MLPs over ranks of tp, by measured speed), migrate (slow ranks of tp give columns to others), resize (they leave "
+            "columns out: not exact), or semi (they do both, by what a pretest finds to cost less: not exact).",
+            "choices": list(MODES),
+        },
+    )
+    hotspa_resize_columns: str = field(
+        default=CHOICES[0],
+        metadata={
+            "help": "Which columns resize and semi leave out: rd (at random), pri (whose weights vary least), pridiffr and "
+            "pridiffe (by variation, and of each layer as many as vary little; at least 0.8 of what the slow device must lose, or "
+            "of one half).",
+            "choices": list(CHOICES),
+        },
+    )
+    hotspa_resize_imputation: str = field(
+        default=IMPUTATIONS[0],
+        metadata={
+            "help": "What the gradients of columns are that were left out: zero, same (of weights: that of the mini-batch before; a "
+            "copy of the gradient is kept), or average (the mean of the other columns).",
+            "choices": list(IMPUTATIONS),
+        },
+    )
+    hotspa_resize_period: int = field(
+        default=0,
+        metadata={
+            "help": "Mini-batches from one look at how weights vary to the next, for hotspa_resize_columns other than rd. 0: a "
+            "pass over the data."
+        },
+    )
+
+    def check_stragglers(self, world_size: int, deterministic: bool) -> None:
+        """Raises `HotspaConfigError` for flags that do not go together with each other or with the run."""
+        mode = self.hotspa_stragglers
+        if mode not in ("off", "watch") and world_size == 1:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} on one process",
+                why="there is no other device that work could go to",
+                fix="leave it at watch, or start more processes",
+            )
+        if mode not in ("off", "watch") and deterministic:
+            raise HotspaConfigError(
+                f"hotspa_stragglers={mode} with full_determinism",
+                why="what is done depends on measured seconds, which differ from run to run",
+                fix="use hotspa_stragglers=watch, or leave out full_determinism",
+            )
+        for name, choices in (("hotspa_resize_columns", CHOICES), ("hotspa_resize_imputation", IMPUTATIONS)):
+            value = getattr(self, name)
+            if value != choices[0] and mode not in LOSSY:
+                raise HotspaConfigError(
+                    f"{name}={value} with hotspa_stragglers={mode}",
+                    why="no columns are left out there",
+                    fix=f"use it with hotspa_stragglers={' or '.join(LOSSY)}",
                 )

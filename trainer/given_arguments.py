@@ -1,10 +1,11 @@
-"""Training arguments of transformers that cannot be honoured, each with what to use instead.
-
-A setting that would be ignored silently, or that would make training inexact, is refused by name. The rest works as it is.
-"""
+"""Arguments that a script gives and that are unknown, cannot be honoured, or ask for nothing: each is said, with what to use instead."""
 
 import logging
+import os
+import sys
+from collections.abc import Collection
 from copy import copy
+from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainingArguments
@@ -13,6 +14,46 @@ from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 logger = logging.getLogger(__name__)
+
+_warned: set[str] = set()
+
+
+def unknown_flag(flag: str, known: Collection[str]) -> str:
+    """A sentence about a flag that is not known, with the nearest one that is.
+
+    Args:
+        flag: As it was written, such as ``--hotspa-overlnog``.
+        known: The names that are known, without hyphens before them.
+    """
+    near = nearest(flag, known)
+    return f"there is no flag {flag}" + (f"; did you mean --{near}?" if near else "")
+
+
+def nearest(flag: str, known: Collection[str]) -> str | None:
+    """The name that is most like a flag; None where none is."""
+    return next(iter(get_close_matches(_name(flag), sorted(known), n=1, cutoff=0.6)), None)
+
+
+def warn_of_misspelt(fields: Collection[str]) -> None:
+    """Warns of flags of the command line that begin as ours do and are none: a parser that a script has made may call them
+    unused, or drop them. Each is told once, by one process.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return
+    for word in sys.argv[1:]:
+        flag = word.partition("=")[0]
+        if not flag.startswith(("--hotspa_", "--hotspa-")) or flag in _warned:
+            continue
+        if any(name.startswith(_name(flag)) for name in fields):  # argparse takes a beginning for the whole
+            continue
+        if nearest(flag, fields) is not None:
+            _warned.add(flag)
+            logger.warning("%s", unknown_flag(flag, fields))
+
+
+def _name(flag: str) -> str:
+    return flag.lstrip("-").replace("-", "_")
+
 
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"
 
@@ -23,41 +64,47 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "torch_compile": ((False,), "replicas are rebound to other storage for every phase; leave it off"),
     "fsdp": ((None, False, "", []), "give it to HotSPaTrainingArguments, where full_shard is +z3 of the strategies"),
     "parallelism_config": ((None,), OWN_LAYOUTS),
-    "ddp_find_unused_parameters": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_bucket_cap_mb": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_broadcast_buffers": ((None,), "there is no DistributedDataParallel; drop the option"),
-    "ddp_static_graph": ((None,), "there is no DistributedDataParallel; drop the option"),
     "use_liger_kernel": ((False,), "its fused loss does not know a vocabulary that is cut over ranks"),
-    "average_tokens_across_devices": ((True,), "the loss is always the mean over all tokens of the mini-batch"),
-    "enable_jit_checkpoint": ((False,), "SIGTERM saves and stops on all ranks alike without it; drop the option"),
     "save_on_each_node": (
         (False,),
         "a checkpoint is one directory that all ranks write into; use a shared file system",
     ),
-    "train_sampling_strategy": (
-        ("random", "sequential", "group_by_length"),
-        "packs are balanced over ranks inside each mini-batch anyway; use random",
-    ),
-    "dataloader_in_order": ((True,), "every rank must get the mini-batches in the same order; drop the option"),
-    "label_names": ((None, ["labels"]), "the loss of a causal language model knows 'labels' only; rename the column"),
     "optim_target_modules": ((None,), "layer-wise optimizers need whole matrices"),
     "debug": (([], "", None), "the debug hooks sit on a model that does not run; drop the option"),
 }
 
+_NO_DDP = "there is no DistributedDataParallel; it has no effect"
+
 # name -> (the value that asks for nothing, what becomes of another one)
-_NOTHING_TO_DO: dict[str, tuple[Any, str]] = {
+_NO_EFFECT: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "evaluation runs in the dtype of training, bf16 with bf16=True"),
     "auto_find_batch_size": (False, "the tokens of a pack bound the memory, not the batch size; it reads False"),
-    "eval_use_gather_object": (False, "every rank has all predictions anyway"),
+    "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks alike without it; it reads False"),
+    "ddp_find_unused_parameters": (None, _NO_DDP),
+    "ddp_bucket_cap_mb": (None, _NO_DDP),
+    "ddp_broadcast_buffers": (None, _NO_DDP),
+    "ddp_static_graph": (None, _NO_DDP),
 }
 
 
 def explain_arguments(args: TrainingArguments) -> None:
-    """Accepts what asks for nothing that is not there already, and says so in a line each on the main process."""
-    for name, (nothing, text) in _NOTHING_TO_DO.items():
+    """Accepts what has no effect here and none on numbers, and says so in a line each on the main process."""
+    for name, (nothing, text) in _NO_EFFECT.items():
         if getattr(args, name, nothing) != nothing and args.process_index == 0:
             logger.warning("%s=%r: %s", name, getattr(args, name), text)
     args.auto_find_batch_size = False  # transformers would start training again where memory ran out
+    for name in ("enable_jit_checkpoint", "bf16_full_eval"):  # and would act on these
+        if getattr(args, name, False):
+            setattr(args, name, False)
+    values: dict[str, Any] = vars(args)
+    config = values["accelerator_config"]
+    if getattr(config, "dispatch_batches", None) is not False:
+        # a rank that reads for all would need batches of one width
+        if config.dispatch_batches and args.process_index == 0:
+            logger.warning("dispatch_batches=True: each rank reads its own batches; it has no effect on them")
+        values["accelerator_config"] = copy(config)  # not the user's object
+        values["accelerator_config"].dispatch_batches = False
+    read_accelerator_config(args)
 
 
 def refuse_arguments(args: TrainingArguments) -> None:
@@ -77,14 +124,6 @@ def refuse_arguments(args: TrainingArguments) -> None:
             why="the optimizer is DeepSpeed's CPU Adam then, whose settings are not those of the stock Trainer's",
             fix="leave one of them out; hf-hotspa export gives the weights of any checkpoint",
         )
-    config: Any = args.accelerator_config
-    for name, default in (("split_batches", False), ("dispatch_batches", None), ("use_seedable_sampler", True)):
-        if getattr(config, name, default) != default:
-            raise UnsupportedError(
-                f"accelerator_config={{{name!r}: {getattr(config, name)!r}}} cannot be honoured",
-                why="mini-batches are not dealt out to ranks by accelerate",
-                fix=f"leave {name} out",
-            )
 
 
 def read_accelerator_config(args: TrainingArguments) -> None:

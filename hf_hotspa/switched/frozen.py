@@ -1,0 +1,62 @@
+"""A second model on the replicas of a switched one: a reference that is never trained."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from hf_hotspa.errors import HotspaError
+from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.switched.model_object import as_built, unroute
+
+
+class FrozenModel(SwitchedModel):
+    """Weights of a second model that a `SwitchedModel` computes with: see `SwitchedModel.frozen`."""
+
+    def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
+        nn.Module.__init__(self)
+        self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
+        with as_built(bare_model(model)[0]):
+            self._store = owner.engine.frozen_weights(model)
+        self._take_object(model)
+        self._own, self._guards, self._in_pass = None, False, False
+        object.__setattr__(self, "_owner", owner)  # not a submodule
+        self._version = self._written = 0
+        self._calls, self._waiting, self._window = [], [], None
+        self.eval()
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """None: nothing of it is trained."""
+        return iter(())
+
+    @property
+    def step(self) -> int:  # type: ignore[override]
+        return self._owner.step
+
+    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
+        return self._owner._meet(f"{what}, of a frozen model", error, flag)
+
+    def _drop(self) -> None:
+        self._owner._drop()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are no gradients."""
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Other weights for the second model. On all ranks, the same."""
+        keys = self.module.load_state_dict(state_dict, strict, assign)
+        assert self._store is not None
+        self._passes.let_go()
+        self._store.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
+        return keys
+
+    def write_back(self) -> None:
+        """Nothing: the model has its weights."""
+
+    def flush(self) -> None:
+        """Nothing: there are no gradients."""
+
+    def close(self) -> None:
+        """Calls of the model object are its own again. The engine stays."""
+        unroute(self._bare)

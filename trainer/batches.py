@@ -1,0 +1,579 @@
+"""Rows of a user as batches for the Trainer's own data loaders.
+
+`RowCollator` is what every data loader of the Trainer collates with: it renders rows of text with the tokenizer, reads loss masks,
+has the user's collator do its work, or pads rows itself where there is none, and cuts what is longer than the longest bucket.
+`MiniBatchSampler` deals the rows of an explicit `hotspa_mini_batch_size` out to ranks and to batches that are accumulated, evenly
+or not. The loaders, the order of rows and the workers are the stock Trainer's.
+"""
+
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.data_loader import SeedableRandomSampler
+from torch import Tensor
+from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from transformers import PreTrainedTokenizerBase
+from transformers.data import data_collator as stock
+from transformers.trainer_pt_utils import BatchRebalanceSampler
+from transformers.trainer_utils import has_length
+
+from hf_hotspa.checkpoint.rng import random_state, set_random_state
+from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
+from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.packing.bucketing import check_lengths
+from hf_hotspa.parallel.agreement import Agreement
+from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, RowRules, read_row
+from hf_hotspa.rows.scan import scan_dataset
+from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, read_batch
+
+ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
+COUNTS = "hotspa_cut_rows"
+"""The key of a training batch that says how many rows were truncated, split and dropped."""
+
+_MASK = re.compile(r"(^|_)masks?$")
+_NOT_OF_LOSS = {"attention_mask", "special_tokens_mask"}
+_OF_STOCK = (
+    stock.DefaultDataCollator, stock.DataCollatorWithPadding, stock.DataCollatorForLanguageModeling,
+    stock.DataCollatorForSeq2Seq, stock.DataCollatorWithFlattening,
+)  # fmt: skip
+_FUNCTIONS = (stock.default_data_collator, stock.torch_default_data_collator)
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether rows can only be read one after the other: no random access, whether or not there is a length."""
+    if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
+        return True
+    return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
+
+
+def is_stock(collator: Any) -> bool:
+    """Whether a data collator is one of transformers', or none, whose batches hold the rows as they are."""
+    return collator is None or type(collator) in _OF_STOCK or collator in _FUNCTIONS
+
+
+@dataclass(eq=False)
+class RowCollator:
+    """Rows in, a batch of tensors out: [B, L] each, padded on the right.
+
+    Args:
+        collator: The user's; None where rows are padded here.
+        tokenizer: For rows without `input_ids`; None where there is none.
+        columns: What the stock Trainer would leave of each row for the model; None for all.
+        loss_columns: Numbers of rows or tokens that a token loss reads beside.
+        policy: What becomes of sequences of more than `longest` tokens: error, truncate, split or drop.
+        counts: Whether the batch says how many were cut (`COUNTS`).
+        refused: Columns that the model would be given and that packing cannot honour.
+
+    Attributes:
+        longest: Tokens of the longest sequence that is trained; None while that is not known.
+        kept: Columns of a data set that are read; all where it is empty.
+    """
+
+    collator: Any = None
+    tokenizer: Any = None
+    columns: Collection[str] | None = None
+    loss_columns: Sequence[str] = ()
+    policy: str = ERROR
+    counts: bool = False
+    refused: frozenset[str] = frozenset()
+    longest: int | None = None
+    kept: frozenset[str] = frozenset()
+
+    def __call__(self, examples: Sequence[Any]) -> Any:
+        """The batch of some rows, on the host.
+
+        Raises:
+            DataError: a row cannot be read.
+            UnsupportedError: it says something about its tokens that would be passed over.
+            OverlongError: a sequence is too long, and no policy says what to do.
+        """
+        if not len(examples):
+            empty = torch.zeros((0, 1), dtype=torch.int64)
+            return dict.fromkeys(("input_ids", "labels", "attention_mask"), empty)
+        batch = self._collated(list(examples))
+        return self._cut(batch) if self.policy != ERROR and isinstance(batch, Mapping) else batch
+
+    def _collated(self, examples: list[Any]) -> Any:
+        if not isinstance(examples[0], Mapping):
+            if self.collator is None:
+                raise DataError(
+                    f"a row is a {type(examples[0]).__name__} instead of a mapping",
+                    fix="rows must be dictionaries with 'input_ids' and, where part of the tokens counts, 'labels'",
+                )
+            return self.collator(examples)
+        if self.tokenizer is not None and "input_ids" not in examples[0]:
+            rendered = tokenize_rows(examples, self.tokenizer)
+            kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
+            _refuse_two_maskings(self.collator, rendered)
+            examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
+        elif is_stock(self.collator):
+            examples = [with_masks(example, number) for number, example in enumerate(examples)]
+        if self.collator is None:
+            return self._padded(examples)
+        if self.columns is not None:
+            examples = [{name: e[name] for name in e if name in self.columns} for e in examples]
+        return self.collator(examples)
+
+    def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
+        rules = RowRules(refused=self.refused, columns=tuple(self.loss_columns))
+        if "input_ids" not in examples[0]:
+            raise DataError(
+                f"a row has no 'input_ids', only {sorted(map(str, examples[0]))}",
+                why="rows of text are tokenised where there is a tokenizer",
+                fix="pass the tokenizer as processing_class, or tokenise the dataset",
+            )
+        rows = [read_row(example, number, rules) for number, example in enumerate(examples)]
+        width = max(1, *(len(row.ids) for row in rows))
+        shape = len(rows), width
+        pad = getattr(self.tokenizer, "pad_token_id", None) or 0
+        ids, labels = np.full(shape, pad, np.int64), np.full(shape, IGNORED_LABEL, np.int64)
+        mask, positions = np.zeros(shape, np.int64), np.zeros(shape, np.int64)
+        columns = {name: [row.columns[name] for row in rows] for name in rules.columns}
+        for number, row in enumerate(rows):
+            length = len(row.ids)
+            ids[number, :length], mask[number, :length] = row.ids, 1
+            labels[number, :length] = row.ids if row.labels is None else row.labels
+            labels[number, row.cuts] = IGNORED_LABEL  # nothing of its document comes before it
+            begins = np.zeros(length, np.int64)
+            begins[row.cuts] = row.cuts
+            positions[number, :length] = np.arange(length) - np.maximum.accumulate(begins)
+        batch = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+        if any(len(row.cuts) for row in rows):
+            batch["position_ids"] = positions
+        tensors = {name: torch.from_numpy(column) for name, column in batch.items()}
+        for name, values in columns.items():
+            tensors[name] = _stacked(name, values, width)
+        return tensors
+
+    # -- sequences that are too long ----------------------------------------------------------------------------------
+
+    def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        """Truncates, splits or drops rows of [B, L] tensors; the others have an entry for each row, or are left alone."""
+        ids, longest, out = batch.get("input_ids"), self.longest, dict(batch)
+        counts = [0, 0, 0]
+        if isinstance(ids, Tensor) and ids.dim() == 2 and longest is not None:
+            pieces = self._pieces(batch, ids, longest, counts)
+            if any(counts):
+                width = max((stop - first for _, first, stop in pieces), default=1)
+                rows = [row for row, _, _ in pieces]
+                for name, value in batch.items():
+                    if isinstance(value, Tensor) and value.shape == ids.shape:
+                        out[name] = _pieces_of(value, pieces, width, name)
+                    elif isinstance(value, Tensor) and value.dim() and len(value) == len(ids):
+                        out[name] = value[rows]
+        if self.counts:
+            out[COUNTS] = torch.tensor(counts)
+        return out
+
+    def _pieces(
+        self, batch: Mapping[str, Any], ids: Tensor, longest: int, counts: list[int]
+    ) -> list[tuple[int, int, int]]:
+        """What is left: the row of each piece, its first column, and the one behind it."""
+        mask, positions = batch.get("attention_mask"), batch.get("position_ids")
+        pieces = list[tuple[int, int, int]]()
+        for row in range(len(ids)):
+            real = range(ids.shape[1]) if mask is None else mask[row].nonzero().flatten().tolist()
+            begin, stop = (real[0], real[-1] + 1) if len(real) else (0, ids.shape[1])
+            if stop - begin <= longest:
+                pieces.append((row, 0, ids.shape[1]) if begin else (row, 0, stop))
+                continue
+            if positions is not None and bool((positions[row, begin + 1 : stop] == 0).any()):
+                raise UnsupportedError(
+                    f"hotspa_overlong={self.policy} with rows of several documents",
+                    why="the documents of a row are sequences of their own, and the row alone is longer than a bucket",
+                    fix="let each row hold one document, or let the last bucket take whole rows",
+                )
+            if self.policy == TRUNCATE:
+                counts[0] += 1
+                pieces.append((row, begin, begin + longest))
+            elif self.policy == SPLIT:
+                counts[1] += 1
+                pieces += [(row, at, min(at + longest, stop)) for at in range(begin, stop, longest)]
+            else:
+                counts[2] += 1
+        return pieces
+
+
+def _pieces_of(value: Tensor, pieces: Sequence[tuple[int, int, int]], width: int, name: str) -> Tensor:
+    fill = IGNORED_LABEL if name in ("labels", "shift_labels") else 0
+    out = value.new_full((len(pieces), width), fill)
+    for number, (row, first, stop) in enumerate(pieces):
+        out[number, : stop - first] = value[row, first:stop]
+        if name == "position_ids":
+            out[number, : stop - first] -= value[row, first].item()
+    return out
+
+
+def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
+    """A column that a loss reads: [B] with a number for each row, or [B, L]."""
+    if len({value.ndim for value in values}) > 1:
+        raise DataError(
+            f"the column {name!r} has a number for each token in some rows and one number in others",
+            fix="give every row the one or the other",
+        )
+    if not values[0].ndim:
+        return torch.from_numpy(np.stack(values))
+    return torch.from_numpy(np.stack([np.pad(value, (0, width - len(value))) for value in values]))
+
+
+def with_masks(example: Any, row: int) -> Any:
+    """A row whose loss mask stands in another column than `labels` (`completion_mask`, `assistant_masks`, ...) as one with labels.
+
+    Raises:
+        UnsupportedError: a mask is not one number of 0 or 1 for each token, or a column says what counts in a way that nobody
+            reads.
+    """
+    ids = example.get("input_ids")
+    if ids is None or any(example.get(name) is not None for name in LABEL_COLUMNS):
+        return example
+    masks = {name: example[name] for name in example if is_loss_mask(name) and example[name] is not None}
+    if (label := example.get("label")) is not None:
+        what = "one for each token" if np.ndim(label) else "one for the row"
+        raise UnsupportedError(
+            f"a row has 'label' ({what}), and no 'labels'",
+            where=f"row {row} of a batch",
+            why="a causal language model is trained on 'labels', and without them every token counts",
+            fix="rename the column to 'labels', with -100 where a token does not count, or remove it",
+        )
+    if not masks:
+        return example
+    tokens = np.asarray(ids)
+    labels = tokens.copy()
+    for name, mask in masks.items():
+        values = np.asarray(mask)
+        if values.shape != tokens.shape or not np.isin(values, (0, 1)).all():
+            raise UnsupportedError(
+                f"the column {name!r} is not a mask of 0 and 1 with an entry for each token",
+                where=f"row {row} of a batch",
+                why="it would be passed over, and every token trained",
+                fix=f"turn it into 'labels', with -100 where a token does not count, or remove {name!r}",
+            )
+        labels[values == 0] = IGNORED_LABEL
+    rest = {name: value for name, value in example.items() if name not in masks}
+    return {**rest, "labels": labels}
+
+
+def is_loss_mask(name: str) -> bool:
+    """Whether a column of this name says which tokens count."""
+    return bool(_MASK.search(name)) and name not in _NOT_OF_LOSS
+
+
+def _refuse_two_maskings(collator: Any, rendered: Sequence[Mapping[str, Any]]) -> None:
+    if type(collator) is stock.DataCollatorForLanguageModeling and "labels" in rendered[0]:
+        raise UnsupportedError(
+            "DataCollatorForLanguageModeling, and a dataset of conversations or completions",
+            why="the collator makes every token a label, also those of prompts, which carry none here",
+            fix="pass no data_collator, or tokenise the dataset yourself",
+        )
+
+
+def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[str]:
+    """What of a data set's columns the collator reads beside those of the model."""
+    if "input_ids" not in names:
+        return list(names)
+    return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
+
+
+@dataclass(eq=False)
+class MiniBatchSampler(BatchRebalanceSampler):
+    """The rows of each batch of this rank, where a mini-batch has a given size that ranks and accumulation need not divide.
+
+    The rows of a mini-batch are those of the order, one after the other, whatever the number of ranks; a batch may have none. It is
+    a `BatchRebalanceSampler` by type, whose batches the stock Trainer does not deal out once more.
+
+    Args:
+        sampler: The order of rows.
+        size: Rows of a mini-batch.
+        parts: Batches that are accumulated.
+        rank: This rank.
+        world_size: Ranks.
+        drop_last: Leave out a last mini-batch that is not full.
+    """
+
+    sampler: Any
+    size: int
+    parts: int
+    rank: int
+    world_size: int
+    drop_last: bool = False
+    epoch: int = field(default=0, init=False)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch of the next iteration."""
+        self.epoch = epoch
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        full, rest = divmod(len(self.sampler), self.size)
+        return (full + (rest > 0 and not self.drop_last)) * self.parts
+
+    def __iter__(self) -> Iterator[list[int]]:
+        rows = list[int]()
+        for row in self.sampler:
+            rows.append(int(row))
+            if len(rows) == self.size:
+                yield from self._batches(rows)
+                rows = []
+        if rows and not self.drop_last:
+            yield from self._batches(rows)
+
+    def _batches(self, rows: list[int]) -> Iterator[list[int]]:
+        shares = self.parts * self.world_size
+        edges = [len(rows) * share // shares for share in range(shares + 1)]
+        for part in range(self.parts):
+            share = part * self.world_size + self.rank
+            yield rows[edges[share] : edges[share + 1]]
+
+
+def seeded(sampler: Sampler[int], data_seed: int | None) -> Sampler[int]:
+    """A random sampler in the order in which accelerate would seed it; any other as it is."""
+    if not isinstance(sampler, RandomSampler) or isinstance(sampler, SeedableRandomSampler):
+        return sampler
+    return SeedableRandomSampler(
+        sampler.data_source,
+        replacement=sampler.replacement,
+        num_samples=sampler._num_samples,
+        generator=sampler.generator,
+        data_seed=data_seed,
+    )
+
+
+# -- what is known of lengths before training -------------------------------------------------------------------------
+
+_SETS_KEPT = 9
+_SAMPLED_BATCHES = 16
+
+
+class Rows:
+    """The data sets of a trainer: what its loaders are given, and what is known of lengths before rows are trained.
+
+    Lengths are those of a scan, which is kept on disk, where a data set has random access; of anything else those of the first
+    batches of its loader. Collective: one process of a machine scans, and the others read its cache.
+
+    Args:
+        trainer: Whose data sets they are.
+        loss_columns: Columns that a token loss reads.
+
+    Attributes:
+        sampled: Whether longer rows may come than those that `tables` has found.
+        evaluated: The set that was evaluated last; None before.
+        sampler: Deals out the rows of an explicit `hotspa_mini_batch_size`; None without.
+        default_collator: What the stock Trainer has taken where no data collator was given; None where one was.
+    """
+
+    def __init__(self, trainer: Any, loss_columns: Sequence[str] = ()) -> None:
+        self._trainer, self._args, self._loss_columns = trainer, trainer.args, tuple(loss_columns)
+        self._known = dict[int, tuple[Any, Any, SequenceTable]]()
+        self._collators, self._longest = list[RowCollator](), None
+        self.sampled, self.evaluated, self.default_collator = False, None, None
+        self.sampler: MiniBatchSampler | None = None
+
+    # -- what loaders are given ---------------------------------------------------------------------------------------
+
+    def take_longest(self, longest: int) -> None:
+        """From now on this is the longest sequence that is trained, in tokens."""
+        self._longest = longest
+        for collator in self._collators:
+            collator.longest = longest
+
+    def _given_collator(self) -> Any:
+        """The user's data collator; None where the trainer has the stock default."""
+        collator = getattr(self._trainer, "data_collator", None)
+        return None if collator is self.default_collator else collator
+
+    def _tokenizer(self) -> Any:
+        processing_class = getattr(self._trainer, "processing_class", None)
+        return processing_class if isinstance(processing_class, PreTrainedTokenizerBase) else None
+
+    def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
+        """What a loader of a data set collates with."""
+        trainer, args = self._trainer, self._args
+        trainer._set_signature_columns_if_needed()
+        signature = trainer._signature_columns
+        names = getattr(dataset, "column_names", None) or ()
+        collator = RowCollator(
+            self._given_collator(),
+            self._tokenizer(),
+            columns=signature if args.remove_unused_columns else None,
+            loss_columns=self._loss_columns,
+            policy=args.hotspa_overlong,
+            counts=is_training and args.hotspa_overlong != ERROR,
+            refused=frozenset(signature) - {*TOKEN_COLUMNS, "label"},
+            longest=self._longest,
+            kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
+        )
+        self._collators.append(collator)
+        return collator
+
+    def dealt_out(self, dataset: Any, size: int, sampler_fn: Any) -> Any:
+        """Gives a sampler of the rows of each batch of this rank; of a stream what it was.
+
+        Raises:
+            UnsupportedError: the mini-batches of a stream cannot be dealt out in batches of one size.
+        """
+        args = self._args
+        accumulation: int = vars(args)["gradient_accumulation_steps"]
+        if is_stream(dataset):
+            if size % (args.world_size * accumulation):
+                raise UnsupportedError(
+                    f"hotspa_mini_batch_size={size} with a stream, {args.world_size} processes and "
+                    f"gradient_accumulation_steps={accumulation}",
+                    why="a stream is dealt out in batches of one size",
+                    fix=f"use a multiple of {args.world_size * accumulation}",
+                )
+            return sampler_fn
+
+        def made(rows: Any) -> MiniBatchSampler:
+            order = sampler_fn(rows) if sampler_fn is not None else None
+            order = seeded(order if order is not None else range(len(rows)), args.data_seed)
+            self.sampler = MiniBatchSampler(
+                order, size, accumulation, args.process_index, args.world_size, args.dataloader_drop_last
+            )
+            return self.sampler
+
+        return made
+
+    # -- lengths ------------------------------------------------------------------------------------------------------
+
+    def can_scan(self, dataset: Any) -> bool:
+        """Whether batches hold the rows of the data set as they are, and these can be read at any time."""
+        lazy = getattr(dataset, "format", None)
+        is_lazy = isinstance(lazy, Mapping) and lazy.get("type") == "custom"
+        has_rows = not isinstance(dataset, Mapping) and not is_stream(dataset) and has_length(dataset)
+        return has_rows and not is_lazy and is_stock(self._given_collator())
+
+    def scan(self, dataset: Any) -> tuple[Any, SequenceTable]:
+        """The data set, tokenised where its rows are text, and the lengths of its rows.
+
+        Raises:
+            HotspaError: it cannot be used as it is.
+        """
+        if id(dataset) not in self._known:
+            while len(self._known) >= _SETS_KEPT:
+                self._known.pop(next(iter(self._known)))
+            self._known[id(dataset)] = dataset, *self._scanned(dataset)
+        return self._known[id(dataset)][1:]
+
+    def _scanned(self, dataset: Any) -> tuple[Any, SequenceTable]:
+        args, tokenizer = self._args, self._tokenizer()
+        quiet = args.disable_tqdm or args.process_index != 0
+        with args.main_process_first(desc="scan of the sequence lengths"):
+            names = getattr(dataset, "column_names", None)
+            if names and tokenizer is not None and "input_ids" not in names:
+                dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns)
+            return dataset, scan_dataset(_Rendered.of(dataset, tokenizer), disable_progress=quiet)
+
+    def table(self, dataset: Any, longest: int) -> SequenceTable | None:
+        """The scan of a data set, all of whose rows have a bucket; None where it cannot be scanned.
+
+        Raises:
+            HotspaError: rows that no bucket takes, and no policy says what becomes of them.
+        """
+        if not self.can_scan(dataset):
+            return None
+        table = self.scan(dataset)[1]
+        check_lengths(table, longest, self._args.hotspa_overlong, self._args.hotspa_auto)
+        return table
+
+    def tables(self, trained: Any, evaluated: Sequence[Any], loader: Any, agreement: Agreement) -> list[SequenceTable]:
+        """What strategies are chosen for, those that are trained or where none are, evaluated; and those that must fit as well.
+        Collective.
+
+        Args:
+            loader: The data loader of what is trained; None where nothing is.
+
+        Raises:
+            DataError: there are no rows to look at.
+        """
+
+        def scanned() -> list[SequenceTable]:
+            sets = {id(d): d for d in (trained, *evaluated) if d is not None and self.can_scan(d)}
+            return [self.scan(dataset)[1] for dataset in sets.values()]
+
+        tables = agreement.run("auto strategies", scanned)
+        self.sampled = trained is not None and loader is not None and not self.can_scan(trained)
+        if self.sampled:
+            tables.insert(0, lengths_of_first(loader, _SAMPLED_BATCHES, agreement))
+        if not tables:
+            raise DataError(
+                "hotspa_strategies=auto has no rows to choose strategies for",
+                fix="pass train_dataset, or give hotspa_strategies",
+            )
+        return tables
+
+    def tokens_of(self, dataset: Any) -> Any:
+        """The data set for a loader: what a scan has tokenised need not be tokenised again."""
+        known = self._known.get(id(dataset))
+        return dataset if known is None else known[1]
+
+
+class _Rendered:
+    """Rows of text of a list, or of a torch data set, as tokens."""
+
+    def __init__(self, dataset: Any, tokenizer: Any) -> None:
+        self._dataset, self._tokenizer = dataset, tokenizer
+
+    @classmethod
+    def of(cls, dataset: Any, tokenizer: Any) -> Any:
+        """The data set itself where its rows have token ids."""
+        if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
+            return dataset
+        first = dataset[0]
+        return cls(dataset, tokenizer) if isinstance(first, Mapping) and "input_ids" not in first else dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, row: int) -> Any:
+        return tokenize_rows([self._dataset[row]], self._tokenizer)[0]
+
+
+def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:
+    """The lengths of the rows of a loader's first batches, of all ranks. Collective.
+
+    The loader is iterated once more when training begins; the random generators are as before.
+
+    Raises:
+        HotspaError: on every rank: a batch cannot be read, or the loader can be iterated once only.
+    """
+    state = random_state()
+
+    def read() -> list[int]:
+        if iter(loader) is loader or _is_spent(loader):
+            raise UnsupportedError(
+                "hotspa_strategies=auto with a data set that can be read once only",
+                why="strategies are chosen for the lengths of its first rows, which would be gone",
+                fix="give hotspa_strategies, or a data set that begins anew with each iter()",
+            )
+        lengths = list[int]()
+        for batch in islice(loader, batches):
+            batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            known = {name: batch[name] for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if name in batch}
+            lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
+        return lengths
+
+    try:
+        mine = agreement.run("auto strategies", read)
+    finally:
+        set_random_state(state, "the first batches")
+    everybody = torch.cat(agreement.vectors(torch.tensor(mine, dtype=torch.int64))).numpy()
+    labels = np.maximum(everybody - 1, 0)
+    return SequenceTable(everybody, labels, np.full(len(everybody), -1, np.int64), np.zeros(0, np.uint8))
+
+
+_ANY = 1 << 40
+
+
+def _is_spent(loader: Any) -> bool:
+    """Whether the data set of a loader is its own iterator."""
+    dataset = getattr(loader, "dataset", None)
+    while isinstance(getattr(dataset, "dataset", None), IterableDataset):
+        dataset = dataset.dataset
+    return isinstance(dataset, Iterator)

@@ -1,0 +1,250 @@
+"""How a trainer gets its switched model, and how its ranks talk before there is one.
+
+`Ranks` agrees over the host from the constructor on. `start` chooses the strategies (or takes those that are given), makes the
+`SwitchedModel`, and whoever watches it: predictions, slow devices, the memory limit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from hf_hotspa.checkpoint.format.folder import write_error
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.parallel import backends
+from hf_hotspa.parallel.agreement import Agreement, Mailbox
+from hf_hotspa.parallel.own_loss import TokenLoss
+from hf_hotspa.switched.model import SwitchedModel
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.auto import (
+    AutoStrategies,
+    check_given,
+    engine_options,
+    evaluation_buckets,
+    given_buckets,
+    note,
+    prepare_auto,
+    warn_of_known,
+)
+from hf_hotspa.trainer.events import PhaseDispatcher, is_users
+from hf_hotspa.trainer.predictions import Predictions, find_calibration
+from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
+
+if TYPE_CHECKING:
+    from hf_hotspa.trainer.trainer import SwitchedMixin
+
+
+class Ranks:
+    """All ranks of a run, over the host.
+
+    Args:
+        args: The training arguments.
+    """
+
+    def __init__(self, args: HotSPaTrainingArguments) -> None:
+        self._args = args
+        self._channel: tuple[dist.ProcessGroup, Mailbox] | None = None
+
+    def agreement(self) -> Agreement:
+        """Of all ranks, also before the engine exists; of one process before there are others. Collective the first time."""
+        rank, world_size = self._args.process_index, self._args.world_size
+        if world_size == 1 or not dist.is_initialized():
+            return Agreement(None, 0)
+        if self._channel is None:
+            timeout = timedelta(seconds=float(self._args.ddp_timeout))
+            self._channel = backends.world_for_host_tensors(timeout), Mailbox(rank, world_size)
+        group, mailbox = self._channel
+        return Agreement(group, rank, mailbox)
+
+    def make_output_dir(self) -> None:
+        """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective."""
+        folder = Path(self._args.output_dir)
+        self.agreement().run(
+            "output_dir",
+            lambda: folder.mkdir(parents=True, exist_ok=True) if self._args.should_save else None,
+            otherwise=lambda failure: write_error("output_dir cannot be made", folder, failure),
+        )
+
+    @contextmanager
+    def telling(self, trainer: "SwitchedMixin", what: str) -> Iterator[None]:
+        """Leaves an error for the other ranks, and a lack of memory for the next launch; raises what a peer was first to
+        raise. May be nested: an error is told once. Without an engine nothing is done.
+
+        Args:
+            what: What is being done, for messages.
+        """
+        try:
+            yield
+        except Exception as error:
+            if trainer.engine is None:
+                raise
+            note(self._args.output_dir, trainer.engine.failures)
+            explained = trainer.engine.explain(error, f"{what} after step {trainer.state.global_step}")
+            if explained is error:
+                raise
+            raise explained from error
+
+
+@dataclass
+class Watchers:
+    """Who decides and measures beside a switched model.
+
+    Attributes:
+        auto: Chooses strategies; None where they were given.
+        predictions: Predicts seconds of those that were given; None without a calibration.
+        devices: Watches for slow devices; None where nobody does.
+    """
+
+    auto: AutoStrategies | None = None
+    predictions: Predictions | None = None
+    devices: DeviceWatch | None = None
+
+    def choose(self, step: int, lengths: Sequence[int], given: Any) -> Any:
+        """The buckets of a mini-batch, and the speeds of devices that its packs are divided by. Called in a thread, too."""
+        buckets, auto = given, self.auto
+        if auto is not None and auto.chooser is not None:
+            buckets = auto.chooser.choose(step, lengths, auto.chooser.previous).buckets
+        speeds = self.devices.speeds if self.devices is not None else None
+        return buckets, speeds.of(step) if speeds is not None else None
+
+    def begin(self) -> None:
+        """A run begins."""
+        if self.devices is not None:
+            self.devices.start()
+        if self.auto is not None:
+            self.auto.start()
+
+    def state(self) -> dict[str, Any]:
+        """What a resumed run needs of them, JSON-ready."""
+        state: dict[str, Any] = {"auto": self.auto.state_dict()} if self.auto is not None else {}
+        if self.devices is not None and self.devices.decides:
+            state["devices"] = self.devices.state_dict()
+        return state
+
+    def load(self, state: dict[str, Any]) -> None:
+        """The inverse of `state`.
+
+        Raises:
+            HotspaConfigError: it is damaged.
+        """
+        if self.devices is not None and "devices" in state:
+            self.devices.load_state_dict(state["devices"])
+        if self.auto is not None and "auto" in state:
+            self.auto.load_state_dict(state["auto"])
+
+    def trained(self, step: int, plan: Any, report: Any) -> Any:
+        """Takes the report of a mini-batch; returns it with what they say of it. Collective."""
+        predictions = self.auto or self.predictions
+        if predictions is not None:
+            report = predictions.trained(step, plan, report)
+        return self.devices.trained(plan, report) if self.devices is not None else report
+
+
+def start(trainer: "SwitchedMixin", loader: Any) -> tuple[SwitchedModel, Watchers]:
+    """Makes the switched model of a trainer. Collective.
+
+    Args:
+        loader: The data loader that is about to be trained; None where nothing is.
+
+    Raises:
+        HotspaError: on every rank.
+    """
+    args, model, agreement = trainer.args, trainer.model, trainer._hotspa_ranks.agreement()
+    lengths, own, watchers = trainer._hotspa_rows, trainer._hotspa_loss, Watchers()
+    weights = trainer._hotspa_source.weights_folder(model)
+    calibration = None if args.hotspa_auto else find_calibration(model, args, agreement)
+    if args.hotspa_auto:
+        given = trainer.eval_dataset
+        evaluated = [*(given.values() if isinstance(given, dict) else [given]), lengths.evaluated]
+        tables, size = lengths.tables(trainer.train_dataset, evaluated, loader, agreement), args.hotspa_rows_a_step
+        watchers.auto = prepare_auto(model, args, agreement, lambda: tables, size, sampled=lengths.sampled)
+    auto = watchers.auto
+    buckets = auto.plan.pool if auto is not None else given_buckets(args)
+    evaluated_by = evaluation_buckets(args.hotspa_eval_strategy, buckets)
+    known = auto or calibration
+    stage_costs = known.stage_costs if known is not None else None
+    options = engine_options(args, own, stage_costs, auto.time if auto is not None else None)
+    switched = SwitchedModel(model, buckets, options, weights=weights, device=args.device, guards=True)
+    engine = switched.engine
+    engine.observer = PhaseDispatcher(trainer)
+    if calibration is not None:
+        watchers.predictions = Predictions(engine, calibration, args)
+    measured = calibration.calibration if calibration is not None else None
+    fits = auto.fits if auto is not None else lambda cut: check_given(buckets, cut, measured, args, options)
+    watchers.devices = watch_devices(engine, args, fits, watchers.predictions)
+    if auto is not None:
+        engine.failures.predicted_bytes = auto.predicted_bytes
+    else:
+        fits(engine.description)
+        if args.process_index == 0:
+            warn_of_known(args.output_dir, buckets)
+    choose = lambda step, numbers: watchers.choose(step, numbers, engine.buckets)  # noqa: E731
+    switched.runs_by(choose, trainer._hotspa_optimizer.settings, evaluated_by)
+    lengths.take_longest(switched.longest)
+    return switched, watchers
+
+
+def own_loss(
+    function: Any, columns: Sequence[str], args: HotSPaTrainingArguments, compute_loss_func: Any, cls: type
+) -> TokenLoss | None:
+    """The token loss of a trainer for the engine; None for what the Trainer computes.
+
+    Raises:
+        HotspaConfigError: several losses are given, or columns that none reads.
+    """
+    given = {
+        "token_loss": function is not None,
+        "compute_loss_func": compute_loss_func is not None,
+        "a compute_loss override": is_users(getattr(cls, "compute_loss", None)),
+        f"label_smoothing_factor is {args.label_smoothing_factor}": bool(args.label_smoothing_factor),
+    }
+    names = [name for name, there in given.items() if there]
+    if function is None:
+        if columns:
+            raise HotspaConfigError(
+                f"loss_columns is {list(columns)}, and there is no token_loss that reads them",
+                fix="give a token_loss; a compute_loss override has the columns that the data collator gives in its inputs "
+                "(remove_unused_columns=False)",
+            )
+        return None
+    if len(names) > 1:
+        raise HotspaConfigError(f"several losses are given: {' and '.join(names)}", fix="give one of them")
+    return TokenLoss(function, tuple(columns))
+
+
+REPLACED = {
+    "_wrap_model": "the model is wrapped into a SwitchedModel",
+    "_move_model_to_device": "what runs on the devices are replicas of the model",
+    "_clip_grad_norm": "gradients are spread over the ranks",
+    "_get_grad_norm": "gradients are spread over the ranks",
+    "_save_checkpoint": "each rank writes its share of weights and optimizer state",
+    "_save": "weights are in the master store, and arguments are saved as JSON",
+    "_load_from_checkpoint": "weights go into the master store, together with the optimizer's state",
+    "_load_optimizer_and_scheduler": "each rank reads its share",
+    "_load_rng_state": "generators are saved as JSON",
+    "_load_best_model": "weights go into the master store",
+    "_push_from_checkpoint": "checkpoints are pushed when all ranks have written them",
+}
+"""Methods of `SwitchedMixin` that do not call the class behind it, and why."""
+
+
+def refuse_behind(cls: type, mixin: type) -> None:
+    """Refuses a class with one behind the mixin whose override would never be called.
+
+    Raises:
+        UnsupportedError: naming class and method.
+    """
+    for other in cls.__mro__[cls.__mro__.index(mixin) + 1 :]:
+        if other.__module__.split(".")[0] in ("transformers", "trl", "builtins"):
+            continue
+        name = next((name for name in REPLACED if name in vars(other)), None)
+        if name is not None:
+            raise UnsupportedError(
+                f"{other.__name__}.{name} stands behind HotSPaTrainer and would never be called",
+                why=REPLACED[name],
+                fix=f"override {name} in a class in front of HotSPaTrainer, and call super().{name}(...) in it",
+            )
