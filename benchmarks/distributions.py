@@ -104,7 +104,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
 
         choice = searched(strategies)
         chooser = PhaseChooser(
-            pool_of(choice, capacities), time_model, switch, table, quadratic_cost=shape.quadratic_cost
+            pool_of(choice, capacities), time_model, switch, quadratic_cost=shape.quadratic_cost
         )
         fitting = [s for s in strategies if capacities.tokens(s, capacities.arena(s)) >= longest]
         sides = [Side(f"static {short_name(s)}", searched([s]).buckets) for s in fitting]
@@ -122,7 +122,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
                 begin, used = time.perf_counter(), time.process_time()
                 buckets = side.buckets
                 if side.name == "auto":
-                    buckets = chooser.choose(number, rows, chooser.previous).buckets
+                    buckets = chooser.choose(number, [lengths[row] for row in rows], chooser.previous).buckets
                 plan = plan_mini_batch(rows, table, buckets, quadratic_cost=shape.quadratic_cost)
                 mini_batch = collator.of_plan(plan, {row: examples[row - rows.start] for row in collator.rows_of(plan)})
                 report = engine.forward_backward(mini_batch)

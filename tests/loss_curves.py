@@ -9,7 +9,7 @@ import tempfile
 from typing import Any
 
 import torch
-from transformers import TrainingArguments
+from transformers import TrainerCallback, TrainingArguments
 
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, THREE, _LossRecorder, _pad, dataset_rows
@@ -40,14 +40,11 @@ def hotspa_losses(rank: int, world_size: int, folder: str, steps: int, options: 
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
-    losses = []
+    losses = list[float]()
 
-    class Recorder(HotSPaTrainer):
-        def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-            loss: torch.Tensor = super().training_step(*args, **kwargs)
-            assert self.last_report is not None
-            losses.append(self.last_report.loss)
-            return loss
+    class Recorder(TrainerCallback):
+        def on_step_report(self, args: Any, state: Any, control: Any, report: Any, **kwargs: Any) -> None:
+            losses.append(report.loss)
 
     model = tiny_model(FAMILY)
     args = HotSPaTrainingArguments(
@@ -57,7 +54,8 @@ def hotspa_losses(rank: int, world_size: int, folder: str, steps: int, options: 
         save_strategy="no",
         **{**_RUN, "hotspa_strategies": THREE, "max_steps": steps, **options},
     )
-    trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
+    rows = dataset_rows(model.config.vocab_size)
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Recorder()])
     trainer.train()
     trainer.close_engine()
     return losses

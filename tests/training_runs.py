@@ -33,13 +33,17 @@ class _Losses(TrainerCallback):
 def make_trainer(
     output: str, world: int, *, family: str = "qwen3_qk_norm_tied", rows: Any = None, **options: Any
 ) -> Any:
-    """A trainer with saves after every step, unless the options say something else; `lora` makes it a `PeftModel`."""
+    """A trainer with saves after every step, unless the options say something else.
+
+    `lora` makes it a `PeftModel`; `cls` makes a subclass of the trainer.
+    """
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     changes = options.pop("model", {})
     callbacks = options.pop("callbacks", [])
     seed = options.pop("model_seed", 0)
+    cls = options.pop("cls", None)
     common = {
         "output_dir": output, "use_cpu": True, "report_to": "none", "disable_tqdm": True, "max_steps": STEPS,
         "save_steps": 1, "logging_steps": 1, "learning_rate": 1e-2, "weight_decay": 0.1, "warmup_steps": 2, "seed": 7,
@@ -54,7 +58,8 @@ def make_trainer(
         model = tiny_lora(family, seed=seed, model=changes, **lora)
     rows = random_rows(ROWS, model.config.vocab_size, longest=60, seed=3) if rows is None else rows
     args = HotSPaTrainingArguments(**{**common, **options})
-    return HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[_Losses(), *callbacks])
+    cls = HotSPaTrainer if cls is None else cls(HotSPaTrainer)
+    return cls(model=model, args=args, train_dataset=rows, callbacks=[_Losses(), *callbacks])
 
 
 def train(trainer: Any, resume: Any = None) -> dict[int, float]:

@@ -41,7 +41,7 @@ from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.dropout_settings import without_attention_dropout
-from hf_hotspa.parallel.own_loss import SequenceLoss, TokenLoss
+from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.search.automatic import longest_wanted, make_auto_plan
@@ -171,14 +171,14 @@ def measured_strategies(strategies: Iterable[Strategy]) -> list[Strategy]:
 
 def engine_options(
     args: HotSPaTrainingArguments,
-    loss: TokenLoss | SequenceLoss | None,
+    loss: TokenLoss | None,
     stage_costs: StageCosts | None = None,
     time: TimeModel | None = None,
 ) -> EngineOptions:
     """The options of the engine of a run.
 
     Args:
-        loss: A loss of the user's own, which label smoothing has no part in.
+        loss: A token loss of the user's own; None for what the Trainer computes.
         stage_costs: What stages are cut by where seconds were measured.
         time: The time model that strategies were chosen by; chunks of tokens are cut by it. None where they were given:
             what is measured then changes nothing.
@@ -194,7 +194,6 @@ def engine_options(
         planner=args.hotspa_planner,
         second_source=ON_OFF[args.hotspa_second_source],
         memory_limit=args.hotspa_memory_limit_mb << 20 if args.hotspa_memory_limit_mb else None,
-        label_smoothing=args.label_smoothing_factor if loss is None else 0.0,
         loss=loss,
         neftune_alpha=args.neftune_noise_alpha,
         seed=args.seed,
@@ -383,22 +382,12 @@ def prepare_auto(
 
     def planned(among: list[Strategy]) -> Plan:
         return make_auto_plan(
-            tables[0],
-            among,
-            cost,
-            mini_batch_size=mini_batch_size,
-            limit_bytes=limit,
-            limit_source=source,
-            longest=args.hotspa_longest,
-            policy=args.hotspa_overlong,
-            max_phases=args.hotspa_max_buckets,
-            most_tokens=most_tokens,
-            evaluated=tables[1:],
-            sampled=sampled,
-            may_chunk=may_chunk,
+            tables[0], among, cost, mini_batch_size=mini_batch_size, limit_bytes=limit, limit_source=source,
+            longest=args.hotspa_longest, policy=args.hotspa_overlong, max_phases=args.hotspa_max_buckets,
+            most_tokens=most_tokens, evaluated=tables[1:], sampled=sampled, may_chunk=may_chunk,
             has_host_memory=args.device.type != "cpu",
             may_go_round=among is strategies and args.hotspa_stragglers not in GIVING,
-        )
+        )  # fmt: skip
 
     plan = agreement.run(
         "auto strategies", lambda: planned(strategies), lambda plan: {"choice of strategies": repr(plan.pool)}

@@ -6,8 +6,10 @@ has the user's collator do its work, or pads rows itself where there is none, an
 or not. The loaders, the order of rows and the workers are the stock Trainer's.
 """
 
+import logging
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
@@ -23,14 +25,20 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
+from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
+from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, RowRules, read_row
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, read_batch
+
+logger = logging.getLogger(__name__)
 
 ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
 COUNTS = "hotspa_cut_rows"
@@ -229,7 +237,7 @@ def with_masks(example: Any, row: int) -> Any:
         UnsupportedError: a mask is not one number of 0 or 1 for each token, or a column says what counts in a way that nobody
             reads.
     """
-    ids = example.get("input_ids")
+    ids = example.get("input_ids") if isinstance(example, Mapping) else None
     if ids is None or any(example.get(name) is not None for name in LABEL_COLUMNS):
         return example
     masks = {name: example[name] for name in example if is_loss_mask(name) and example[name] is not None}
@@ -371,8 +379,9 @@ class Rows:
     def __init__(self, trainer: Any, loss_columns: Sequence[str] = ()) -> None:
         self._trainer, self._args, self._loss_columns = trainer, trainer.args, tuple(loss_columns)
         self._known = dict[int, tuple[Any, Any, SequenceTable]]()
-        self._collators, self._longest = list[RowCollator](), None
-        self.sampled, self.evaluated, self.default_collator = False, None, None
+        self._collators = list[RowCollator]()
+        self._longest: int | None = None
+        self.sampled, self.evaluated, self.default_collator, self._has_said = False, None, None, False
         self.sampler: MiniBatchSampler | None = None
 
     # -- what loaders are given ---------------------------------------------------------------------------------------
@@ -386,7 +395,13 @@ class Rows:
     def _given_collator(self) -> Any:
         """The user's data collator; None where the trainer has the stock default."""
         collator = getattr(self._trainer, "data_collator", None)
-        return None if collator is self.default_collator else collator
+        if isinstance(collator, PackedBucketCollator) and not self._has_said:
+            self._has_said = True
+            if self._args.process_index == 0:
+                logger.warning(
+                    "PackedBucketCollator is for loops of your own; here rows are packed: pass no data_collator"
+                )
+        return None if collator is self.default_collator or isinstance(collator, PackedBucketCollator) else collator
 
     def _tokenizer(self) -> Any:
         processing_class = getattr(self._trainer, "processing_class", None)
@@ -405,12 +420,31 @@ class Rows:
             loss_columns=self._loss_columns,
             policy=args.hotspa_overlong,
             counts=is_training and args.hotspa_overlong != ERROR,
-            refused=frozenset(signature) - {*TOKEN_COLUMNS, "label"},
+            refused=self._refused(),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
         )
         self._collators.append(collator)
         return collator
+
+    @contextmanager
+    def reading(self, dataset: Any) -> Iterator[None]:
+        """Inside, accelerate has each rank read its own part of a stream where rows are padded here: a rank that reads for all
+        needs batches of one width. And workers end with their rank, and with nobody else's signal."""
+        args, config = self._args, self._trainer.accelerator.dataloader_config
+        dispatch = config.dispatch_batches
+        has_context = hasattr(args, "dataloader_multiprocessing_context")
+        chosen = args.dataloader_multiprocessing_context if has_context else None
+        if self._given_collator() is None and is_stream(dataset):
+            config.dispatch_batches = False
+        if has_context:
+            args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
+        try:
+            yield
+        finally:
+            config.dispatch_batches = dispatch
+            if has_context:
+                args.dataloader_multiprocessing_context = chosen
 
     def dealt_out(self, dataset: Any, size: int, sampler_fn: Any) -> Any:
         """Gives a sampler of the rows of each batch of this rank; of a stream what it was.
@@ -440,6 +474,11 @@ class Rows:
 
         return made
 
+    def _refused(self) -> frozenset[str]:
+        """Columns that the model would be given, and that packing cannot honour."""
+        self._trainer._set_signature_columns_if_needed()
+        return frozenset(self._trainer._signature_columns) - {*TOKEN_COLUMNS, "label"}
+
     # -- lengths ------------------------------------------------------------------------------------------------------
 
     def can_scan(self, dataset: Any) -> bool:
@@ -448,6 +487,10 @@ class Rows:
         is_lazy = isinstance(lazy, Mapping) and lazy.get("type") == "custom"
         has_rows = not isinstance(dataset, Mapping) and not is_stream(dataset) and has_length(dataset)
         return has_rows and not is_lazy and is_stock(self._given_collator())
+
+    def collates_for(self, loader: Any) -> bool:
+        """Whether a data loader is one that collates here: not one of the user's own, whose rows are known to nobody."""
+        return any(getattr(loader, "collate_fn", None) is collator for collator in self._collators)
 
     def scan(self, dataset: Any) -> tuple[Any, SequenceTable]:
         """The data set, tokenised where its rows are text, and the lengths of its rows.
@@ -462,13 +505,23 @@ class Rows:
         return self._known[id(dataset)][1:]
 
     def _scanned(self, dataset: Any) -> tuple[Any, SequenceTable]:
-        args, tokenizer = self._args, self._tokenizer()
+        args, tokenizer, collator = self._args, self._tokenizer(), self._given_collator()
+        of_ids = type(collator) is stock.DataCollatorForLanguageModeling
+        rules = RowRules(
+            labels_are_ids=of_ids,
+            unlabelled_id=getattr(collator.tokenizer, "pad_token_id", None) if of_ids else None,
+            pads_left=getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left",
+            absolute_positions=has_absolute_positions(bare_model(self._trainer.model)[0].config),
+            refused=self._refused(),
+        )
         quiet = args.disable_tqdm or args.process_index != 0
+        if len(dataset):
+            with_masks(dataset[0], 0)
         with args.main_process_first(desc="scan of the sequence lengths"):
             names = getattr(dataset, "column_names", None)
             if names and tokenizer is not None and "input_ids" not in names:
                 dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns)
-            return dataset, scan_dataset(_Rendered.of(dataset, tokenizer), disable_progress=quiet)
+            return dataset, scan_dataset(_Rendered.of(dataset, tokenizer), rules=rules, disable_progress=quiet)
 
     def table(self, dataset: Any, longest: int) -> SequenceTable | None:
         """The scan of a data set, all of whose rows have a bucket; None where it cannot be scanned.
@@ -497,8 +550,9 @@ class Rows:
             sets = {id(d): d for d in (trained, *evaluated) if d is not None and self.can_scan(d)}
             return [self.scan(dataset)[1] for dataset in sets.values()]
 
+        self.sampled = loader is not None and not (self.can_scan(trained) and self.collates_for(loader))
+        trained = None if self.sampled else trained
         tables = agreement.run("auto strategies", scanned)
-        self.sampled = trained is not None and loader is not None and not self.can_scan(trained)
         if self.sampled:
             tables.insert(0, lengths_of_first(loader, _SAMPLED_BATCHES, agreement))
         if not tables:
@@ -573,7 +627,7 @@ _ANY = 1 << 40
 
 def _is_spent(loader: Any) -> bool:
     """Whether the data set of a loader is its own iterator."""
-    dataset = getattr(loader, "dataset", None)
+    dataset: Any = getattr(loader, "dataset", None)
     while isinstance(getattr(dataset, "dataset", None), IterableDataset):
         dataset = dataset.dataset
     return isinstance(dataset, Iterator)

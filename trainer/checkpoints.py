@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -194,9 +194,6 @@ class CheckpointContents:
         return records
 
 
-if TYPE_CHECKING:
-    from hf_hotspa.trainer.trainer import SwitchedMixin
-
 logger = logging.getLogger(__name__)
 
 
@@ -304,7 +301,7 @@ def tokenizer_of(trainer: Any) -> Any:
     return trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
 
 
-def contents_of(trainer: "SwitchedMixin", folder: RunFolder) -> CheckpointContents:
+def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
     """The checkpoint of a trainer at this moment. Collective."""
     optimizer = None if trainer.args.save_only_model else trainer.optimizer
     devices = trainer._hotspa_watchers.devices
@@ -315,7 +312,7 @@ def contents_of(trainer: "SwitchedMixin", folder: RunFolder) -> CheckpointConten
     )  # fmt: skip
 
 
-def _texts(trainer: "SwitchedMixin", share: Share) -> dict[str, str]:
+def _texts(trainer: Any, share: Share) -> dict[str, str]:
     """The JSON files that one rank writes for all."""
     callbacks: dict[str, Any] = {}
     state = trainer.state

@@ -542,7 +542,7 @@ STAGES = {
 }  # fmt: skip
 """What is sharded -> the stage of ZeRO that it is; `reshard_after_forward` is true or false, or one of the names."""
 
-UNUSED = frozenset(
+FSDP_UNUSED = frozenset(
     (
         "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "transformer_cls_names_to_wrap", "min_num_params",
         "forward_prefetch", "backward_prefetch", "backward_prefetch_policy", "limit_all_gathers", "use_orig_params",
@@ -598,7 +598,7 @@ def read_fsdp(fsdp: Any, config: Any) -> tuple[int, bool]:
         elif field in _OFF:
             if text not in ("false", "none"):
                 problems.append(f"fsdp_config.{name}={value!r}: {_OFF[field]}")
-        elif field not in UNUSED:
+        elif field not in FSDP_UNUSED:
             problems.append(f"fsdp_config.{name}={value!r}: no such field is known")
     if problems:
         raise UnsupportedError(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
@@ -21,7 +22,7 @@ from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.documents import Documents, Exchange, read_batch
+from hf_hotspa.switched.documents import Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.requests import facts_of, pairs_in
 from hf_hotspa.trainer.auto import engine_options, given_buckets
@@ -103,14 +104,21 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     """The rows of the first mini-batches of the run; fewer than `steps` where an epoch has fewer. Collective."""
     longest, shape = max(bucket.longest for bucket in hot.buckets), engine.description.shape
     loader, rules = trainer.get_train_dataloader(), RowRules(columns=_columns(trainer))
-    for collator in trainer._hotspa_collators:
-        collator.longest = longest
+    trainer._hotspa_rows.take_longest(longest)
     accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
-    exchange, batches, mini_batches = Exchange(engine.agreement, engine.world_size), iter(loader), list[Documents]()
-    while len(mini_batches) < steps and (part := list(islice(batches, accumulation))):
+    exchange, mini_batches, state = Exchange(engine.agreement, engine.world_size), list[Documents](), random_state()
+
+    def read() -> list[list[Document]]:
+        batches = islice(loader, steps * accumulation)
+        return [read_batch(batch, shape.vocab_size, longest, engine.rank, rules) for batch in batches]
+
+    try:  # a loader draws a seed for its workers
+        parts = engine.agreement.run("gain", read, lambda parts: {"number of batches": str(len(parts))})
+    finally:
+        set_random_state(state, "the first mini-batches")
+    for first in range(0, len(parts), accumulation):
         documents = Documents()
-        for batch in part:
-            mine = read_batch(batch, shape.vocab_size, longest, engine.rank, rules)
+        for mine in parts[first : first + accumulation]:
             facts = exchange.facts(facts_of(mine, None))
             documents.add([pairs_in(of_rank) for of_rank in facts], mine, engine.rank)
         mini_batches.append(documents)
@@ -164,7 +172,7 @@ def _take_turns(
 
 def _switching(trainer: "SwitchedMixin") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
-    auto = trainer._hotspa_auto
+    auto = trainer._hotspa_watchers.auto
     if not trainer.args.hotspa_auto:
         return Side(SWITCHING, given_buckets(trainer.args))
     if auto is None or auto.chooser is None:
@@ -179,7 +187,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
 
 def _singles(trainer: "SwitchedMixin", hot: Side) -> list[Bucket]:
     """The single strategies that fit: as a time model and a memory model have it, or those of the list."""
-    predictions = trainer._hotspa_auto or trainer._hotspa_predictions
+    predictions = trainer._hotspa_watchers.auto or trainer._hotspa_watchers.predictions
     singles = predictions.singles() if predictions is not None else []
     longest = max(bucket.longest for bucket in hot.buckets)
     return singles or [replace(bucket, low=0, longest=longest) for bucket in hot.buckets if bucket.capacity >= longest]
@@ -193,6 +201,6 @@ def _engine(trainer: "SwitchedMixin", sides: Sequence[Side]) -> HotSPaEngine:
     ]  # mini-batches come with buckets of their own; cp needs a token a rank
     weights = None if has_weights(trainer.model) else trainer._hotspa_source.folder
     measured = trainer.engine.description.vector.measured if trainer.engine is not None else None
-    time = trainer._hotspa_auto.time if trainer._hotspa_auto is not None else None
-    options = engine_options(trainer.args, trainer._hotspa_loss, measured, time)
+    auto = trainer._hotspa_watchers.auto
+    options = engine_options(trainer.args, trainer._hotspa_loss, measured, auto.time if auto is not None else None)
     return HotSPaEngine(trainer.model, buckets, options, weights=weights, device=trainer.args.device)

@@ -96,14 +96,6 @@ def explain_arguments(args: TrainingArguments) -> None:
     for name in ("enable_jit_checkpoint", "bf16_full_eval"):  # and would act on these
         if getattr(args, name, False):
             setattr(args, name, False)
-    values: dict[str, Any] = vars(args)
-    config = values["accelerator_config"]
-    if getattr(config, "dispatch_batches", None) is not False:
-        # a rank that reads for all would need batches of one width
-        if config.dispatch_batches and args.process_index == 0:
-            logger.warning("dispatch_batches=True: each rank reads its own batches; it has no effect on them")
-        values["accelerator_config"] = copy(config)  # not the user's object
-        values["accelerator_config"].dispatch_batches = False
     read_accelerator_config(args)
 
 

@@ -159,7 +159,7 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
 
 _LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
 _FLAGS = (
-    "strategies", "mini_batch_size", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
+    "strategies", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
     "stragglers",
 )  # fmt: skip
 
@@ -201,6 +201,7 @@ def run_facts(
         },
         settings={
             **{name: getattr(args, f"hotspa_{name}") for name in _FLAGS},
+            "mini_batch_size": args.hotspa_rows_a_step,
             "pipeline_mode": pipeline_mode(args),
             "overlap_load": engine.overlap.load,
             "overlap_return": engine.overlap.return_gradients,

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 
@@ -33,9 +33,6 @@ from hf_hotspa.trainer.auto import (
 from hf_hotspa.trainer.events import PhaseDispatcher, is_users
 from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
-
-if TYPE_CHECKING:
-    from hf_hotspa.trainer.trainer import SwitchedMixin
 
 
 class Ranks:
@@ -70,7 +67,7 @@ class Ranks:
         )
 
     @contextmanager
-    def telling(self, trainer: "SwitchedMixin", what: str) -> Iterator[None]:
+    def telling(self, trainer: Any, what: str) -> Iterator[None]:
         """Leaves an error for the other ranks, and a lack of memory for the next launch; raises what a peer was first to
         raise. May be nested: an error is told once. Without an engine nothing is done.
 
@@ -144,7 +141,7 @@ class Watchers:
         return self.devices.trained(plan, report) if self.devices is not None else report
 
 
-def start(trainer: "SwitchedMixin", loader: Any) -> tuple[SwitchedModel, Watchers]:
+def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     """Makes the switched model of a trainer. Collective.
 
     Args:
@@ -204,11 +201,10 @@ def own_loss(
     }
     names = [name for name, there in given.items() if there]
     if function is None:
-        if columns:
+        if columns and not names:
             raise HotspaConfigError(
-                f"loss_columns is {list(columns)}, and there is no token_loss that reads them",
-                fix="give a token_loss; a compute_loss override has the columns that the data collator gives in its inputs "
-                "(remove_unused_columns=False)",
+                f"loss_columns is {list(columns)}, and no loss of your own reads them",
+                fix="give a token_loss, or a compute_loss override, which has them in its inputs, or leave loss_columns out",
             )
         return None
     if len(names) > 1:

@@ -27,7 +27,6 @@ from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_column
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, NonFiniteError
@@ -43,7 +42,7 @@ from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.batches import COUNTS, RowCollator, Rows, is_stream
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
-from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags
+from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, check_elementwise, text_of
 from hf_hotspa.trainer.predictions import run_facts
@@ -76,6 +75,9 @@ class SwitchedMixin(_Base):
 
     args: HotSPaTrainingArguments
     callback_handler: CallbackEvents
+    data_collator: Any
+    lr_scheduler: Any
+    hub_model_id: str | None
     last_report: StepReport | None = None
 
     def __init__(
@@ -274,19 +276,14 @@ class SwitchedMixin(_Base):
         collator = rows.collator(dataset, is_training)
         if is_training and args.hotspa_mini_batch_size is not None:
             sampler_fn = rows.dealt_out(dataset, args.hotspa_mini_batch_size, sampler_fn)
-        chosen = getattr(args, "dataloader_multiprocessing_context", None)
         self.data_collator = collator
         try:
-            if hasattr(args, "dataloader_multiprocessing_context"):
-                # workers that end with their rank, and with nobody else's signal
-                args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
-            return super()._get_dataloader(
-                dataset, description, batch_size, sampler_fn, is_training=is_training, **kwargs
-            )
+            with rows.reading(dataset):
+                return super()._get_dataloader(
+                    dataset, description, batch_size, sampler_fn, is_training=is_training, **kwargs
+                )
         finally:
             self.data_collator = given
-            if hasattr(args, "dataloader_multiprocessing_context"):
-                args.dataloader_multiprocessing_context = chosen
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         collator = self.data_collator
@@ -354,11 +351,13 @@ class SwitchedMixin(_Base):
         rows, args, given = self._hotspa_rows, self.args, self.eval_dataset
         evaluates = args.eval_strategy != "no" or args.eval_on_start
         evaluated = list(given.values()) if isinstance(given, dict) else [given]
-        sets = [self.train_dataset, *(evaluated if evaluates else ())]
+        if not evaluates or is_users(type(self).get_eval_dataloader):
+            evaluated = []
 
         def checked() -> Any:
-            tables = [rows.table(dataset, switched.longest) for dataset in sets if dataset is not None]
-            table = tables[0] if tables else None
+            table = rows.table(self.train_dataset, switched.longest) if rows.collates_for(loader) else None
+            for dataset in evaluated:
+                rows.table(dataset, switched.longest)
             self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
             if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
                 check_data_order(self._hotspa_resumption, self._hotspa_order, loader, self._hotspa_pass)
@@ -433,7 +432,7 @@ class SwitchedMixin(_Base):
 
     def hotspa_state(self) -> dict[str, Any]:
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
-        state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions()}
+        state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions.state_dict()}
         return state | ({"stream": dict(self._hotspa_place)} if is_stream(self.train_dataset) else {})
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
@@ -446,7 +445,7 @@ class SwitchedMixin(_Base):
         if self._hotspa_model is not None:
             self._hotspa_watchers.load(state)
             if "losses" in state:
-                self._hotspa_model.assume(state["losses"])
+                self._hotspa_model.assumptions.load_state_dict(state["losses"])
 
     # -- a step -------------------------------------------------------------------------------------------------------
 
@@ -541,7 +540,7 @@ class SwitchedMixin(_Base):
 
     def _hotspa_report(self) -> None:
         """Tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
-        report, plan = self.switched.report, self.switched.trained_plan
+        report, plan = self.switched.report, self.switched.plan
         if report is None or plan is None:
             return
         report = self._hotspa_watchers.trained(self.state.global_step, plan, report)

@@ -27,7 +27,7 @@ from hf_hotspa.model.attachment import Attachment
 from hf_hotspa.model.logit_loss import LogitLoss, LossOfLogits, Objective
 from hf_hotspa.model.replica import Replica
 from hf_hotspa.parallel.loss import of_nothing
-from hf_hotspa.parallel.own_loss import tokens_of
+from hf_hotspa.parallel.own_loss import TokenLoss, tokens_of
 from hf_hotspa.parallel.scores import token_scores
 
 
@@ -59,7 +59,7 @@ class Tape:
     weights: Tensor | None = None
     seeds: Tensor | None = None
     logits: dict[int, Tensor] | None = None
-    logit_seeds: Callable[[int, "TapedReplica"], Tensor | None] | None = None
+    logit_seeds: Callable[[int], Tensor | None] | None = None
     router_values: Tensor | None = None
     router_seeds: Tensor | None = None
     own: tuple[float, float] | None = None
@@ -147,7 +147,7 @@ class TapedReplica(Attachment):
         self._fetched = {document: seeds for document, seeds in self._fetched.items() if document in here}
         for document in here:
             if document not in self._fetched:
-                self._fetched[document] = self.tape.logit_seeds(document, self)
+                self._fetched[document] = self.tape.logit_seeds(document)
         if all(seeds is None for seeds in self._fetched.values()):
             return None
         of_pack = torch.zeros(micro_batch.num_tokens, self.widths[self.shard], dtype=_wide(self.replica))
@@ -217,7 +217,7 @@ class TapedLoss(Objective):
         labels, place, keep, documents = micro_batch.labels[0], taped.place, taped.keep, taped.documents
         all_fields = tape.fields > 1 or (tape.seeds is not None and tape.seeds.shape[1] > 1)
         logits_out, logit_seeds = taped.pack_logits, taped.pack_seeds
-        own = self.base.own if tape.own is not None else None
+        own = self.base.own if tape.own is not None and isinstance(self.base.own, TokenLoss) else None
         pack = tokens_of(micro_batch) if own is not None else None
 
         def objective(logits: Tensor, tokens: slice) -> Tensor:

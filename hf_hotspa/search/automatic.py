@@ -77,20 +77,10 @@ def make_auto_plan(
     sample, size = _sample(table, top, policy, mini_batch_size)
     with _naming_limit(limit_source):
         choice = choose(
-            sample,
-            strategies,
-            cost,
-            capacities,
-            mini_batch_size=size,
-            longest=top,
-            may_chunk=may_chunk,
-            has_host_memory=has_host_memory,
-            may_go_round=may_go_round,
-            max_phases=max_phases,
-            margin=margin,
-            pack_margin=PACK_MARGIN,
-            plain_margin=margin,
-        )
+            sample, strategies, cost, capacities, mini_batch_size=size, longest=top, may_chunk=may_chunk,
+            has_host_memory=has_host_memory, may_go_round=may_go_round, max_phases=max_phases, margin=margin,
+            pack_margin=PACK_MARGIN, plain_margin=margin,
+        )  # fmt: skip
     pool = pool_of(choice, capacities)
     return Plan(choice, pool, cost.rank_bytes(pool), mini_batch_size, limit_bytes, limit_source)
 

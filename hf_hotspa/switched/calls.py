@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from hf_hotspa.errors import UnsupportedError
 from hf_hotspa.parallel.router_loss import RouterLoss
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.documents import Document, Documents
@@ -94,6 +95,7 @@ class Call:
         logit_seeds: [B, L, V], the gradient by the logits.
         of_routers: The gradient by the balance loss.
         own: This call's part of the token loss of all ranks, where that is the loss.
+        reads_padding: Whether a gradient by logits has come where there is no token.
     """
 
     shape: tuple[int, int]
@@ -118,6 +120,7 @@ class Call:
     logit_seeds: Tensor | None = None
     of_routers: float = 0.0
     own: float = 0.0
+    reads_padding: bool = False
     mask: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -170,6 +173,10 @@ class Call:
 
     def add_logit_seeds(self, gradient: Tensor) -> None:
         """Takes a gradient [B, L, V]."""
+        padding = torch.ones(self.shape, dtype=torch.bool)
+        for _, place in self._places():
+            padding[place] = False
+        self.reads_padding |= bool(gradient[padding.to(gradient.device)].any())
         if self.logit_seeds is None:
             self.logit_seeds = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)).clone()
         else:
@@ -279,3 +286,42 @@ def common(values: Tensor, tolerance: float) -> float | None:
         return 1.0
     first = float(values[0])
     return first if bool(((values - first).abs() <= tolerance * abs(first)).all()) else None
+
+
+# -- what is wrong with a call ----------------------------------------------------------------------------------------
+
+
+def of_padding(calls: Sequence[Call], where: str) -> UnsupportedError | None:
+    """For gradients by logits where a batch has no token; None without any."""
+    if not any(call.reads_padding for call in calls):
+        return None
+    return UnsupportedError(
+        "gradients by logits at padding",
+        where=where,
+        why="rows are packed without their padding, which has no logits here",
+        fix="leave the places where attention_mask is 0 out of the loss",
+    )
+
+
+def logits_are_gone(where: str) -> UnsupportedError:
+    """For logits that were not looked at in time."""
+    return UnsupportedError(
+        "logits were looked at after the step",
+        where=where,
+        why="the weights that they belong to are gone",
+        fix="use the logits before flush and optimizer.step()",
+    )
+
+
+def too_many_logits(call: Call, of_token: int, most: int, where: str) -> UnsupportedError | None:
+    """For logits of more than `most` bytes, with so many for each token; None for fewer."""
+    size = call.shape[0] * call.shape[1] * of_token
+    if size <= most:
+        return None
+    return UnsupportedError(
+        f"the logits of {call.shape[0]} rows of {call.shape[1]} tokens take {size:,} bytes, and the limit is {most:,}",
+        where=where,
+        why="logits, and the gradients by them, are in host memory of the rank that has the rows",
+        fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a larger "
+        "logit_bytes",
+    )

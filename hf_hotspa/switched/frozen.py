@@ -7,15 +7,20 @@ from torch import nn
 
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.adapters import bare_model
-from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.switched.model_object import as_built, unroute
 
+_Base: Any = object
 
-class FrozenModel(SwitchedModel):
-    """Weights of a second model that a `SwitchedModel` computes with: see `SwitchedModel.frozen`."""
 
-    def __init__(self, owner: SwitchedModel, model: nn.Module) -> None:
-        nn.Module.__init__(self)
+class Frozen(_Base):
+    """In front of `SwitchedModel`: weights of a second model that another one computes with. See `SwitchedModel.frozen`.
+
+    Args:
+        owner: The `SwitchedModel` on whose replicas it runs.
+    """
+
+    def __init__(self, owner: Any, model: nn.Module) -> None:
+        nn.Module.__init__(self)  # type: ignore[arg-type]
         self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
         with as_built(bare_model(model)[0]):
             self._store = owner.engine.frozen_weights(model)
@@ -31,11 +36,14 @@ class FrozenModel(SwitchedModel):
         return iter(())
 
     @property
-    def step(self) -> int:  # type: ignore[override]
-        return self._owner.step
+    def step(self) -> int:
+        """That of the owner."""
+        number: int = self._owner.step
+        return number
 
     def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
-        return self._owner._meet(f"{what}, of a frozen model", error, flag)
+        flags: list[bool] = self._owner._meet(f"{what}, of a frozen model", error, flag)
+        return flags
 
     def _drop(self) -> None:
         self._owner._drop()

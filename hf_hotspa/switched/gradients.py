@@ -18,20 +18,24 @@ class CallGradients:
 
     Args:
         own: Whether the loss is a token loss of the engine's.
+        looks: Whether logits were looked at in the last step or call, by mode; the model keeps it.
 
     Attributes:
         expected: The factor that the backward of the last step applied to the loss.
         linear: What the gradients by log-probabilities had in common in the last step.
     """
 
-    def __init__(self, passes: Passes, own: bool) -> None:
+    def __init__(self, passes: Passes, own: bool, looks: dict[tuple[bool, bool], bool]) -> None:
+        self._looks = looks
         self._passes, self._engine, self._own = passes, passes.engine, own
         self.expected, self.linear = float(self._engine.world_size), Assumed()
         self._tolerance = 64 * torch.finfo(passes.wide).eps
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed run needs to compute the same bits; JSON-ready."""
-        return {"expected": self.expected, "by_token": self.linear.by_token, "by_mean": self.linear.by_mean}
+        world, looks = self._engine.world_size, [list(mode) for mode, looked in self._looks.items() if looked]
+        linear = {"by_token": self.linear.by_token, "by_mean": self.linear.by_mean}
+        return {"expected": self.expected, "world": world, "looks": looks} | linear
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The inverse of `state_dict`.
@@ -40,8 +44,13 @@ class CallGradients:
             HotspaConfigError: it is damaged.
         """
         with reading_state("what gradients will be", "the first step may be trained twice"):
-            self.expected = float(state["expected"])
+            expected = float(state["expected"])
+            # a Trainer multiplies by the number of ranks, which may be another one now
+            self.expected = float(self._engine.world_size) if expected == state.get("world") else expected
             self.linear = Assumed(by_token=float(state["by_token"]), by_mean=bool(state["by_mean"]))
+            looks = {(bool(training), bool(trains)): True for training, trains in state.get("looks", ())}
+        self._looks.clear()
+        self._looks.update(looks)
 
     def compare(self, calls: Sequence[Call], where: str) -> float | None:
         """What the gradients of what was trained at once must be multiplied by; None where it must be trained again.

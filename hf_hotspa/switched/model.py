@@ -51,9 +51,18 @@ from hf_hotspa.parallel.scores import FIELDS
 from hf_hotspa.report import StepReport
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.calls import Assumed, Call, LazyLogits, leaves
+from hf_hotspa.switched.calls import (
+    Assumed,
+    Call,
+    LazyLogits,
+    leaves,
+    logits_are_gone,
+    of_padding,
+    too_many_logits,
+)
 from hf_hotspa.switched.changes import ObjectChanges
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.frozen import Frozen
 from hf_hotspa.switched.gradients import CallGradients
 from hf_hotspa.switched.meeting import Meeting
 from hf_hotspa.switched.model_object import (
@@ -74,13 +83,12 @@ from hf_hotspa.switched.requests import (
     Window,
     denominator_in,
     facts_of,
-    is_unread,
     pairs_in,
+    unreadable,
 )
 from hf_hotspa.switched.stale_weights import guard, release
 
-LOGIT_BYTES = 4 << 30
-CUT = ("num_truncated", "num_split", "num_dropped")
+LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped")
 
 
 class SwitchedModel(DistributedDataParallel):
@@ -98,7 +106,7 @@ class SwitchedModel(DistributedDataParallel):
 
     Attributes:
         engine: The engine.
-        report: Of the last step that was flushed; None before.
+        report, plan: Of the last step that was flushed, and of its last training pass; None before.
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
         missed: Steps that were announced, and that other batches came for.
         cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
@@ -128,9 +136,10 @@ class SwitchedModel(DistributedDataParallel):
         self._changes.show(self.engine.model_digest)
         self._store: MasterStore | None = None
         self.report: StepReport | None = None
+        self.plan: MiniBatchPlan | None = None
         self.step = self._version = self._written = self.missed = 0
         self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
-        self._gradients = CallGradients(self._passes, self._own is not None)
+        self._gradients = CallGradients(self._passes, self._own is not None, self._look)
         self._meeting = Meeting(self.engine.agreement, self._was_cleared, self._drop)
         beside = Exchange(self.engine.side_agreement(), self.engine.world_size)
         self._announcements = Announcements(beside, self._read, self._passes.prepare, columns)
@@ -312,11 +321,6 @@ class SwitchedModel(DistributedDataParallel):
         """Tokens of the longest sequence that some bucket takes."""
         return max(bucket.longest for bucket in self.engine.buckets)
 
-    @property
-    def trained_plan(self) -> MiniBatchPlan | None:
-        """The plan of the last training pass; None before the first."""
-        return self._passes.last[0] if self._passes.last is not None else None
-
     def runs_by(
         self,
         choose: Callable[[int, Sequence[int]], Chosen] | None = None,
@@ -335,13 +339,10 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.facts = facts or self._passes.facts
         self._passes.evaluated = evaluated or self._passes.evaluated
 
-    def assumptions(self) -> dict[str, Any]:
-        """What the steps before say of the gradients to come, which a resumed run needs for the same bits; JSON-ready."""
-        return self._gradients.state_dict()
-
-    def assume(self, state: Mapping[str, Any]) -> None:
-        """The inverse of `assumptions`."""
-        self._gradients.load_state_dict(state)
+    @property
+    def assumptions(self) -> CallGradients:
+        """What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits."""
+        return self._gradients
 
     def same_batches(self, number: int, error: HotspaError | None = None) -> None:
         """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective.
@@ -429,7 +430,7 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank: what one cannot read, or ranks that call differently. Nothing was computed, and
                 calls that were not flushed are dropped.
         """
-        error = self._unreadable(input_ids, others)
+        error = unreadable(input_ids, others, self._rules.columns, self.engine.rank)
         named = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
         batch = {"input_ids": input_ids, **named, "shift_labels": shift_labels}
         batch |= {name: others.get(name) for name in ("seq_idx", *FLAT_COLUMNS, *self._rules.columns)}
@@ -451,18 +452,6 @@ class SwitchedModel(DistributedDataParallel):
             return self._fused_output(call, request)
         out = self._output(call, request)
         return out if return_dict is not False else out.to_tuple()
-
-    def _unreadable(self, input_ids: Tensor | None, others: Mapping[str, Any]) -> HotspaError | None:
-        read = self._rules.columns
-        wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in read]
-        if input_ids is not None and not wrong:
-            return None
-        return UnsupportedError(
-            f"the forward of a switched model was called with {wrong}" if wrong else "a forward without input_ids",
-            where=f"rank {self.engine.rank}",
-            why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
-            fix="leave these arguments out" if wrong else "give input_ids",
-        )
 
     @property
     def _num_fields(self) -> int:
@@ -505,8 +494,12 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
-        if begins:
-            self._begin_changes(bool(words))
+        if begins:  # until the step has ended and the object is shown again, its weights are old
+            if words:
+                self._changes.apply()
+            self._changes.hide()
+            if self._guards:
+                guard(self.module)
         if window is not None and all(flags):
             return self._next_of(window, request)
         self.missed += is_new
@@ -521,14 +514,6 @@ class SwitchedModel(DistributedDataParallel):
         if request.trains:
             self._note_calls([call])
         return call
-
-    def _begin_changes(self, any_changed: bool) -> None:
-        """Honours what was changed on the object; until the step has ended and it is shown again, its weights are old."""
-        if any_changed:
-            self._changes.apply()
-        self._changes.hide()
-        if self._guards:
-            guard(self.module)
 
     def _next_of(self, window: Window, request: Request) -> Call:
         """The next call of an announced step, all of which are noted with the first one."""
@@ -562,11 +547,7 @@ class SwitchedModel(DistributedDataParallel):
         return call
 
     def _make_call(
-        self,
-        batch: Batch,
-        documents: Sequence[Document],
-        facts: Sequence[NDArray[np.int64]],
-        of_step: Documents,
+        self, batch: Batch, documents: Sequence[Document], facts: Sequence[NDArray[np.int64]], of_step: Documents
     ) -> Call:
         ids = batch["input_ids"]
         assert ids is not None
@@ -819,7 +800,9 @@ class SwitchedModel(DistributedDataParallel):
 
     def _logits(self, call: Call, request: Request) -> Tensor:
         """[B, L, V], or the columns that were asked for; a leaf where gradients are enabled. Collective."""
-        self._meet("look at logits", self._gone(call, request) or self._too_many_logits(call))
+        is_gone = call.version != self._version or (request.trains and call not in self._calls)
+        error = logits_are_gone(f"rank {self.engine.rank}, {self._where}") if is_gone else self._too_many_logits(call)
+        self._meet("look at logits", error)
         self._looked[self.training, request.trains] = True
         numbers = call.numbers
         if not call.with_logits:
@@ -834,28 +817,9 @@ class SwitchedModel(DistributedDataParallel):
             return logits[:, request.kept]
         return logits[:, -request.kept :] if request.kept else logits
 
-    def _gone(self, call: Call, request: Request) -> HotspaError | None:
-        if call.version != self._version or (request.trains and call not in self._calls):
-            return UnsupportedError(
-                "logits were looked at after the step",
-                where=f"rank {self.engine.rank}, step {self.step + 1}",
-                why="the weights that they belong to are gone",
-                fix="use the logits before flush and optimizer.step()",
-            )
-        return None
-
     def _too_many_logits(self, call: Call) -> HotspaError | None:
-        size = call.shape[0] * call.shape[1] * self._passes.num_logits * self._passes.wide.itemsize
-        if size <= self._logit_bytes:
-            return None
-        return UnsupportedError(
-            f"the logits of {call.shape[0]} rows of {call.shape[1]} tokens take {size:,} bytes, and the limit is "
-            f"{self._logit_bytes:,}",
-            where=f"rank {self.engine.rank}",
-            why="logits, and the gradients by them, are in host memory of the rank that has the rows",
-            fix="use the loss or log-probabilities (fused_lm_head=True) in the place of logits, smaller batches, or a "
-            "larger logit_bytes",
-        )
+        of_token = self._passes.num_logits * self._passes.wide.itemsize
+        return too_many_logits(call, of_token, self._logit_bytes, f"rank {self.engine.rank}")
 
     # -- gradients ----------------------------------------------------------------------------------------------------
 
@@ -874,7 +838,7 @@ class SwitchedModel(DistributedDataParallel):
             HotspaError: on every rank; the calls are dropped.
         """
         if self._calls:
-            self._meet("flush")
+            self._meet("flush", of_padding(self._calls, f"rank {self.engine.rank}, {self._where}"))
         if not self._calls:  # or they were dropped, here or on another rank
             return
         calls = self._calls
@@ -914,7 +878,8 @@ class SwitchedModel(DistributedDataParallel):
         totals = self.engine.agreement.gather([float(n) for n in sent.values()]).sum(0).tolist()
         counted: dict[str, Any] = {name: int(total) for name, total in zip(sent, totals, strict=True)}
         exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
-        if self._passes.report is not None:
+        if self._passes.report is not None and self._passes.last is not None:
+            self.plan = self._passes.last[0]
             self.report = replace(self._passes.report, grad_norm=self.engine.grad_norm, **counted)
 
     # -- a second model -----------------------------------------------------------------------------------------------
@@ -927,6 +892,8 @@ class SwitchedModel(DistributedDataParallel):
         Raises:
             ModelError: on every rank: the model is built in another way; make a `SwitchedModel` of its own for it.
         """
-        from hf_hotspa.switched.frozen import FrozenModel
-
         return FrozenModel(self, model)
+
+
+class FrozenModel(Frozen, SwitchedModel):
+    """See `SwitchedModel.frozen`."""

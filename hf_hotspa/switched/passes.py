@@ -110,6 +110,7 @@ class Passes:
         engine.attach(lambda replica: TapedReplica(replica, self.tape))
         self._held: tuple[Any, Evaluation] | None = None
         self._planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = {}
+        self._here, self._coming = dict[int, Tensor](), dict[int, int]()
 
     @property
     def num_logits(self) -> int:
@@ -248,13 +249,15 @@ class Passes:
             self.let_go()
         held, self._held = self._held, None
         self.tape.temperature = temperature
+        self._coming = {}
         self._begin(documents, plan, 1 if sums else fields, False, False)
         tape, sends = self.tape, list[Any]()
         try:
             self._take_seeds(documents, plan, seeds)
             if seeds.of_logits:
                 sends = self._send_logit_seeds(plan, seeds)
-                tape.logit_seeds = lambda number, taped: self._receive_logit_seeds(documents, seeds, number, taped)
+                self._coming = self._logit_seeds_to_come(documents, plan, seeds)
+                tape.logit_seeds = lambda number: self._receive_logit_seeds(documents, seeds, number)
             with torch.autocast(self.engine.device.type, enabled=False), torch.enable_grad():
                 report = self.engine.forward_backward(
                     mini_batch,
@@ -265,6 +268,8 @@ class Passes:
                     training=training,
                     scored=held[1] if held is not None else None,
                 )
+            for number in list(self._coming):  # of documents so short that this rank of cp has no token of them
+                self._receive_logit_seeds(documents, seeds, number)
             self.engine.agreement.wait(sends)
         finally:
             tape.end()
@@ -351,14 +356,24 @@ class Passes:
                     self.exchange.sent_bytes["seeds"] += part.nbytes
         return sends
 
-    def _receive_logit_seeds(
-        self, documents: Documents, seeds: Seeds, number: int, taped: TapedReplica
-    ) -> Tensor | None:
+    def _logit_seeds_to_come(self, documents: Documents, plan: MiniBatchPlan, seeds: Seeds) -> dict[int, int]:
+        """The documents of other ranks whose seeds this rank is sent, and the logits of each token that it has."""
+        coming = dict[int, int]()
+        for number, strategy, replica in places(plan):
+            if number not in seeds.of_logits or documents.owners[number] == self.engine.rank:
+                continue
+            if self.engine.rank in last_ranks(strategy, replica):
+                mesh, widths = self._widths(strategy)
+                coming[number] = widths[mesh.shard_index(mesh.coord(self.engine.rank).tp)]
+        return coming
+
+    def _receive_logit_seeds(self, documents: Documents, seeds: Seeds, number: int) -> Tensor | None:
+        """[length, v] of a document; None where it has none."""
         if number not in seeds.of_logits:
             return None
         if documents.owners[number] == self.engine.rank:
             return self._here.pop(number)
-        part = torch.empty(documents.lengths[number], taped.widths[taped.shard], dtype=self.wide)
+        part = torch.empty(documents.lengths[number], self._coming.pop(number), dtype=self.wide)
         if not part.numel():
             return part
         return self.engine.agreement.receive(part, documents.owners[number], number)

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from hf_hotspa.data.collator import MiniBatch
-from hf_hotspa.errors import HotspaError, PlanMismatchError
+from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.rows.features import IGNORED_LABEL
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange
@@ -82,6 +82,26 @@ _UNREAD = frozenset({"use_cache", "return_dict", "cu_seq_lens_k", "max_length_q"
 def is_unread(name: str, value: Any) -> bool:
     """Whether an argument of a forward need not be looked at, or is read as a part of the batch."""
     return value is None or value is False or name in _UNREAD or name in ("seq_idx", *FLAT_COLUMNS)
+
+
+def unreadable(
+    input_ids: Tensor | None, others: Mapping[str, Any], columns: Sequence[str], rank: int
+) -> UnsupportedError | None:
+    """What is wrong with the arguments of a forward; None for nothing.
+
+    Args:
+        others: Those that no name of its own says.
+        columns: Which of them a token loss reads.
+    """
+    wrong = [name for name, value in others.items() if not is_unread(name, value) and name not in columns]
+    if input_ids is not None and not wrong:
+        return None
+    return UnsupportedError(
+        f"the forward of a switched model was called with {wrong}" if wrong else "a forward without input_ids",
+        where=f"rank {rank}",
+        why="rows are read from input_ids, attention_mask, position_ids and labels, and packed again",
+        fix="leave these arguments out" if wrong else "give input_ids",
+    )
 
 
 def facts_of(documents: Sequence[Document], num_items: float | None) -> list[int]:

@@ -6,11 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+from transformers import TrainerCallback
 
+from hf_hotspa.costs.coefficients import Cost, Hop
+from tests.calibrations import made_calibration, save_calibration
 from tests.families import tiny_model
 from tests.gloo.test_trainer import COMMON, MINI_BATCH, STEPS, _LossRecorder, _pad
 from tests.harness import run_ranks
-from tests.oracle import exact_in_double, random_rows
+from tests.oracle import exact_in_double, random_rows, relative_error
 
 pytestmark = pytest.mark.gloo
 
@@ -42,21 +46,17 @@ def stock_run(rank, world_size, dtype, output_dir, of_world, steps=STEPS):
 
 def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **changes):
     """Trains; returns losses, the strategies of each mini-batch, the state, refits and logs."""
-    from hf_hotspa.costs.coefficients import Cost, Hop
     from hf_hotspa.report import PhaseReport
     from hf_hotspa.search.chooser import predict_phases
     from hf_hotspa.trainer import auto
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
-    from tests.calibrations import made_calibration
 
-    class Recorder(HotSPaTrainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            losses.append(self.last_report.loss)
-            phases.append([p.strategy for p in self.last_report.phases])
-            assert all(p.predicted_s > 0 for p in self.last_report.phases)
-            return loss
+    class Recorder(TrainerCallback):
+        def on_step_report(self, args, state, control, report, **kwargs):
+            losses.append(report.loss)
+            phases.append([p.strategy for p in report.phases])
+            assert all(p.predicted_s > 0 for p in report.phases)
 
     losses, phases = [], []
     model = tiny_model(FAMILY, dtype, **changes)
@@ -96,11 +96,11 @@ def auto_run(rank, world_size, dtype, folder, extra, slow=1.0, rows=None, **chan
     resume = options.pop("resume", None)
     args = HotSPaTrainingArguments(output_dir=folder, hotspa_mini_batch_size=MINI_BATCH, **options)
     rows = data_of(world_size, model.config.vocab_size) if rows is None else rows
-    trainer = Recorder(model=model, args=args, train_dataset=rows)
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Recorder()])
     with exact_in_double(dtype):
         trainer.train(resume_from_checkpoint=resume)
     state = json.loads(json.dumps(trainer.hotspa_state()))
-    refits = [str(refit) for refit in trainer._auto.refits]
+    refits = [str(refit) for refit in trainer._hotspa_watchers.auto.refits]
     logs = trainer.state.log_history
     trainer.close_engine()
     return losses, phases, state, refits, logs
@@ -207,6 +207,127 @@ def test_without_a_limit_one_strategy_is_enough_and_determinism_refits_nothing(t
         assert not refits
 
 
+class Stream(IterableDataset):
+    """Rows that can only be read one after the other, and in another order each time."""
+
+    def __init__(self, rows):
+        self.rows, self.epoch = rows, 0
+
+    def set_epoch(self, epoch):
+        self.epoch = epoch
+
+    def __iter__(self):
+        first = 17 * self.epoch
+        yield from (*self.rows[first:], *self.rows[:first])
+
+
+def with_loader(base):
+    """A data loader of the user's own: its rows are the halves of those of the data set."""
+
+    class Loaded(base):
+        def get_train_dataloader(self):
+            halves = [
+                {name: values[cut] for name, values in row.items()}
+                for row in data_of(2, 163)
+                for cut in (slice(None, len(row["labels"]) // 2), slice(len(row["labels"]) // 2, None))
+                if len(row["labels"][cut]) > 1
+            ]
+            return self.accelerator.prepare(DataLoader(halves, batch_size=6, collate_fn=_pad, drop_last=True))
+
+    return Loaded
+
+
+SAMPLED = {
+    "a stream": (None, {"train_dataset": lambda rows: Stream(rows)}, {}),
+    "a stream and workers": (None, {"train_dataset": lambda rows: Stream(rows)}, {"dataloader_num_workers": 1}),
+    "a collator": (None, {"train_dataset": lambda rows: rows, "data_collator": lambda rows: _pad}, {}),
+    "a loader": (with_loader, {"train_dataset": lambda rows: rows}, {}),
+    "a loader alone": (with_loader, {}, {}),
+}
+
+
+def sampled_runs(rank, world_size, folder, calibration):
+    """For each case the stock Trainer under DDP, and ours with auto: losses of this rank, norms, weights, phases, pool."""
+    from transformers import Trainer, TrainingArguments
+
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    def run(base, given, arguments, **own):
+        losses, phases, dtype = [], [], torch.float64
+        model = tiny_model(FAMILY, dtype)
+
+        class Recorder(TrainerCallback):
+            def on_step_report(self, args, state, control, report, **kwargs):
+                phases.append([p.strategy for p in report.phases])
+
+        class Noted(base):
+            def training_step(self, *args, **kwargs):
+                loss = super().training_step(*args, **kwargs)
+                losses.append(loss.item())
+                return loss
+
+        args = (HotSPaTrainingArguments if own else TrainingArguments)(
+            output_dir=folder, per_device_train_batch_size=MINI_BATCH // 2, save_strategy="no",
+            accelerator_config={"dispatch_batches": False}, **{**COMMON, "max_steps": 8, **arguments}, **own,
+        )  # fmt: skip
+        made = {name: make(data_of(2, model.config.vocab_size)[:84]) for name, make in given.items()}
+        trainer = Noted(model=model, args=args, callbacks=[Recorder()], **made)
+        with exact_in_double(dtype):
+            trainer.train()
+        norms = [log["grad_norm"] for log in trainer.state.log_history if "loss" in log]
+        pool = [bucket.longest for bucket in trainer._hotspa_watchers.auto.plan.pool] if own else None
+        if own:
+            trainer.close_engine()
+        weights = {name: p.detach().clone() for name, p in model.named_parameters()}
+        return losses, norms, weights, phases, pool
+
+    found = {}
+    for name, (subclass, given, arguments) in SAMPLED.items():
+        subclass = subclass or (lambda base: base)
+        expected = run(subclass(Trainer), {"data_collator": lambda rows: _pad, **given}, arguments)
+        own = {"hotspa_strategies": "auto", "hotspa_calibration": calibration, "hotspa_report": False, **LIMITED}
+        found[name] = expected, run(subclass(HotSPaTrainer), given, arguments, **own)
+    return found
+
+
+def test_where_nothing_can_be_scanned_the_first_batches_say_what_is_trained(tmp_path):
+    """And the training is the stock Trainer's under DDP: looking at them takes no row away, and draws no random number."""
+    costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
+    calibration = save_calibration(tmp_path, tiny_model(FAMILY, torch.float64), 2, costs, hop=Hop(1e-2, 1e-5))
+    for cases in run_ranks(2, sampled_runs, str(tmp_path), calibration, timeout=500):
+        assert list(cases) == list(SAMPLED)
+        for name, (expected, found) in cases.items():
+            # what the batches had, and whatever else memory and model allow
+            assert set(found[4]) == {50 if "loader" in name else 100, 256}, name
+            assert len(found[0]) == len(expected[0]) == len(found[3]) == 8, name
+            for a, b in zip([*found[0], *found[1]], [*expected[0], *expected[1]], strict=True):
+                assert math.isclose(a, b, rel_tol=1e-11), name
+            worst = max(relative_error(found[2][n], weight) for n, weight in expected[2].items())
+            assert worst <= 1e-11, name
+
+
+class Once(IterableDataset):
+    """Its own iterator: rows that were read are gone."""
+
+    def __init__(self, rows):
+        self.rows = iter(rows)
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        return next(self.rows)
+
+
+def test_rows_that_can_be_read_once_only_are_refused_on_every_rank(tmp_path):
+    rows = Once(data_of(2, 163))
+    found = run_ranks(2, refused_run, str(tmp_path), {}, rows)
+    assert found[0] == found[1]
+    assert found[0][0] == "UnsupportedError"
+    assert "give hotspa_strategies, or a data set that begins anew" in found[0][1]
+
+
 def test_a_resumed_run_goes_on_with_the_choices_of_the_whole_one(tmp_path):
     extra = {**LIMITED, "save_strategy": "steps", "save_steps": 9, "max_steps": 16}
     whole = run_ranks(2, auto_run, torch.float32, str(tmp_path), extra, 3.0)[0]
@@ -251,8 +372,6 @@ def test_bad_input_is_refused_on_every_rank(extra, name, words, tmp_path):
 
 
 def broken_file(folder, kind, model):
-    from hf_hotspa.costs.coefficients import Cost
-    from tests.calibrations import save_calibration
 
     costs = {1: Cost(1e-9, 4e-6, 1e-5), 2: Cost(1e-9, 2.5e-6, 2e-5)}
     path = Path(save_calibration(folder, model, 4 if kind == "world" else 2, costs))
@@ -296,7 +415,7 @@ def measured_run(rank, world_size, folder):
     trainer = HotSPaTrainer(model=model, args=args, train_dataset=data_of(1, model.config.vocab_size))
     trainer.train()
     first = trainer.engine
-    assert first.description.vector.measured == trainer._auto.stage_costs
+    assert first.description.vector.measured == trainer._hotspa_watchers.auto.stage_costs
     assert first.description.vector.measured is not None  # stages are cut by seconds
     trainer.train()  # goes on with what is there
     assert trainer.engine is first

@@ -152,14 +152,14 @@ def refuse_steps(trainer, steps):
             if change == "create" and any(f".tmp-checkpoint-{step}-" in str(path) for step in steps):
                 refuse(change, path)
 
-    original = trainer._checkpoints.into
+    original = trainer._hotspa_checkpoints.into
 
     def writer(*args):
         found = original(*args)
         found.folder.disk = Full()
         return found
 
-    trainer._checkpoints.into = writer
+    trainer._hotspa_checkpoints.into = writer
 
 
 @pytest.mark.parametrize("background", [False, True])

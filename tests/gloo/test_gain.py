@@ -46,7 +46,7 @@ def train_twice(folder, measured, **options):
     trainer.train()
     state = [value.clone() for slots in trainer.optimizer.state.values() for value in slots.values()]
     weights = [p.detach().clone() for p in trainer.model.parameters()]
-    chosen = trainer._auto.state_dict()["chooser"]
+    chosen = trainer._hotspa_watchers.auto.state_dict()["chooser"]
     trainer.close_engine()
     return gain, weights, state, generator, {name: chosen[name] for name in ("num_trained", "previous", "seen")}
 
@@ -80,14 +80,14 @@ def test_training_goes_on_bit_by_bit_as_if_nothing_had_been_measured(tmp_path):
 
 
 def of_given_strategies(rank, world_size, folder):
-    from hf_hotspa.trainer import single_strategies
+    from hf_hotspa.trainer import gain as module
 
     trainer = make_trainer(folder, "dp2:16@32,tp2:60")
     trainer.train()
     trainer.save_model(folder)  # by the main process alone: its config has fields now that the others' have not
     before = [p.detach().clone() for p in trainer.model.parameters()]
     trainer.close_engine()
-    seen, forward_backward = [], single_strategies.HotSPaEngine.forward_backward
+    seen, forward_backward = [], module.HotSPaEngine.forward_backward
 
     def spied(engine, mini_batch, *rest):
         plan = mini_batch.plan
@@ -96,8 +96,8 @@ def of_given_strategies(rank, world_size, folder):
         )
         return forward_backward(engine, mini_batch, *rest)
 
-    single_strategies.HotSPaEngine.forward_backward = spied
-    gain = single_strategies.measure_gain(trainer, steps=3)
+    module.HotSPaEngine.forward_backward = spied
+    gain = module.measure_gain(trainer, steps=3)
     assert all(torch.equal(a, b) for a, b in zip(before, trainer.model.parameters(), strict=True))
     assert trainer.engine is None
     return gain, seen

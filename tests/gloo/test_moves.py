@@ -18,7 +18,7 @@ pytestmark = pytest.mark.gloo
 
 
 def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str):
-    """For each move what was seen of it, or the error; and how many steps were begun."""
+    """For each move what was seen of it, or the error; and how many steps were made."""
     from hf_hotspa.errors import HotspaError
 
     results: dict[str, tuple[str, Any, int]] = {}
@@ -29,22 +29,22 @@ def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str):
         path.mkdir(parents=True, exist_ok=True)
         kit = Kit(stock, world_size, path)
         try:
-            results[move.name] = ("seen", move.run(kit), kit.counter.begun)
+            results[move.name] = ("seen", move.run(kit), kit.counter.made)
         except HotspaError as error:
-            results[move.name] = ("refused", str(error), kit.counter.begun)
+            results[move.name] = ("refused", str(error), kit.counter.made)
         kit.close()
     return results
 
 
 def complaint(move: Move, stock, ours) -> str:
     """What is wrong with the outcome of a move on one rank; empty where nothing is."""
-    kind, value, begun = ours
+    kind, value, made = ours
     if move.refused:
         if kind != "refused":
             return "it is not refused"
         if not re.search(move.refused, value):
             return f"the refusal does not say {move.refused!r}: {value}"
-        return f"it is refused after {begun} steps" if begun else ""
+        return f"it is refused after {made} steps" if made else ""
     if kind != "seen":
         return f"it is refused: {value}"
     return "; ".join(differences(value, stock[1], move.tolerance)[:5])

@@ -110,7 +110,7 @@ def runs_of(rank, world_size, runs):
             trainer.add_callback(decisions)
             losses = train(trainer, resume)
         logger.removeHandler(handler)
-        giving = trainer._devices._pace.giving if trainer._devices is not None else None
+        giving = trainer._hotspa_watchers.devices._pace.giving if trainer._hotspa_watchers.devices is not None else None
         state = giving.state_dict() if giving is not None else {}
         found.append((losses, decisions.left_out, decisions.shares, said, state))
     return found

@@ -35,6 +35,35 @@ def tmp_path():
         yield folder
 
 
+def of_logits(base):
+    """A loss that is no sum over tokens: the means of rows, squared; and a part of the model's own."""
+
+    class OfLogits(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            outputs = model(**inputs)
+            targets = inputs["labels"][:, 1:]
+            losses = torch.nn.functional.cross_entropy(
+                outputs.logits[:, :-1].transpose(1, 2), targets, ignore_index=-100, reduction="none"
+            )
+            of_rows = losses.sum(1) / (targets != -100).sum(1).clamp(min=1)
+            loss = of_rows.square().sum() / 9 + outputs.loss / 3
+            return (loss, outputs) if return_outputs else loss
+
+    return OfLogits
+
+
+def weighted(base):
+    """A multiple of the model's own loss, which a first step cannot know."""
+
+    class Weighted(base):
+        def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+            return (1.7 * loss, outputs) if return_outputs else 1.7 * loss
+
+    return Weighted
+
+
+ACCUMULATED = {"hotspa_mini_batch_size": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 CASES = {
     "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
     "two strategies": (2, {}, [2, 4]),
@@ -45,6 +74,12 @@ CASES = {
     "epochs": (1, {"max_steps": -1, "num_train_epochs": 1.75, "save_strategy": "epoch"}, [4]),
     "token chunks": (2, {"hotspa_strategies": "dp2+ck7:16@32,tp2+ck13:60"}, [3]),
     "in the background": (2, {"hotspa_async_save": True}, [2, 4]),
+    "accumulation": (2, ACCUMULATED, [2, 4]),
+    "uneven accumulation": (2, {"hotspa_mini_batch_size": 5, "gradient_accumulation_steps": 2}, [2, 3]),
+    "label smoothing": (2, {"label_smoothing_factor": 0.1, **ACCUMULATED}, [3]),
+    "a loss from logits": (2, {"cls": of_logits}, [1, 4]),
+    "another factor": (2, {"cls": weighted}, [1, 3]),
+    "factors of ranks": (2, {"average_tokens_across_devices": False, **ACCUMULATED}, [1, 3]),
 }
 
 
@@ -81,7 +116,7 @@ def train_without_steps(trainer, checkpoint):
     trainer.train(resume_from_checkpoint=checkpoint)
     assert trainer.state.global_step == trainer.state.max_steps
     trainer._save_checkpoint(None, None)
-    trainer._checkpoints.close()
+    trainer._hotspa_checkpoints.close()
     return train_losses(trainer)
 
 

@@ -45,12 +45,14 @@ class _Looks(TrainerCallback):
 
 def whole_run(rank, world, folder, strategies):
     looks = _Looks()
-    evaluated_under = {"hotspa_eval_strategy": "buckets"} if "+z" in strategies else {}
+    # a loss is a mean over batches of all ranks, which have four rows together on any number of ranks
+    evaluation = {"per_device_eval_batch_size": 4 // world}
+    evaluation |= {"hotspa_eval_strategy": "buckets"} if "+z" in strategies else {}
     trainer = make_trainer(
-        f"{folder}/{world}", world, hotspa_strategies=strategies, save_steps=STEPS, callbacks=[looks], **evaluated_under
+        f"{folder}/{world}", world, hotspa_strategies=strategies, save_steps=STEPS, callbacks=[looks], **evaluation
     )
     looks.trainer = trainer
-    rows = random_rows(7, 150, longest=60, seed=5)
+    rows = random_rows(8, 150, longest=60, seed=5)
     trainer.eval_dataset = rows
     evaluated = []
     losses = trainer.train() and [log["loss"] for log in trainer.state.log_history if "loss" in log]

@@ -103,7 +103,7 @@ def _trained(base, rank, world_size, **arguments):
     return log, predicted.predictions[predicted.label_ids != -100], {name: w.clone() for name, w in weights.items()}
 
 
-def _fetched_in_double():
+def fetched_in_double():
     """Within an operation on lazy logits the patch for fp64 is off, so it is put on again while they are computed."""
     fetch = SwitchedModel._logits
 
@@ -115,7 +115,7 @@ def _fetched_in_double():
 
 
 def stock_against_switched(rank, world_size, case):
-    _fetched_in_double()
+    fetched_in_double()
     bases, arguments = {
         "label smoothing": ((Trainer, _Over), {"label_smoothing_factor": 0.1}),
         "a margin on logits": ((type("Plain", (_Margin,), _STOCK), _Margin), {}),

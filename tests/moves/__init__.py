@@ -39,12 +39,12 @@ Seen = dict[str, Any]
 
 
 class StepCounter(TrainerCallback):
-    """Counts the steps that were begun: what is refused must be refused before the first one."""
+    """Counts the steps that were made: what is refused must be refused before the first one has changed a weight."""
 
-    begun = 0
+    made = 0
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.begun += 1
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.made += 1
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Kit:
         """Training arguments: `COMMON` and the changes. `output_dir` is the folder of the move. The rows of a mini-batch are
         dealt out to the processes."""
         given = {**COMMON, "output_dir": str(self.folder / "out"), **changes}
-        given["per_device_train_batch_size"] //= self.world_size
+        given["per_device_train_batch_size"] = max(1, given["per_device_train_batch_size"] // self.world_size)
         if self.stock:
             own = [name for name in given if name.startswith("hotspa_")]
             return TrainingArguments(**{name: value for name, value in given.items() if name not in own})

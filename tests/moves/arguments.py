@@ -17,11 +17,8 @@ def _accumulation(kit: Kit) -> Seen:
 
 
 def _accumulation_of_accelerate(kit: Kit) -> Seen:
-    # the mini-batch is what the number of steps makes of it: 8 rows, on one process and on two
     config = {"gradient_accumulation_kwargs": {"num_steps": 2}}
-    args = kit.arguments(
-        per_device_train_batch_size=4 // kit.world_size, accelerator_config=config, hotspa_mini_batch_size=None
-    )
+    args = kit.arguments(per_device_train_batch_size=4, accelerator_config=config)
     return kit.train(kit.trainer(args=args, train_dataset=kit.rows(16)))
 
 
@@ -53,7 +50,7 @@ def _tokens(kit: Kit, kind: str, rows: Any = None) -> Seen:
 
 def _last_dropped(kit: Kit) -> Seen:
     rows = kit.rows()
-    size = 18 if kit.stock else 18 // kit.world_size  # one batch: the stock loss is a mean over batches
+    size = 18 // kit.world_size
     args = kit.arguments(
         dataloader_drop_last=True, eval_strategy="steps", eval_steps=2, per_device_eval_batch_size=size
     )
@@ -64,7 +61,7 @@ def _last_dropped(kit: Kit) -> Seen:
 
 
 def _plain(kit: Kit) -> Seen:
-    size = MINI_BATCH if kit.stock else MINI_BATCH // kit.world_size
+    size = MINI_BATCH // kit.world_size
     args = TrainingArguments(
         **{**COMMON, "output_dir": str(kit.folder / "out"), "per_device_train_batch_size": size, "max_steps": 9}
     )
@@ -89,7 +86,7 @@ def _by_place(kit: Kit) -> Seen:
 
 
 def _loaders(kit: Kit) -> Seen:
-    args = kit.arguments(per_device_eval_batch_size=4 if kit.stock else 4 // kit.world_size)
+    args = kit.arguments(per_device_eval_batch_size=4 // kit.world_size)
     trainer = kit.trainer(args=args, eval_dataset=kit.rows())
     loaders = trainer.get_train_dataloader(), trainer.get_eval_dataloader()
     return {"batches": [len(loader) for loader in loaders], "rows": [loader.total_batch_size for loader in loaders]}

@@ -82,7 +82,7 @@ def _interrupted(kit: Kit) -> Seen:
     trainer = kit.trainer(callbacks=[_Interrupts()])
     with contextlib.suppress(KeyboardInterrupt):
         trainer.train()
-    if kit.world_size > 1:
+    if kit.world_size > 1 and not kit.stock:
         trainer.materialize()
     return {"norms": _norms(trainer.model)}
 
@@ -115,8 +115,8 @@ def _pruned(kit: Kit) -> Seen:
     try:
         trainer.train()
     except Exception as error:
-        found = error if kit.world_size == 1 else error.__cause__
-    if kit.world_size > 1:
+        found = error if kit.world_size == 1 or kit.stock else error.__cause__
+    if kit.world_size > 1 and not kit.stock:
         trainer.materialize()
     return {"error": repr(found), "step": trainer.state.global_step, "norms": _norms(trainer.model)}
 

@@ -31,7 +31,7 @@ def loaded(path: Path) -> Tensor:
 
 def everyone(kit: Kit) -> None:
     """Waits for all ranks: a user's script looks at files after its own barrier."""
-    if not kit.stock and torch.distributed.is_initialized():
+    if torch.distributed.is_initialized():
         torch.distributed.barrier()
 
 
@@ -100,8 +100,8 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
     def run(kit: Kit) -> Seen:
         options = {"save_strategy": "steps", "save_steps": step, **changes}
         writer = Kit(True, kit.world_size, kit.folder)
-        per_device = MINI_BATCH // kit.world_size // options.get("gradient_accumulation_steps", 1)
-        args = writer.arguments(**options, per_device_train_batch_size=per_device)
+        options["per_device_train_batch_size"] = MINI_BATCH // options.get("gradient_accumulation_steps", 1)
+        args = writer.arguments(**options)
         make, rows = model or kit.model, kit.rows(18)
         writer.train(writer.trainer(args=args, model=make(), train_dataset=rows, callbacks=[StopAt(step)]))
         checkpoint = kit.folder / "out" / f"checkpoint-{step}"
@@ -109,7 +109,6 @@ def from_stock(step: int, resume: Any = None, damage: Any = None, model: Any = N
         if damage is not None and int(torch.distributed.is_initialized() and torch.distributed.get_rank()) == 0:
             damage(checkpoint)
         everyone(kit)
-        options |= {"per_device_train_batch_size": per_device, "hotspa_mini_batch_size": MINI_BATCH}
         args = kit.arguments(**{**options, "save_strategy": "no"})
         trainer = kit.trainer(args=args, model=make(seed=5), train_dataset=rows)
         return kit.train(trainer, resume_from_checkpoint=resume or str(checkpoint))
@@ -132,7 +131,6 @@ def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
         make, rows = model or kit.model, kit.rows(18)
         per_device = MINI_BATCH // kit.world_size
         options = {"save_strategy": "steps", "save_steps": step, "hotspa_stock_checkpoints": True, **changes}
-        options |= {"per_device_train_batch_size": per_device, "hotspa_mini_batch_size": MINI_BATCH}
         args = kit.arguments(**options)
         kit.train(kit.trainer(args=args, model=make(), train_dataset=rows, callbacks=[StopAt(step)]))
         kit.close()
@@ -154,6 +152,8 @@ class Opens(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         path = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if torch.distributed.is_initialized():
+            torch.distributed.barrier()
         config = json.loads((path / "config.json").read_text())
         step = json.loads((path / "trainer_state.json").read_text())["global_step"]
         self.found.append([config["architectures"], config["dtype"], step, loaded(path)])
@@ -217,8 +217,10 @@ def adapter(kit: Kit) -> Seen:
 def not_found(resume: str | bool, words: str) -> Callable[[Kit], Seen]:
     def run(kit: Kit) -> Seen:
         asked = resume if resume is True else str(kit.folder / str(resume))
+        trainer = kit.trainer()
+        everyone(kit)
         try:
-            kit.trainer().train(resume_from_checkpoint=asked)
+            trainer.train(resume_from_checkpoint=asked)
         except ValueError as error:
             return {"said": words in str(error)}
         return {"said": "nothing"}
@@ -236,8 +238,9 @@ MOVES: tuple[Move, ...] = (
         '`save_strategy="best"`',
         saved(save_strategy="best", eval_strategy="steps", eval_steps=1, metric_for_best_model="loss"),
     ),
-    Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best()),
-    Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2)),
+    # a rate of 0.2 makes much of rounding
+    Move("`load_best_model_at_end`, then `evaluate` and `save_model`", best(), tolerance=1e-4),
+    Move("`load_best_model_at_end` with `save_only_model`", best(save_only_model=True, save_total_limit=2), tolerance=1e-4),
     Move("an `on_save` that opens the folder", opened_in_on_save),
     Move("checkpoints of a LoRA adapter, loaded by PEFT", adapter),
     Move("the best adapter at the end, with `save_only_model`", best_adapter),

@@ -46,7 +46,7 @@ def columns(rows: list[dict[str, Any]], *names: str) -> list[dict[str, Any]]:
 
 
 def train(kit: Kit, rows: Any, **kwargs: Any) -> Seen:
-    return kit.train(kit.trainer(train_dataset=rows, data_collator=default_data_collator, **kwargs))
+    return kit.train(kit.trainer(**{"train_dataset": rows, "data_collator": default_data_collator, **kwargs}))
 
 
 def of_dataset(kit: Kit) -> Seen:
@@ -77,8 +77,8 @@ def with_metrics(kit: Kit) -> Seen:
         train_dataset=rows, eval_dataset=rows, compute_metrics=metrics, data_collator=default_data_collator
     )
     names = ("eval_loss", "eval_hits", "eval_labels", "eval_places")
-    found = trainer.evaluate()
-    return {**kit.train(trainer), **{name: found[name] for name in names}}
+    seen, found = kit.train(trainer), trainer.evaluate()
+    return {**seen, **{name: found[name] for name in names}}
 
 
 def refused_rows(change: Any, side: str = "right") -> Any:
@@ -108,14 +108,14 @@ def packed(*names: str) -> Any:
     def run(kit: Kit) -> Seen:
         rows = columns(packed_rows(kit), "input_ids", "labels", *(("position_ids",) if kit.stock else names))
         args = kit.arguments(per_device_train_batch_size=1, gradient_accumulation_steps=3)
-        return train(kit, rows, args=args)
+        return train(kit, rows, args=args, data_collator=default_data_collator if kit.stock else None)
 
     return run
 
 
 def crossing(kit: Kit) -> Seen:
-    """Ours leaves out the labels of first tokens; the stock Trainer is given rows without them."""
-    rows = columns(packed_rows(kit, crossing=not kit.stock), "input_ids", "labels", "position_ids")
+    """The last token of a document is trained to predict the first one of the next."""
+    rows = columns(packed_rows(kit, crossing=True), "input_ids", "labels", "position_ids")
     return train(kit, rows, args=kit.arguments(per_device_train_batch_size=1, gradient_accumulation_steps=3))
 
 
@@ -208,11 +208,7 @@ MOVES: tuple[Move, ...] = (
     ),
     Move("rows of several documents, by `seq_lengths`", packed("seq_lengths"), ours="stock compared by `position_ids`"),
     Move("rows of several documents, by `cu_seqlens`", packed("cu_seqlens"), ours="stock compared by `position_ids`"),
-    Move(
-        "labels on first tokens of later documents",
-        crossing,
-        ours="as with the label -100 there: nothing is predicted from the document before",
-    ),
+    Move("labels on first tokens of later documents", crossing),
     Move(
         "`seq_lengths` that are not as long as the row",
         wrong_lengths,

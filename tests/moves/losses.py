@@ -97,7 +97,7 @@ def _weighted_class(kit: Kit) -> Any:
             weights = inputs.pop("weights")
             outputs = model(**inputs)
             log_p, counts = _log_probs(outputs.logits, inputs["labels"])
-            loss = -(weights[:, 1:][counts] * log_p).sum() / num_items_in_batch
+            loss = -(weights[:, 1:][counts] * log_p).sum() / num_items_in_batch * self.accelerator.num_processes
             return (loss, outputs) if return_outputs else loss
 
     return Weighted
@@ -155,7 +155,7 @@ def _distilled(kit: Kit) -> Seen:
     return kit.train(kit.trainer(Distilled))
 
 
-def _other_tokens(kit: Kit) -> Seen:
+def _other_tokens(kit: Kit, masks: bool = True) -> Seen:
     base: Any = kit.trainer_class
 
     class Consistent(base):
@@ -163,7 +163,8 @@ def _other_tokens(kit: Kit) -> Seen:
             self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
         ) -> Any:
             other = model(input_ids=inputs["input_ids"].flip(1)).logits
-            return (model(**inputs).logits - other).square().sum() / num_items_in_batch
+            squares = (model(**inputs).logits - other).square()
+            return (squares * inputs["attention_mask"][..., None] if masks else squares).sum() / num_items_in_batch
 
     return kit.train(kit.trainer(Consistent))
 
@@ -246,28 +247,29 @@ def _smoothed_hook(kit: Kit) -> Seen:
 
 
 MOVES: tuple[Move, ...] = (
-    Move("focal loss as `compute_loss_func`", _function(_focal), ours="on whole sequences, one at a time"),
+    Move("focal loss as `compute_loss_func`", _function(_focal)),
     Move("focal loss, token by token", _by_token(_focal, _focal_of_tokens), ours="`token_loss=f`, on any slice of a pack"),
     Move('TRL\'s `loss_type="dft"`', _by_token(_dft, _dft_of_tokens), ours="three lines as a `token_loss`"),
     Move("weights of tokens in a column", _weights_of_tokens, ours="`token_loss` with `loss_columns=[\"weights\"]`"),
     Move("`compute_loss_func` beside `label_smoothing_factor`, which it replaces", _function(_focal, label_smoothing_factor=0.1)),
-    Move("a `compute_loss` override", _override, ours="its code sees one process"),
+    Move("a `compute_loss` override", _override),
     Move("a `compute_loss` override that scales `super().compute_loss`", _scaled_super),
-    Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="named in `loss_columns`"),
+    Move("a `compute_loss` override that reads a column", _column_of_an_override, ours="without a collator of one's own it is named in `loss_columns`"),
     Move("a `compute_loss` override that distils another model", _distilled),
     Move("`model.loss_function = f`", _function_of_the_model),
     Move("a `forward` that changes the logits", _scaled_logits),
     Move(
         "a `compute_loss` override that calls the model with other tokens", _other_tokens,
-        refused="calls the model with input_ids", instead="the model has run already; other models may be called",
+    ),
+    Move(
+        "a loss of logits at padding", lambda kit: _other_tokens(kit, masks=False),
+        refused="gradients by logits at padding", instead="leave out the places where `attention_mask` is 0",
     ),
     Move(
         "a `compute_loss_func` without `num_items_in_batch`", _function(_mean),
-        refused="_mean.*not divided by num_items_in_batch", instead="divide the sum by `num_items_in_batch`",
     ),
     Move(
         "a loss that compares the sequences of a batch", _function(_contrast),
-        refused="value on two sequences is not the sum", instead="no loss over several sequences is exact here",
     ),
     Move(
         "a loss scaled in the model's `forward`", _in_forward(lambda out: 0.5 * out.loss),
@@ -279,11 +281,10 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "a `token_loss` that looks at neighbouring tokens", _neighbours,
-        refused="not the sum of its values on slices", instead="`compute_loss_func` gets whole sequences",
+        refused="not the sum of its values on slices", instead="`compute_loss_func` gets the whole batch",
     ),
     Move(
-        "`compute_loss_func` where long rows are split", _split, refused="loss of whole sequences",
-        instead="a `token_loss`, or another `hotspa_overlong`",
+        "`compute_loss_func` where long rows would be split", _split,
     ),
     Move(
         "`token_loss` beside `label_smoothing_factor`", _smoothed_hook, refused="label_smoothing_factor is 0.1",

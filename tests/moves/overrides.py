@@ -54,7 +54,7 @@ def _train_loader(kit: Kit) -> Seen:
 def _own_train_loader(kit: Kit) -> Seen:
     class Own(kit.trainer_class):  # type: ignore[name-defined]
         def get_train_dataloader(self) -> Any:
-            return DataLoader(self.train_dataset, batch_size=6, collate_fn=padded)
+            return DataLoader(self.train_dataset, batch_size=6, collate_fn=padded)  # the same on each rank
 
     return kit.train(kit.trainer(Own))
 
@@ -140,8 +140,6 @@ class _Watches(TrainerCallback):
         model.get_input_embeddings().register_forward_hook(lambda *_: None)
 
 
-_SUPER = "call `super()` in it, once for each step"
-
 MOVES: tuple[Move, ...] = (
     Move(
         "`_get_train_sampler` overridden: an order of one's own, by epoch",
@@ -163,28 +161,21 @@ MOVES: tuple[Move, ...] = (
     Move("`get_decay_parameter_names` overridden", _no_decay),
     Move(
         "`get_train_dataloader` overridden: a `DataLoader` of one's own", _own_train_loader,
-        refused="get_train_dataloader is overridden and returns a DataLoader",
-        instead="`_get_train_sampler` for another order; the rest in the data set or the collator",
     ),
     Move(
         "`get_eval_dataloader` overridden: a `DataLoader` of one's own", _own_eval_loader,
-        refused="get_eval_dataloader is overridden and returns a DataLoader", instead="`super().get_eval_dataloader(rows)`",
     ),
     Move(
         "`training_step` overridden with a forward pass of one's own", _own_step,
-        refused=r"training_step is overridden and does not call super\(\)", instead=_SUPER,
     ),
     Move(
-        "`_get_eval_sampler` overridden", _overridden("_get_eval_sampler"), refused="_get_eval_sampler is overridden",
-        instead="pass the rows as `eval_dataset`",
+        "`_get_eval_sampler` overridden", _overridden("_get_eval_sampler"),
     ),
     Move(
-        "`_prepare_inputs` overridden", _overridden("_prepare_inputs"), refused="_prepare_inputs is overridden",
-        instead="the data set or the collator",
+        "`_prepare_inputs` overridden", _overridden("_prepare_inputs"),
     ),
     Move(
         "`compute_loss_context_manager` overridden", _overridden("compute_loss_context_manager"),
-        refused="compute_loss_context_manager is overridden", instead="`bf16` for mixed precision",
     ),
     Move(
         "a gradient hook on a parameter", _gradient_hook, refused="gradient hook",

@@ -8,7 +8,7 @@ from transformers import HfArgumentParser
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import given_buckets
-from hf_hotspa.trainer.deepspeed_config import UNUSED, read_fsdp
+from hf_hotspa.trainer.deepspeed_config import FSDP_UNUSED, read_fsdp
 
 
 @pytest.mark.parametrize(
@@ -26,7 +26,7 @@ from hf_hotspa.trainer.deepspeed_config import UNUSED, read_fsdp
         (True, {"reshard_after_forward": "true", "fsdp_offload_params": "true"}, (3, True)),
         (True, {"sharding_strategy": "SHARD_GRAD_OP"}, (2, False)),
         (True, {"xla": False, "activation_checkpointing": "false"}, (3, False)),
-        (True, dict.fromkeys(UNUSED, 1), (3, False)),
+        (True, dict.fromkeys(FSDP_UNUSED, 1), (3, False)),
     ],
 )
 def test_what_settings_come_to(fsdp, config, expected, tmp_path):

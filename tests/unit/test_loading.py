@@ -279,10 +279,12 @@ def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tm
     trainer = make_trainer(str(tmp_path), 1)
     original, read = model_check.bit_sum, []
     monkeypatch.setattr(model_check, "bit_sum", lambda tensor: (read.append(tensor.data_ptr()), original(tensor))[1])
-    trainer._start_engine(training=False)
+    switched = trainer.switched
     # buffers, too: they are compared between ranks
     assert sorted(read) == sorted(t.data_ptr() for t in [*trainer.model.parameters(), *trainer.model.buffers()])
     read.clear()
-    trainer._start_engine(training=False)  # the user may have changed the weights in between
-    assert len(read) == len(list(trainer.model.parameters()))
+    assert trainer.switched is switched
+    assert not read
+    switched.take_changes()  # the user may have changed the weights in between
+    assert sorted(read) == sorted(p.data_ptr() for p in trainer.model.parameters())
     trainer.close_engine()

@@ -119,7 +119,7 @@ BATCHES = [list(range(n, n + 40)) for n in range(0, 2000, 40)]
 
 
 def chooser(**options) -> PhaseChooser:
-    return PhaseChooser(POOL, TIME, SWITCH, TABLE, **options)
+    return PhaseChooser(POOL, TIME, SWITCH, **options)
 
 
 def seconds_of(chooser: PhaseChooser, plan, dp_factor: float):
@@ -136,7 +136,7 @@ def walk(chooser: PhaseChooser, first: int, last: int, ahead: int, dp_factor: fl
     number = first
     for current in range(first, last):
         while number <= min(current + ahead, len(BATCHES) - 1):
-            selection = chooser.choose(number, BATCHES[number], chain)
+            selection = chooser.choose(number, TABLE.lengths[BATCHES[number]].tolist(), chain)
             chosen[number], chain = selection.buckets, selection.strategies
             number += 1
         plan = plan_mini_batch(BATCHES[current], TABLE, chosen[current])
@@ -171,7 +171,7 @@ def test_a_resumed_run_chooses_as_the_whole_one() -> None:
 def test_corrections_of_another_time_model_are_left() -> None:
     learnt = chooser()
     walk(learnt, 0, 20, ahead=1)
-    other = PhaseChooser(POOL, TIME, dict.fromkeys(SWITCH, 1.0), TABLE)
+    other = PhaseChooser(POOL, TIME, dict.fromkeys(SWITCH, 1.0))
     assert not other.load_state_dict(learnt.state_dict())
     assert other.num_trained == 20
     assert other.previous == learnt.previous

@@ -28,7 +28,6 @@ from hf_hotspa.rows.features import RowRules, read_row
 from hf_hotspa.rows.scan import cache_path, scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.per_row import CollatedRows, PerRow
 
 LANGUAGE_MODELING = RowRules(labels_are_ids=True, unlabelled_id=9)
 
@@ -261,70 +260,3 @@ def test_errors_are_carried_in_the_mini_batch():
         PackedBucketCollator((), rank=0, vocab_size=100)
     with pytest.raises(HotspaConfigError, match="policy"):
         PackedBucketCollator(BUCKETS, rank=0, vocab_size=100, policy="cut")
-
-
-# -- collators of the user's own, row by row ---------------------------------------------------------------------------
-
-
-def _padding(side, mask):
-    def collate(examples):
-        longest = max(len(e["input_ids"]) for e in examples)
-
-        def column(values, fill):
-            return torch.tensor(
-                [
-                    v + [fill] * (longest - len(v)) if side == "right" else [fill] * (longest - len(v)) + v
-                    for v in values
-                ]
-            )
-
-        ids = [e["input_ids"] for e in examples]
-        batch = {"input_ids": column(ids, 0), "labels": column([[-100, *i[1:]] for i in ids], -100)}
-        return batch | ({"attention_mask": column([[1] * len(i) for i in ids], 0)} if mask else {})
-
-    return collate
-
-
-def _flattening(examples):
-    ids = [token for e in examples for token in e["input_ids"]]
-    return {"input_ids": torch.tensor([ids]), "labels": torch.tensor([ids])}
-
-
-OWN_ROWS = [{"input_ids": [3, 4, 5], "n": 1}, {"input_ids": [6], "n": 2}, {"input_ids": [7, 8], "n": 3}]
-
-
-@pytest.mark.parametrize(("side", "mask"), [("right", True), ("right", False), ("left", True)])
-def test_a_collator_that_pads_is_run_row_by_row(side, mask):
-    rows = CollatedRows(OWN_ROWS, PerRow(_padding(side, mask), ["input_ids"]), RowRules())
-    read_rows = [read_row(rows[i], i) for i in range(len(rows))]
-    assert [row.ids.tolist() for row in read_rows] == [[3, 4, 5], [6], [7, 8]]
-    assert [row.labels.tolist() for row in read_rows] == [[-100, 4, 5], [-100], [-100, 8]]
-    assert scan_dataset(rows, disable_progress=True).label_counts.tolist() == [2, 0, 1]
-
-
-@pytest.mark.parametrize(
-    ("collate", "error", "message"),
-    [
-        (_padding("left", False), UnsupportedError, "rows 0 and 1 come out otherwise together than alone"),
-        (_flattening, UnsupportedError, r"input_ids has the shape \[1, 4\] for 2 rows"),
-        (lambda e: {"input_ids": torch.ones(len(e), 2)}, UnsupportedError, "it gives .'input_ids'.*row 0"),
-        (lambda e: e[0]["n"], DataError, "failed: KeyError"),  # n is no argument of the model
-        (lambda e: {**_padding("right", True)(e), "x": [1]}, UnsupportedError, r"it gives \['x'\]"),
-    ],
-)
-def test_a_collator_that_looks_at_other_rows_is_refused(collate, error, message):
-    with pytest.raises(error, match=message):
-        CollatedRows(OWN_ROWS, PerRow(collate, ["input_ids"]), RowRules())
-
-
-def test_columns_of_a_loss_come_from_the_collator_or_else_from_the_row():
-    def weighing(examples):
-        return {
-            **_padding("right", True)(examples),
-            "weight": torch.tensor([2.0 * len(e["input_ids"]) for e in examples]),
-        }
-
-    rules = RowRules(columns=("n", "weight"))
-    rows = CollatedRows(OWN_ROWS, PerRow(weighing, ["input_ids"], rules.columns), rules)
-    columns = [read_row(rows[i], i, rules).columns for i in range(3)]
-    assert [(float(c["n"]), float(c["weight"])) for c in columns] == [(1, 6), (2, 2), (3, 4)]

@@ -19,7 +19,7 @@ from hf_hotspa.commands import own_launcher
 from hf_hotspa.commands import train as train_command
 from hf_hotspa.commands.train import number_of_processes
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.trainer import misspelt
+from hf_hotspa.trainer import given_arguments
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.script import ScriptArguments, parse, parser_of, read
 from tests.families import tiny_model
@@ -158,7 +158,7 @@ def test_what_is_no_flag_ends_it_with_the_nearest(case, capsys):
 
 
 def test_scripts_with_a_parser_of_their_own_are_told_the_nearest(monkeypatch, caplog, tmp_path):
-    monkeypatch.setattr(misspelt, "_warned", set())
+    monkeypatch.setattr(given_arguments, "_warned", set())
     words = [
         "--hotspa_stategies",
         "dp1:8",
@@ -174,14 +174,14 @@ def test_scripts_with_a_parser_of_their_own_are_told_the_nearest(monkeypatch, ca
         HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses(
             [*base, *words], return_remaining_strings=True
         )
-    said = [record.message for record in caplog.records if record.name == misspelt.__name__]
+    said = [record.message for record in caplog.records if record.name == given_arguments.__name__]
     assert said == ["there is no flag --hotspa_stategies; did you mean --hotspa_strategies?"]
     with pytest.raises(ValueError, match="hotspa_stategies"):  # of transformers, after it
         HfArgumentParser(HotSPaTrainingArguments).parse_args_into_dataclasses([*base, *words])
-    monkeypatch.setattr(misspelt, "_warned", set())
+    monkeypatch.setattr(given_arguments, "_warned", set())
     monkeypatch.setenv("RANK", "1")
-    misspelt.warn_of_misspelt(HotSPaTrainingArguments.__dataclass_fields__)
-    assert misspelt._warned == set()
+    given_arguments.warn_of_misspelt(HotSPaTrainingArguments.__dataclass_fields__)
+    assert given_arguments._warned == set()
 
 
 NAMES = {
