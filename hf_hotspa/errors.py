@@ -31,7 +31,8 @@ class HotspaError(Exception):
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        HotspaError._by_code[cls.code] = cls
+        if "code" in vars(cls):  # else it travels as the kind of error that it is of
+            HotspaError._by_code[cls.code] = cls
 
     def __str__(self) -> str:
         return " | ".join(self._parts())

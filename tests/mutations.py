@@ -102,10 +102,45 @@ MUTATIONS = [
     ),
     Mutation(
         "every epoch has the same order",
-        "hf_hotspa/trainer/dataloader.py",
-        "self.row_sampler.set_epoch(epoch)",
-        "self.row_sampler.set_epoch(0)",
-        UNIT + "test_dataloader.py",
+        "hf_hotspa/trainer/batches.py",
+        "self.sampler.set_epoch(epoch)",
+        "self.sampler.set_epoch(0)",
+        UNIT + "test_batches.py::test_orders",
+    ),
+    Mutation(
+        "rows that ranks do not divide are left out",
+        "hf_hotspa/trainer/batches.py",
+        "edges = [len(rows) * share // shares for",
+        "edges = [len(rows) // shares * share for",
+        UNIT + "test_batches.py::test_a_size_that_ranks_do_not_divide",
+    ),
+    Mutation(
+        "the last mini-batch of an epoch is left out",
+        "hf_hotspa/trainer/batches.py",
+        "if rows and not self.drop_last:",
+        "if rows and self.drop_last:",
+        UNIT + "test_batches.py::test_any_number_of_ranks_and_parts_gives_the_same_mini_batches",
+    ),
+    Mutation(
+        "the second document of a row is predicted from the first",
+        "hf_hotspa/trainer/batches.py",
+        "            labels[number, row.cuts] = IGNORED_LABEL",
+        "            labels[number, row.cuts[:0]] = IGNORED_LABEL",
+        UNIT + "test_batches.py::test_documents_of_a_row_are_told_apart_by_positions",
+    ),
+    Mutation(
+        "a loss mask in another column than the labels is passed over",
+        "hf_hotspa/trainer/batches.py",
+        "labels[values == 0] = IGNORED_LABEL",
+        "labels[values == 2] = IGNORED_LABEL",
+        UNIT + "test_batches.py::test_a_loss_mask_in_another_column_is_honoured",
+    ),
+    Mutation(
+        "a piece of a split row has the positions of the whole",
+        "hf_hotspa/trainer/batches.py",
+        "out[number, : stop - first] -= value[row, first].item()",
+        "out[number, : stop - first] -= 0",
+        UNIT + "test_batches.py::test_batches_of_the_users_are_cut_too",
     ),
     # -- layouts
     Mutation(
@@ -356,6 +391,21 @@ MUTATIONS = [
         "    if not same and own == 0:",
         "tests/unit/test_own_loss.py::test_the_loss_of_a_model_is_compared_with_that_of_its_logits",
     ),
+    # -- the switched model under the Trainer
+    Mutation(
+        "gradients of a loss that was called with another factor are taken as they are",
+        "hf_hotspa/switched/model.py",
+        "if scale is not None and scale != 1.0:",
+        "if scale is not None and scale > 1e9:",
+        "tests/gloo/test_stock_equal.py",
+    ),
+    Mutation(
+        "weights that a callback has changed are lost",
+        "hf_hotspa/switched/changes.py",
+        "weights = self._digest is not None and weights_digest(self._model) != self._digest",
+        "weights = False",
+        UNIT + "test_arguments.py::test_training_again_continues_from_the_trained_weights",
+    ),
     # -- the optimizer side
     Mutation(
         "clipping takes the squared norm",
@@ -373,7 +423,7 @@ MUTATIONS = [
     ),
     Mutation(
         "one mini-batch too few is skipped",
-        "hf_hotspa/trainer/skipping.py",
+        "hf_hotspa/trainer/preemption.py",
         "if self._in_a_row > self._limit:",
         "if self._in_a_row >= self._limit:",
         "tests/gloo/test_non_finite.py::test_mini_batches_are_skipped_up_to_a_limit[1]",
@@ -438,30 +488,30 @@ MUTATIONS = [
     ),
     Mutation(
         "weights of earlier steps can be looked at",
-        "hf_hotspa/trainer/stale_weights.py",
+        "hf_hotspa/switched/stale_weights.py",
         "            parameter.__class__ = _guarded(kind)\n",
         "",
         UNIT + "test_stale_weights.py",
     ),
     Mutation(
         "an optimizer may hold parameters that are nobody's",
-        "hf_hotspa/trainer/user_optimizer.py",
+        "hf_hotspa/trainer/optimizers.py",
         "    if foreign:\n",
         "    if len(foreign) == len(given) + 1:\n",
         "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[optimizers]",
     ),
     Mutation(
         "num_steps of accelerate counts twice",
-        "hf_hotspa/trainer/refused_arguments.py",
+        "hf_hotspa/trainer/given_arguments.py",
         'values["gradient_accumulation_steps"] = steps if steps != 1 else given.get',
         'values["gradient_accumulation_steps"] = steps if steps != 1 else 2 * given.get',
-        "tests/gloo/test_moves.py::test_a_move_is_equal_or_refused[arguments]",
+        UNIT + "test_arguments.py::test_rows_of_a_step",
     ),
     Mutation(
         "evaluation sets are not looked at before the first step",
-        "hf_hotspa/trainer/trainer.py",
-        "return [self._data.train(self.train_dataset)[1], *evaluated]",
-        "return [self._data.train(self.train_dataset)[1]]",
+        "hf_hotspa/trainer/start.py",
+        "evaluated = [*(given.values() if isinstance(given, dict) else [given]), lengths.evaluated]",
+        "evaluated = [lengths.evaluated]",
         UNIT + "test_evaluated_lengths.py::test_auto_holds_the_longest_row_of_both_sets",
     ),
     Mutation(
@@ -473,7 +523,7 @@ MUTATIONS = [
     ),
     Mutation(
         "arguments that differ between ranks are not compared",
-        "hf_hotspa/trainer/agreed_facts.py",
+        "hf_hotspa/trainer/arguments.py",
         "if name not in OF_ONE_RANK}",
         "if name in OF_ONE_RANK}",
         "tests/gloo/test_same_on_all_ranks.py::test_a_difference_between_ranks_is_named",
@@ -494,9 +544,9 @@ MUTATIONS = [
     ),
     Mutation(
         "a stream is resumed a mini-batch too early",
-        "hf_hotspa/trainer/stream_place.py",
-        "StreamPlace((*earlier, number + 1), self.ended, content)",
-        "StreamPlace((*earlier, number), self.ended, content)",
+        "hf_hotspa/trainer/trainer.py",
+        'self._hotspa_place["batches"] += len(batches)',
+        'self._hotspa_place["batches"] += len(batches) - (self.state.global_step == 0)',
         "tests/gloo/test_streaming.py::test_a_resumed_run_goes_on_in_the_stream_bit_for_bit",
     ),
     Mutation(
@@ -565,7 +615,7 @@ MUTATIONS = [
     ),
     Mutation(
         "a finished run makes one step more",
-        "hf_hotspa/trainer/resuming.py",
+        "hf_hotspa/trainer/trainer.py",
         "self.state.global_step >= self.state.max_steps",
         "self.state.global_step > self.state.max_steps",
         "tests/gloo/test_resume.py::test_a_finished_run_stays_as_it_is",
@@ -573,7 +623,7 @@ MUTATIONS = [
     Mutation(
         "a checkpoint that is being pushed is removed",
         "hf_hotspa/trainer/checkpoints.py",
-        "return [*best, *self._in_use()]",
+        "return [*best, *self._pushes.under_way()]",
         "return best",
         "tests/gloo/test_hub.py",
     ),

@@ -35,8 +35,11 @@ TESTS = (
     "tests/gloo/test_lora_trainer.py",
     "tests/gloo/test_gradient_dtypes.py",
     "tests/gloo/test_moves.py",
+    "tests/gloo/test_streaming.py",
+    "tests/unit/test_batches.py",
     "tests/unit/test_older_transformers.py",
     "tests/unit/test_wide_gradients.py",
+    "tests/unit/test_worker_processes.py",
 )
 
 

@@ -8,7 +8,7 @@ or not. The loaders, the order of rows and the workers are the stock Trainer's.
 
 import logging
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
@@ -16,27 +16,33 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.data_loader import SeedableRandomSampler
+from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
+from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 from transformers import PreTrainedTokenizerBase
 from transformers.data import data_collator as stock
-from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
-from hf_hotspa.errors import DataError, UnsupportedError
+from hf_hotspa.errors import DataError, HotspaError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
 from hf_hotspa.packing.bucketing import check_lengths
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, RowRules, read_row
+from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS, Row, RowRules, read_row
 from hf_hotspa.rows.scan import scan_dataset
 from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, read_batch
+from hf_hotspa.trainer.launcher import workers_context
+
+try:
+    from transformers.trainer_pt_utils import BatchRebalanceSampler
+except ImportError:  # an older release takes no sampler of batches: see `Rows.of_older_release`
+    BatchRebalanceSampler = None  # type: ignore[assignment, misc]
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +64,18 @@ def is_stream(dataset: Any) -> bool:
     if isinstance(dataset, IterableDataset):  # inherits a __getitem__ that only raises
         return True
     return not hasattr(dataset, "__getitem__") and hasattr(dataset, "__iter__")
+
+
+def length_facts(loader: Any) -> dict[str, str]:
+    """What must be the same on all ranks of a data loader: a rank with fewer batches would leave the others waiting."""
+    return {"number of batches": str(len(loader)) if has_length(loader) else "unknown"}
+
+
+def release_others(loader: Any) -> None:
+    """Ends the pass on the ranks for which this one reads (`dispatch_batches`), when it has failed to: they wait for a batch."""
+    if isinstance(loader, DataLoaderDispatcher) and loader.state.process_index == 0:
+        for _ in range(1 if loader.split_batches or loader._drop_last else 2):
+            broadcast_object_list([None, True])
 
 
 def is_stock(collator: Any) -> bool:
@@ -116,7 +134,7 @@ class RowCollator:
                 )
             return self.collator(examples)
         if self.tokenizer is not None and "input_ids" not in examples[0]:
-            rendered = tokenize_rows(examples, self.tokenizer)
+            rendered = _read(examples, lambda rows: tokenize_rows(rows, self.tokenizer))
             kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
             _refuse_two_maskings(self.collator, rendered)
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
@@ -136,7 +154,7 @@ class RowCollator:
                 why="rows of text are tokenised where there is a tokenizer",
                 fix="pass the tokenizer as processing_class, or tokenise the dataset",
             )
-        rows = [read_row(example, number, rules) for number, example in enumerate(examples)]
+        rows: list[Row] = _read(examples, lambda rows: [read_row(r, number, rules) for number, r in enumerate(rows)])
         width = max(1, *(len(row.ids) for row in rows))
         shape = len(rows), width
         pad = getattr(self.tokenizer, "pad_token_id", None) or 0
@@ -218,6 +236,14 @@ def _pieces_of(value: Tensor, pieces: Sequence[tuple[int, int, int]], width: int
     return out
 
 
+def _read(examples: list[Any], read: Callable[[list[Any]], list[Any]]) -> list[Any]:
+    try:
+        return read(examples)
+    except HotspaError as error:  # which row of the data set it is nobody knows here
+        where = f"{error.where or 'a row'}, counted within the batch"
+        raise HotspaError.from_dict({**error.to_dict(), "where": where}) from None
+
+
 def _stacked(name: str, values: Sequence[Any], width: int) -> Tensor:
     """A column that a loss reads: [B] with a number for each row, or [B, L]."""
     if len({value.ndim for value in values}) > 1:
@@ -264,7 +290,7 @@ def with_masks(example: Any, row: int) -> Any:
             )
         labels[values == 0] = IGNORED_LABEL
     rest = {name: value for name, value in example.items() if name not in masks}
-    return {**rest, "labels": labels}
+    return {**rest, "labels": labels.tolist() if isinstance(ids, list) else labels}
 
 
 def is_loss_mask(name: str) -> bool:
@@ -288,8 +314,11 @@ def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[st
     return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
 
 
+_BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
+
+
 @dataclass(eq=False)
-class MiniBatchSampler(BatchRebalanceSampler):
+class MiniBatchSampler(_BatchesOfRanks):
     """The rows of each batch of this rank, where a mini-batch has a given size that ranks and accumulation need not divide.
 
     The rows of a mini-batch are those of the order, one after the other, whatever the number of ranks; a batch may have none. It is
@@ -395,6 +424,8 @@ class Rows:
     def _given_collator(self) -> Any:
         """The user's data collator; None where the trainer has the stock default."""
         collator = getattr(self._trainer, "data_collator", None)
+        if isinstance(collator, RowCollator):  # while a loader is made
+            return collator.collator
         if isinstance(collator, PackedBucketCollator) and not self._has_said:
             self._has_said = True
             if self._args.process_index == 0:
@@ -433,8 +464,7 @@ class Rows:
         needs batches of one width. And workers end with their rank, and with nobody else's signal."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch = config.dispatch_batches
-        has_context = hasattr(args, "dataloader_multiprocessing_context")
-        chosen = args.dataloader_multiprocessing_context if has_context else None
+        has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
         if self._given_collator() is None and is_stream(dataset):
             config.dispatch_batches = False
         if has_context:
@@ -473,6 +503,23 @@ class Rows:
             return self.sampler
 
         return made
+
+    def of_older_release(self, loader: Any, is_training: bool) -> Any:
+        """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both."""
+        if BatchRebalanceSampler is not None:
+            return loader
+        context = worker_context(loader.num_workers, loader.multiprocessing_context)
+        if not (is_training and self.sampler is not None):
+            getattr(loader, "base_dataloader", loader).multiprocessing_context = context
+            return loader
+        names = ("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "persistent_workers", "worker_init_fn")
+        options = {name: getattr(loader, name) for name in names}
+        made: Any = DataLoader(loader.dataset, batch_sampler=self.sampler, multiprocessing_context=context, **options)
+        prepared = self._trainer.accelerator.prepare(made)
+        dealt = prepared.batch_sampler
+        if getattr(dealt, "batch_sampler", None) is self.sampler:  # accelerate would deal them out once more
+            dealt.num_processes, dealt.process_index = 1, 0
+        return prepared
 
     def _refused(self) -> frozenset[str]:
         """Columns that the model would be given, and that packing cannot honour."""
@@ -561,6 +608,21 @@ class Rows:
                 fix="pass train_dataset, or give hotspa_strategies",
             )
         return tables
+
+    def example(self, dataset: Any) -> dict[str, Any] | None:
+        """What a token loss reads of the first row, [L] or []; None where no row can be read before training.
+
+        Raises:
+            HotspaError: the row cannot be read, or lacks a column.
+        """
+        if not self._loss_columns or isinstance(dataset, Mapping) or is_stream(dataset) or not has_length(dataset):
+            return None
+        first = dataset[0] if len(dataset) else None
+        collates = self._given_collator() is not None  # and may make the columns
+        if not isinstance(first, Mapping) or (collates and not first.keys() >= set(self._loss_columns)):
+            return None
+        batch = RowCollator(None, self._tokenizer(), loss_columns=self._loss_columns)([first])
+        return {name: batch[name][0] for name in self._loss_columns}
 
     def tokens_of(self, dataset: Any) -> Any:
         """The data set for a loader: what a scan has tokenised need not be tokenised again."""

@@ -35,6 +35,7 @@ from hf_hotspa.callbacks.switch_overhead import SHORT_KEYS
 from hf_hotspa.engine.measures import Observer, PhaseMeasure, phase_event, switch_events
 from hf_hotspa.errors import CallbackError, HotspaError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
+from hf_hotspa.switched.model_object import Apart
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,7 @@ class CallbackEvents(CallbackHandler):
         as_it_is = self._alone and event in _OF_TRANSFORMERS and callback not in self._own.values()
         begin = time.perf_counter()
         name = type(callback).__name__
+        Apart.depth += 1
         try:
             return getattr(callback, event)(*args, **kwargs)
         except Exception as error:
@@ -178,6 +180,7 @@ class CallbackEvents(CallbackHandler):
                 )
             return None
         finally:
+            Apart.depth -= 1
             self.seconds[name] += time.perf_counter() - begin
 
     # -- events ---------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.rows.features import RowRules
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.switched.documents import Document, Documents, Exchange, read_batch
+from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.requests import facts_of, pairs_in
 from hf_hotspa.trainer.auto import engine_options, given_buckets
@@ -108,9 +108,12 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     accumulation: int = vars(trainer.args)["gradient_accumulation_steps"]
     exchange, mini_batches, state = Exchange(engine.agreement, engine.world_size), list[Documents](), random_state()
 
+    names = (*ROW_COLUMNS, *FLAT_COLUMNS, *rules.columns)
+
     def read() -> list[list[Document]]:
         batches = islice(loader, steps * accumulation)
-        return [read_batch(batch, shape.vocab_size, longest, engine.rank, rules) for batch in batches]
+        known = ({name: batch[name] for name in names if name in batch} for batch in batches)
+        return [read_batch(batch, shape.vocab_size, longest, engine.rank, rules) for batch in known]
 
     try:  # a loader draws a seed for its workers
         parts = engine.agreement.run("gain", read, lambda parts: {"number of batches": str(len(parts))})

@@ -153,6 +153,9 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     args, model, agreement = trainer.args, trainer.model, trainer._hotspa_ranks.agreement()
     lengths, own, watchers = trainer._hotspa_rows, trainer._hotspa_loss, Watchers()
     weights = trainer._hotspa_source.weights_folder(model)
+    if own is not None:
+        known = trainer.train_dataset if trainer.train_dataset is not None else trainer.eval_dataset
+        own.example = agreement.run("loss_columns", lambda: lengths.example(known))
     calibration = None if args.hotspa_auto else find_calibration(model, args, agreement)
     if args.hotspa_auto:
         given = trainer.eval_dataset
@@ -162,8 +165,8 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
     auto = watchers.auto
     buckets = auto.plan.pool if auto is not None else given_buckets(args)
     evaluated_by = evaluation_buckets(args.hotspa_eval_strategy, buckets)
-    known = auto or calibration
-    stage_costs = known.stage_costs if known is not None else None
+    costs = auto or calibration
+    stage_costs = costs.stage_costs if costs is not None else None
     options = engine_options(args, own, stage_costs, auto.time if auto is not None else None)
     switched = SwitchedModel(model, buckets, options, weights=weights, device=args.device, guards=True)
     engine = switched.engine

@@ -40,7 +40,7 @@ from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
-from hf_hotspa.trainer.batches import COUNTS, RowCollator, Rows, is_stream
+from hf_hotspa.trainer.batches import COUNTS, RowCollator, Rows, is_stream, length_facts, release_others
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
@@ -276,14 +276,15 @@ class SwitchedMixin(_Base):
         collator = rows.collator(dataset, is_training)
         if is_training and args.hotspa_mini_batch_size is not None:
             sampler_fn = rows.dealt_out(dataset, args.hotspa_mini_batch_size, sampler_fn)
-        self.data_collator = collator
-        try:
-            with rows.reading(dataset):
-                return super()._get_dataloader(
+        with rows.reading(dataset):  # which looks at what was given
+            self.data_collator = collator
+            try:
+                loader = super()._get_dataloader(
                     dataset, description, batch_size, sampler_fn, is_training=is_training, **kwargs
                 )
-        finally:
-            self.data_collator = given
+                return rows.of_older_release(loader, is_training)
+            finally:
+                self.data_collator = given
 
     def _remove_unused_columns(self, dataset: Any, description: str | None = None) -> Any:
         collator = self.data_collator
@@ -325,6 +326,8 @@ class SwitchedMixin(_Base):
         watchers = self._hotspa_watchers
         watchers.begin()
         self.load_hotspa_state(self._hotspa_state)
+        counts = {"number of steps": str(max_steps)} | length_facts(train_dataloader)
+        switched.engine.agreement.check({}, None, "start of training", facts=counts)
         table = self._hotspa_check_rows(switched, train_dataloader)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         switched.step = self.state.global_step
@@ -475,6 +478,7 @@ class SwitchedMixin(_Base):
             batches = list(islice(epoch_iterator, num_batches))
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
+            release_others(self.callback_handler.train_dataloader)
         switched.same_batches(len(batches), error)
         self._hotspa_has_ended = not batches
         self._hotspa_place["batches"] += len(batches)
@@ -573,13 +577,15 @@ class SwitchedMixin(_Base):
         self._hotspa_flags.agree()
         return metrics
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """As of the class behind, under `hotspa_eval_strategy`. Collective; logits are computed where something looks at them."""
         switched = self._hotspa_start()
         self._hotspa_show(EVALUATION)
         with self._hotspa_ranks.telling(self, "evaluation"):
+            asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
+            switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.take_changes()
-            return super().evaluation_loop(*args, **kwargs)
+            return super().evaluation_loop(dataloader, *args, **kwargs)
 
     # -- saving -------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ class TokenSlice:
     Args:
         log_probs: [T], fp32 or wider: the log-probability of each label, with gradient.
         labels: int64 [T], the label tokens themselves.
-        rows: int64 [T], the data set row of each (of a stream: its number in the mini-batch).
+        rows: int64 [T], the row of each, counted within the mini-batch over all ranks.
         positions: int64 [T], where in its row each label token stands; the first token of a row is 0 and never a label.
         columns: [T] each, by name: the number that the data set gives this label token, or its row. Of the dtype of
             `log_probs`, or int64.

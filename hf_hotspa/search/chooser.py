@@ -3,7 +3,7 @@
 Owns what the choice for a mini-batch depends on beside its lengths: the strategies of the one before, and the factors
 on the time model (`online`). Mini-batches are numbered from 0 over the whole run, which is the Trainer's global step.
 
-Mini-batches are planned ahead of training, by data loader workers by several. So that the choice does not depend on how
+Mini-batches may be planned ahead of training (by a loop; the Trainer does not). So that the choice does not depend on how
 fast anybody runs, a correction found after mini-batch n holds from mini-batch `n + 1 + delay` on, and `delay` is at
 least as far as anybody plans ahead: every rank chooses alike, and so does a run that goes on from `state_dict`.
 `choose` changes nothing and may run in another thread than `trained`. No torch.

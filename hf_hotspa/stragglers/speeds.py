@@ -1,6 +1,6 @@
 """Which speeds divide the packs of which mini-batch.
 
-Mini-batches are planned ahead of training, by data loader workers by several; so speeds that are known after mini-batch n
+Mini-batches may be planned ahead of training (by a loop; the Trainer does not); so speeds that are known after mini-batch n
 (counted from 0) hold from mini-batch `n + 1 + delay` on, with `delay` at least as far as anybody plans ahead. Every rank
 then divides alike, and so does a run that goes on from `state_dict`. No torch.
 """

@@ -96,6 +96,7 @@ class Call:
         of_routers: The gradient by the balance loss.
         own: This call's part of the token loss of all ranks, where that is the loss.
         reads_padding: Whether a gradient by logits has come where there is no token.
+        went_back: Whether a backward has come at all.
     """
 
     shape: tuple[int, int]
@@ -121,6 +122,7 @@ class Call:
     of_routers: float = 0.0
     own: float = 0.0
     reads_padding: bool = False
+    went_back: bool = False
     mask: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -161,8 +163,19 @@ class Call:
         of_each = sums[:-1].sum(0) / places * routers.num_experts
         return (of_each * sums[-1] / places).sum(), of_each / places
 
+    def add_factor(self, gradient: Tensor) -> None:
+        """Takes the gradient by the loss, a scalar."""
+        self.went_back = True
+        self.factor += float(gradient)
+
+    def add_router_factor(self, gradient: Tensor) -> None:
+        """Takes the gradient by the balance loss, a scalar."""
+        self.went_back = True
+        self.of_routers += float(gradient)
+
     def add_seeds(self, of_log_probs: Tensor, of_entropy: Tensor | None = None) -> None:
         """Takes gradients [B, L - shift]. Sums over whole rows reach places without a label, too, whose number is always 0."""
+        self.went_back = True
         if self.seeds is None:
             dtype = torch.promote_types(of_log_probs.dtype, torch.float32)
             self.seeds = torch.zeros(2, *self.shape, dtype=dtype)
@@ -173,6 +186,7 @@ class Call:
 
     def add_logit_seeds(self, gradient: Tensor) -> None:
         """Takes a gradient [B, L, V]."""
+        self.went_back = True
         padding = torch.ones(self.shape, dtype=torch.bool)
         for _, place in self._places():
             padding[place] = False

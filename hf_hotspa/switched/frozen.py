@@ -27,7 +27,7 @@ class Frozen(_Base):
         self._take_object(model)
         self._own, self._guards, self._in_pass = None, False, False
         object.__setattr__(self, "_owner", owner)  # not a submodule
-        self._version = self._written = 0
+        self._version = self._written = self.missed = 0
         self._calls, self._waiting, self._window = [], [], None
         self.eval()
 

@@ -39,6 +39,9 @@ class Meeting:
         code = float(zlib.crc32(what.encode()))
         values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag]
         codes, failed, cleared, announced, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
+        if any(failed):  # before all else: where a rank has an error, the others may have more to do
+            self._drop()
+            self._agreement.check({}, error, where)
         if len(set(codes)) > 1:
             self._drop()
             raise self._different(what, where)
@@ -51,9 +54,6 @@ class Meeting:
                 why="what is announced is exchanged by all ranks together",
                 fix="call announce on all ranks, or on none",
             )
-        if any(failed):
-            self._drop()
-            self._agreement.check({}, error, where)
         if any(cleared):
             self._drop()
         return [bool(said) for said in flags]

@@ -755,11 +755,7 @@ class SwitchedModel(DistributedDataParallel):
             else:
                 total = -sum(call.numbers.sums[number] for number in call.mine)
                 loss = (torch.tensor(total, dtype=torch.float64) / denominator).to(call.device, wide)
-
-            def take(gradient: Tensor) -> None:
-                call.factor += float(gradient)
-
-            return leaves(take, loss)[0]
+            return leaves(call.add_factor, loss)[0]
         log_probs = call.column(0, wide)
         if request.trains:
             (log_probs,) = leaves(call.add_seeds, log_probs)
@@ -772,11 +768,7 @@ class SwitchedModel(DistributedDataParallel):
         loss = value.to(call.device, self._passes.wide)
         if not request.trains:
             return loss
-
-        def take(gradient: Tensor) -> None:
-            call.of_routers += float(gradient)
-
-        return leaves(take, loss)[0]
+        return leaves(call.add_router_factor, loss)[0]
 
     def _fused_output(self, call: Call, request: Request) -> Any:
         from trl.trainer.utils import FusedCausalLMOutput
@@ -837,11 +829,17 @@ class SwitchedModel(DistributedDataParallel):
         Raises:
             HotspaError: on every rank; the calls are dropped.
         """
-        if self._calls:
-            self._meet("flush", of_padding(self._calls, f"rank {self.engine.rank}, {self._where}"))
+        calls, went_back = self._calls, [False]
+        if calls:
+            error = of_padding(calls, f"rank {self.engine.rank}, {self._where}")
+            went_back = self._meet("flush", error, any(call.went_back for call in calls))
         if not self._calls:  # or they were dropped, here or on another rank
             return
-        calls = self._calls
+        if not any(went_back) and self.engine.updates is None:  # parameters have no gradient then, as under DDP
+            self._drop()
+            self.report = None
+            self.step += 1
+            return
         self._use_adapters(True)
         scale = self._gradients.compare(calls, self._where)
         if scale is None:

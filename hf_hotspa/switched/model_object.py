@@ -47,14 +47,24 @@ def as_built(model: nn.Module) -> Iterator[None]:
         vars(model).update(own)
 
 
+class Apart:
+    """Whether this rank is in code that runs on each rank by itself, perhaps on this one alone (callbacks): calls of model objects
+    are then their own, with the weights that the object has, and others need not take part."""
+
+    depth = 0
+
+
 def route(model: nn.Module, switched: Any) -> None:
-    """Calls of the model object go to the switched model: trainers call `self.model`, too, whose weights are old ones."""
+    """Calls of the model object go to the switched model: trainers call `self.model`, too, whose weights are old ones.
+
+    But for generation, and for those in code that runs `Apart`.
+    """
     target = weakref.ref(switched)
     forward = type(model).forward
 
     @functools.wraps(forward)  # `generate` looks at the signature
     def routed(self: Any, *args: Any, **kwargs: Any) -> Any:
-        to = target()
+        to = None if Apart.depth else target()
         if to is None or kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
             if to is not None:
                 to.refresh()

@@ -162,7 +162,7 @@ def test_ctrl_c_says_in_one_line_how_to_go_on(tmp_path):
     [said] = [line for line in lines if "Ctrl-C" in line]
     newest, page = checkpoints(tmp_path / "out")[0], tmp_path / "out" / "hotspa_report" / "report.html"
     assert "training stopped after step" in said
-    assert f"goes on from {newest}; the run in one page: {page}" in said
+    assert f"train(resume_from_checkpoint=True) resumes from {newest}; the run in one page: {page}" in said
     assert page.exists()
     assert not any("KeyboardInterrupt" in line or "hf_hotspa" in line for line in lines)
 

@@ -373,3 +373,22 @@ def test_the_trainer_saves_resumes_and_evaluates_between_mini_batches() -> None:
     assert "not the synchronous update" in printed
     assert "behind by 1, 0 packs on stages 0 to 1" in printed
     assert "not the synchronous update" not in of_synchronous
+
+
+def resumed_run(
+    rank: int, world_size: int, folder: str, resume: str | None, options: dict[str, Any]
+) -> dict[int, float]:
+    """The losses of a run."""
+    with redirect_stdout(StringIO()):
+        return train(make_trainer(folder, world_size, **{**RUN, **options}), resume)
+
+
+def test_a_run_goes_on_on_another_number_of_ranks() -> None:
+    """Stages update at once by the gradients of a loss that the Trainer multiplies by the number of ranks."""
+    with memory_folder() as folder:
+        run_ranks(2, resumed_run, str(folder / "two"), None, {"max_steps": 3})
+        options = {"hotspa_strategies": "dp2pp2:60@48", "max_steps": 5}
+        checkpoint = str(folder / "two" / "checkpoint-3")
+        first, *others = run_ranks(4, resumed_run, str(folder / "four"), checkpoint, options)
+        assert list(first) == [4, 5]
+        assert all(found == first for found in others)

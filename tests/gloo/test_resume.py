@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers.trainer_utils import IntervalStrategy
 
 from hf_hotspa.checkpoint.format.manifest import WEIGHT, read_manifest
 from hf_hotspa.errors import DamagedCheckpointError, HotspaError, ResumeError
 from hf_hotspa.trainer.resuming import Resumption, load_scheduler
 from tests.checkpoints import memory_folder
 from tests.harness import run_ranks
-from tests.oracle import relative_error
+from tests.oracle import random_rows, relative_error
 from tests.training_runs import (
     STEPS,
     STRATEGIES,
@@ -63,6 +64,16 @@ def weighted(base):
     return Weighted
 
 
+def with_token_loss(base):
+    """A token loss, of which the batches of a step are parts."""
+
+    class Own(base):
+        def __init__(self, *args, **kwargs):
+            super().__init__(*args, token_loss=lambda s: (-s.log_probs * (1 - s.log_probs.exp()) ** 2).sum(), **kwargs)
+
+    return Own
+
+
 ACCUMULATED = {"hotspa_mini_batch_size": None, "per_device_train_batch_size": 1, "gradient_accumulation_steps": 2}
 CASES = {
     "one rank": (1, {}, [1, 2, 3, 4, 5, 6]),
@@ -79,6 +90,7 @@ CASES = {
     "label smoothing": (2, {"label_smoothing_factor": 0.1, **ACCUMULATED}, [3]),
     "a loss from logits": (2, {"cls": of_logits}, [1, 4]),
     "another factor": (2, {"cls": weighted}, [1, 3]),
+    "a token loss": (2, {"cls": with_token_loss, **ACCUMULATED}, [1, 2]),
     "factors of ranks": (2, {"average_tokens_across_devices": False, **ACCUMULATED}, [1, 3]),
 }
 
@@ -102,6 +114,33 @@ def test_the_same_layout_goes_on_bit_for_bit(world, options, points, tmp_path):
     last = contents(newest(tmp_path / "a"))
     for point in points:
         assert contents(newest(tmp_path / f"b{point}")) == last, point
+
+
+def hits(prediction):
+    return {"hits": int((prediction.predictions[:, :-1].argmax(-1) == prediction.label_ids[:, 1:]).sum())}
+
+
+def evaluated_runs(rank, world, folder):
+    """The metrics of evaluations at steps 2, 4 and 5, of a whole run and of one that goes on from step 3."""
+    found = []
+    for name, resume in (("a", None), ("b", f"{folder}/a/checkpoint-3")):
+        trainer = make_trainer(f"{folder}/{name}", world, max_steps=5)
+        trainer.args.eval_strategy, trainer.args.eval_steps = IntervalStrategy.STEPS, 2
+        trainer.eval_dataset, trainer.compute_metrics = random_rows(9, 160, longest=40, seed=5), hits
+        train(trainer, resume)
+        logs = [log for log in trainer.state.log_history if "eval_loss" in log]
+        found.append([(log["step"], log["eval_loss"], log["eval_hits"]) for log in logs])
+    return found
+
+
+def test_evaluations_and_what_follows_them_are_the_same_after_a_resumption(tmp_path):
+    for whole, resumed in run_ranks(2, evaluated_runs, str(tmp_path)):
+        assert [step for step, *_ in whole] == [2, 4, 5]
+        assert resumed == whole
+    ends = [contents(newest(tmp_path / name)) for name in ("a", "b")]
+    for end in ends:
+        del end["trainer_state"]  # it has the seconds of evaluations
+    assert ends[0] == ends[1]
 
 
 def resume_and_save(rank, world, output, checkpoint, options):
@@ -288,8 +327,6 @@ def saved():
 
 
 def other_rows(vocab_size, change):
-    from tests.oracle import random_rows
-
     rows = random_rows(14, vocab_size, longest=60, seed=3)
     return change(rows)
 
@@ -336,6 +373,39 @@ def test_another_scheduler_is_refused(saved, tmp_path, state, error):
     path = saved / "a" / "checkpoint-3"
     with pytest.raises(error):
         load_scheduler(Resumption(path, read_manifest(path), state), trainer.lr_scheduler)
+
+
+def rows_of_a_step(rank, world, folder, resume, options):
+    """The tokens of the rows of each step, of all ranks."""
+    import torch.distributed as dist
+
+    seen = {}
+
+    def noting(base):
+        class Noting(base):
+            def training_step(self, model, inputs, num_items_in_batch=None):
+                real = inputs["attention_mask"] > 0
+                rows = [ids[real[row]].tolist() for row, ids in enumerate(inputs["input_ids"])]
+                everybody = [None] * world
+                dist.all_gather_object(everybody, rows)
+                seen.setdefault(self.state.global_step + 1, []).extend(row for of_rank in everybody for row in of_rank)
+                return super().training_step(model, inputs, num_items_in_batch)
+
+        return Noting
+
+    train(make_trainer(folder, world, cls=noting, **options), resume)
+    return {step: sorted(rows) for step, rows in seen.items()}
+
+
+@pytest.mark.parametrize("world", [1, 4])
+def test_another_number_of_ranks_and_batches_trains_the_same_rows(world, tmp_path):
+    """Mini-batches of 5 rows, in batches that hold different numbers of them; over the edge of an epoch."""
+    options = {"hotspa_mini_batch_size": 5, "max_steps": 7}
+    [whole, _] = run_ranks(2, rows_of_a_step, str(tmp_path / "a"), None, options)
+    assert [len(rows) for rows in whole.values()] == [5, 5, 4, 5, 5, 4, 5]
+    options |= {"gradient_accumulation_steps": 3}
+    for found in run_ranks(world, rows_of_a_step, str(tmp_path / "b"), str(tmp_path / "a" / "checkpoint-2"), options):
+        assert found == {step: rows for step, rows in whole.items() if step > 2}
 
 
 def test_another_data_order_can_be_allowed(saved, tmp_path):

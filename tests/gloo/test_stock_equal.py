@@ -119,6 +119,29 @@ def two_backwards(base):
     return Two
 
 
+def other_inputs(base):
+    class Other(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            inputs["input_ids"] = (inputs["input_ids"] + 1) % 163
+            return super().training_step(model, inputs, num_items_in_batch)
+
+    return Other
+
+
+def own_step(base):
+    """A step without `super()`, which leaves out every second backward."""
+
+    class Own(base):
+        def training_step(self, model, inputs, num_items_in_batch=None):
+            model.train()
+            loss = model(**self._prepare_inputs(inputs)).loss * 0.5
+            if self.state.global_step % 2 == 0:
+                self.accelerator.backward(loss)
+            return loss.detach()
+
+    return Own
+
+
 # -- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -161,6 +184,13 @@ def on_the_left(rows):
 def to_one_width(rows):
     """One rank reads the stream for all, and cuts its batches into those of ranks."""
     return batch_of([*rows, {"input_ids": [3] * LONGEST, "labels": [-100] * LONGEST}]) | {}
+
+
+def of_this_rank():
+    """Rows that no other rank has, as many on each; for training and for evaluation."""
+    rank = torch.distributed.get_rank()
+    rows = [random_rows(count, 163, longest=LONGEST, seed=20 + rank) for count in (26, 11)]
+    return dict(zip(("train_dataset", "eval_dataset"), rows, strict=True))
 
 
 class Stream(IterableDataset):
@@ -270,6 +300,8 @@ LOSSES = {
     ),
     "two forwards": Case(("tp2:14@64,dp2+z3:64@96", "dp2tp2+sp:14@64,dp4+z3:64@96"), two_forwards),
     "two backwards": Case(("dp2:14@64,tp2+rc:64@96", "tp2pp2:14@64,dp2tp2+rc:64@96"), two_backwards),
+    "other inputs": Case(("dp2:14@64,cp2+ck9:64@96", "dp4:14@64,cp2dp2+ck9:64@96"), other_inputs),
+    "a step of one's own": Case(("dp2:14@64,pp2:64@96", "dp4:14@64,pp4:64@96"), own_step),
     "experts": Case(("dp2ep2:14@64,tp2:64@96", "dp4ep2:14@64,dp2tp2ep2:64@96"), family=MIXTURE),
     "experts without a sum over tokens": Case(
         ("tp2ep2+sp:14@64,dp2ep2+rc:64@96", "dp2pp2ep2:14@64,tp4ep4:64@96"), with_margin, family=MIXTURE
@@ -302,6 +334,11 @@ DATA = {
     ),
     "a sampler": Case(("dp2+z3:14@64,tp2:64@96", "dp4+z3:14@64,tp4:64@96"), with_sampler),
     "a data loader": Case(("cp2+rc:14@64,tp2:64@96", "cp4+rc:14@64,tp4:64@96"), with_loader),
+    "rows of each rank's own": Case(
+        ("dp2:14@64,tp2+ck9:64@96", "dp4:14@64,tp4+ck9:64@96"),
+        arguments=EVALUATES,
+        given=lambda: {**of_this_rank(), "compute_metrics": hits},
+    ),
     "a stream with workers": Case(
         ("dp2:14@64,cp2+rc:64@96", "dp4:14@64,dp2cp2+rc:64@96"),
         arguments={"dataloader_num_workers": 2, "accelerator_config": {"dispatch_batches": False}, "max_steps": 4},
@@ -419,7 +456,7 @@ def both(rank, world_size, kind, folder):
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_it_is_the_stock_trainer_under_ddp(world_size, kind, tmp_path):
     wrong = []
-    for rank, cases in enumerate(run_ranks(world_size, both, kind, str(tmp_path), timeout=150)):
+    for rank, cases in enumerate(run_ranks(world_size, both, kind, str(tmp_path), timeout=500)):
         assert list(cases) == list(KINDS[kind])
         for name, (same, errors) in cases.items():
             limits = {key: PREDICTIONS if key in ("predictions", "eval_sum", "test_sum") else EXACT for key in errors}

@@ -268,7 +268,7 @@ def flushes(rank, world_size):
     for m in (model, twin):
         m.write_back()
     pairs = zip(model.module.parameters(), twin.module.parameters(), strict=True)
-    return twice, max(float((a - b).detach().abs().max()) for a, b in pairs), model._step, twin._step
+    return twice, max(float((a - b).detach().abs().max()) for a, b in pairs), model.step, twin.step
 
 
 def test_flush_can_be_called_twice_or_by_the_optimizer():
@@ -425,7 +425,7 @@ def rows_without_seeds(rank, world_size):
     """The documents that the training pass runs, where some rows have no gradient."""
     plain, model, ran = tiny_model(FAMILY, torch.float64), _model(), []
     plan = Documents.plan
-    Documents.plan = lambda self, numbers, collator: (ran.append(list(numbers)), plan(self, ran[-1], collator))[1]
+    Documents.plan = lambda self, numbers, *rest: (ran.append(list(numbers)), plan(self, ran[-1], *rest))[1]
 
     def loss(m, batch):
         return scores(m, batch)[0][::2].sum(1).square().mean() / 99
@@ -585,7 +585,7 @@ def eval_mode(rank, world_size):
     model.train()
     step(model, squares, _batch(plain, rank, seed=3))
     dropped = model.engine.full_gradients()
-    model._step -= 1  # the masks of the same step
+    model.step -= 1  # the masks of the same step
     with exact_in_double(torch.float64):
         squares(model, _batch(plain, rank, seed=3)).backward()
         squares(model.eval(), _batch(plain, rank)).backward()

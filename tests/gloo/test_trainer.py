@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.strategy import parse_buckets
 from tests.families import tiny_model
@@ -86,12 +86,10 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
 
     losses, phases = [], set()
 
-    class Recorder(HotSPaTrainer):
-        def training_step(self, *args, **kwargs):
-            loss = super().training_step(*args, **kwargs)
-            losses.append(self.last_report.loss)
-            phases.update(p.strategy for p in self.last_report.phases)
-            return loss
+    class Recorder(TrainerCallback):
+        def on_step_report(self, args, state, control, report):
+            losses.append(report.loss)
+            phases.update(p.strategy for p in report.phases)
 
     model = tiny_model(family, dtype)
     args = HotSPaTrainingArguments(
@@ -100,7 +98,8 @@ def hotspa_run(rank, world_size, family, dtype, output_dir, strategies, steps):
         hotspa_strategies=strategies,
         **{**COMMON, **changes(dtype, steps)},
     )
-    trainer = Recorder(model=model, args=args, train_dataset=dataset_rows(model.config.vocab_size))
+    rows = dataset_rows(model.config.vocab_size)
+    trainer = HotSPaTrainer(model=model, args=args, train_dataset=rows, callbacks=[Recorder()])
     with exact_in_double(dtype):
         trainer.train()
     weights = {n: p.detach().clone() for n, p in trainer.model.named_parameters()}

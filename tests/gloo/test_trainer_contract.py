@@ -11,16 +11,17 @@ The areas are those that the tests of transformers' own Trainer look at; the tes
 | early stopping, best model at the end | here, test_evaluate.py |
 | callbacks: order of events, adding, stopping, asking for logs and evaluations | here |
 | logging: strategies, first step, NaN losses, report_to | test_trainer_arguments.py, test_non_finite.py, test_trainer_world.py |
-| streams, data loaders, workers, drop_last | test_streaming.py, test_trainer_arguments.py, unit/test_dataloader.py |
+| streams, data loaders, samplers, collators, workers, drop_last | test_stock_equal.py, test_streaming.py, test_trainer_arguments.py |
+| losses, prediction steps and training steps of one's own | test_stock_equal.py |
 | checkpoints, save limits, resume, state of callbacks | the tests of checkpoints |
 | hub | test_trainer_arguments.py |
 | DeepSpeed's JSON configs, its CPU Adam | test_deepspeed.py, unit/test_deepspeed_config.py |
 
 Losses, data collators, overridden methods and optimizers of the user's own are moves (`tests/moves`, test_moves.py). Areas
 that do not apply, because the setting is refused by name or has no meaning here: fp16 and grad scalers, DataParallel, DDP
-options, FSDP, SageMaker, XLA (the layouts are ours); torch.compile and liger (replicas are rebound); prediction steps of
-one's own (packing); optimizers that are not elementwise; vision, seq2seq and sequence-classification trainers (causal
-language models only); hyper-parameter search (one engine per process group).
+options, FSDP, SageMaker, XLA (the layouts are ours); torch.compile and liger (replicas are rebound); optimizers that are
+not elementwise; vision, seq2seq and sequence-classification trainers (causal language models only); hyper-parameter search
+(one engine per process group).
 """
 
 import math
@@ -127,7 +128,7 @@ def contract_world(rank, world_size, folder):
 
     class Keep(TrainerCallback):
         def on_step_end(self, args, state, control, **kwargs):
-            trainer._update_model()
+            trainer.materialize()
             after[state.global_step] = trainer.model.lm_head.weight.detach().clone()
 
     trainer.add_callback(Keep())

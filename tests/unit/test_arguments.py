@@ -354,6 +354,8 @@ SUPPORTED = [
     {"accelerator_config": {"dispatch_batches": True}},
     {"eval_use_gather_object": True, "eval_strategy": "steps", "eval_steps": 2},
 ]
+# an older release does not have every one of them
+SUPPORTED = [options for options in SUPPORTED if options.keys() <= TrainingArguments.__dataclass_fields__.keys()]
 
 
 @pytest.mark.parametrize("options", SUPPORTED, ids=lambda o: "-".join(o) or "plain")
@@ -374,8 +376,10 @@ def test_one_process_equals_the_stock_trainer(tmp_path, options):
     (hot, logs), (stock, stock_logs) = found
     assert len(logs) == len(stock_logs) >= 4
     for ours, theirs in zip(logs, stock_logs, strict=True):
-        for name in ("loss", "eval_loss", "grad_norm", "learning_rate", "epoch"):
-            assert ours.get(name) == pytest.approx(theirs.get(name), rel=1e-5)
+        names = {"loss", "eval_loss", "grad_norm", "learning_rate", "epoch"} & theirs.keys()
+        assert names == {"loss", "eval_loss", "grad_norm", "learning_rate", "epoch"} & ours.keys()
+        for name in names:
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-5)
     for a, b in zip(hot.parameters(), stock.parameters(), strict=True):
         assert relative_error(a.detach(), b.detach()) <= 1e-5
 

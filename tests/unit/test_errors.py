@@ -104,6 +104,15 @@ def _fail_from_a_key_error() -> None:
         raise errors.PlanError("outer") from inner
 
 
+def test_a_kind_of_an_error_travels_as_that_error() -> None:
+    class Kind(errors.DataError):
+        """Without a code of its own."""
+
+    copy = HotspaError.from_dict(Kind("x").to_dict())
+    assert type(copy) is errors.DataError
+    assert str(copy) == "HSP-301 Data: x"
+
+
 def test_raising_keeps_the_cause() -> None:
     with pytest.raises(HotspaError) as caught:
         _fail_from_a_key_error()

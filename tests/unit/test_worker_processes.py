@@ -11,13 +11,32 @@ import pytest
 import torch
 from accelerate import skip_first_batches
 from torch.utils.data import DataLoader
+from transformers import TrainingArguments
 
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import HotspaConfigError
-from hf_hotspa.trainer.dataloader import MiniBatchLoader
-from tests.unit.test_dataloader import loader, run_rows
+from tests.training_runs import make_trainer
 
 METHODS = ["fork", *(pytest.param(name, marks=pytest.mark.slow) for name in ("spawn", "forkserver"))]
+
+
+class Numbers(torch.utils.data.Dataset):
+    """Each row is its number."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, row):
+        return row
+
+
+def loader(num_workers=0, method=None, **options):
+    context = worker_context(num_workers, method)
+    return DataLoader(Numbers(), batch_size=5, num_workers=num_workers, multiprocessing_context=context, **options)
+
+
+def rows_of(batches):
+    return [batch.tolist() for batch in batches]
 
 
 def tell_from_outside(*pids):
@@ -41,8 +60,8 @@ def await_end(*pids):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_only_their_rank_ends_them(method):
-    expected = run_rows(loader())
-    made = loader(num_workers=2, multiprocessing_context=method, prefetch_factor=1)
+    expected = rows_of(loader())
+    made = loader(num_workers=2, method=method, prefetch_factor=1)
     batches = iter(made)
     workers = list(batches._workers)
     pids = [worker.pid for worker in workers]
@@ -50,7 +69,7 @@ def test_only_their_rank_ends_them(method):
     first = next(batches)
     tell_from_outside(*pids)
     tell_from_outside(*pids)
-    assert run_rows([first, *batches]) == expected
+    assert rows_of([first, *batches]) == expected
     await_end(*pids)
 
     again = iter(made)
@@ -115,14 +134,28 @@ def test_they_end_with_their_rank_at_once():
         worker.MP_STATUS_CHECK_INTERVAL = before
 
 
-def test_loaders_that_are_made_of_ours_have_such_workers():
-    made = loader(num_workers=1)
-    assert isinstance(made, MiniBatchLoader)
-    skipped = skip_first_batches(made, 2)  # what a resumed run trains on
-    assert skipped.multiprocessing_context is made.multiprocessing_context
-    batches = iter(skipped)
-    tell_from_outside(*(worker.pid for worker in batches._workers))
-    assert run_rows(batches) == run_rows(loader())[2:]
+def test_the_loaders_of_a_trainer_have_such_workers(tmp_path):
+    def batches(loader):
+        return [batch["input_ids"].tolist() for batch in loader]
+
+    expected = batches(make_trainer(str(tmp_path), 1).get_train_dataloader())
+    trainer = make_trainer(str(tmp_path), 1, dataloader_num_workers=1)
+    loader = trainer.get_train_dataloader()
+    for made, skipped in (
+        (loader, 0),
+        (skip_first_batches(loader, 2), 2),
+    ):  # the second is what a resumed run trains on
+        trainer._hotspa_rows.sampler.set_epoch(0)  # else the order is that of another pass
+        iterator = iter(made.base_dataloader)
+        tell_from_outside(*(worker.pid for worker in iterator._workers))
+        assert batches(iterator) == expected[skipped:]
+    trainer.train()
+    if not hasattr(TrainingArguments, name := "dataloader_multiprocessing_context"):  # as with an older release
+        return
+    assert getattr(trainer.args, name) is None  # the user's is left alone
+    wrong = make_trainer(str(tmp_path), 1, dataloader_num_workers=1, **{name: "thread"})
+    with pytest.raises(HotspaConfigError, match="'thread'"):
+        wrong.get_train_dataloader()
 
 
 def test_the_context():

@@ -1,0 +1,460 @@
+"""Rows as batches of the Trainer's loaders: what the collator makes of them, and how mini-batches of a given size are dealt out."""
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from accelerate import PartialState, skip_first_batches
+from accelerate.data_loader import SeedableRandomSampler
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler
+from transformers import (
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainingArguments,
+)
+
+from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
+from hf_hotspa.trainer.batches import (
+    COUNTS,
+    DROP,
+    SPLIT,
+    TRUNCATE,
+    MiniBatchSampler,
+    RowCollator,
+    is_loss_mask,
+    is_stock,
+    is_stream,
+    kept_columns,
+    seeded,
+    with_masks,
+)
+from tests.training_runs import make_trainer
+from tests.unit.test_prepare import EOS, PLAIN, TALK, byte_tokenizer
+
+NO = -100
+
+
+def collated(examples, **options):
+    """The batch as lists, by column."""
+    return {name: value.tolist() for name, value in RowCollator(**options)(examples).items()}
+
+
+# -- padding, labels, documents ----------------------------------------------------------------------------------------
+
+
+def test_rows_are_padded_on_the_right():
+    rows = [{"input_ids": [1, 2, 3], "labels": [NO, 2, 3]}, {"input_ids": [4]}]
+    assert collated(rows) == {
+        "input_ids": [[1, 2, 3], [4, 0, 0]],
+        "attention_mask": [[1, 1, 1], [1, 0, 0]],
+        "labels": [[NO, 2, 3], [4, NO, NO]],
+    }
+    assert all(value.dtype == torch.int64 for value in RowCollator()(rows).values())
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token_id = EOS
+    assert collated(rows, tokenizer=tokenizer)["input_ids"] == [[1, 2, 3], [4, EOS, EOS]]
+
+
+def test_padding_that_rows_bring_along_is_cut_off():
+    rows = [{"input_ids": [9, 1, 2, 9], "attention_mask": [0, 1, 1, 0], "labels": [NO, NO, 2, NO]}, {"input_ids": [3]}]
+    assert collated(rows) == {
+        "input_ids": [[1, 2], [3, 0]],
+        "attention_mask": [[1, 1], [1, 0]],
+        "labels": [[NO, 2], [3, NO]],
+    }
+
+
+@pytest.mark.parametrize(
+    "column", [{"seq_lengths": [2, 3]}, {"position_ids": [0, 1, 0, 1, 2]}, {"cu_seqlens": [0, 2, 5]}]
+)
+def test_documents_of_a_row_are_told_apart_by_positions(column):
+    """The first token of a document is predicted by nothing."""
+    batch = collated([{"input_ids": [1, 2, 3, 4, 5], **column}, {"input_ids": [6, 7]}])
+    assert batch["position_ids"] == [[0, 1, 0, 1, 2], [0, 1, 0, 0, 0]]
+    assert batch["labels"] == [[1, 2, NO, 4, 5], [6, 7, NO, NO, NO]]
+    assert batch["attention_mask"] == [[1] * 5, [1, 1, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("kind", ["list", "numpy", "datasets", "datasets with gaps", "torch format", "transform"])
+def test_kinds_of_datasets(kind):
+    ids = [[row] * (1 + row * 7 % 40) for row in range(1, 24)]
+    rows = [{"input_ids": i, "labels": [NO, *i[1:]] if len(i) % 2 else i} for i in ids]
+    if kind == "datasets with gaps":  # None: every token
+        rows = [row if row["labels"][0] == NO else {**row, "labels": None} for row in rows]
+    expected = collated(rows)
+    dataset = rows
+    if kind == "numpy":
+        dataset = [{name: np.array(value) for name, value in row.items()} for row in rows]
+    elif kind != "list":
+        dataset = datasets.Dataset.from_list([{"other": "x", **row} for row in rows])
+    if kind == "torch format":
+        dataset = dataset.with_format("torch")
+    if kind == "transform":
+        dataset = dataset.with_transform(lambda batch: {k: batch[k] for k in ("input_ids", "labels")})
+    assert collated([dataset[i] for i in range(len(rows))]) == expected
+    assert [row[:1] for row in expected["labels"]] == [[NO] if len(i) % 2 else i[:1] for i in ids]
+
+
+def test_a_batch_without_rows():
+    batch = RowCollator()([])
+    assert {name: tuple(value.shape) for name, value in batch.items()} == {
+        "input_ids": (0, 1), "labels": (0, 1), "attention_mask": (0, 1),
+    }  # fmt: skip
+    assert collated([{"input_ids": []}]) == {"input_ids": [[0]], "attention_mask": [[0]], "labels": [[NO]]}
+
+
+def test_columns_of_a_token_loss():
+    rows = [{"input_ids": [1, 2, 3], "weight": [0.5, 1.0, 2.0], "domain": 7}]
+    rows.append({"input_ids": [4], "weight": [3.0], "domain": 8})
+    batch = collated(rows, loss_columns=("weight", "domain"))
+    assert batch["weight"] == [[0.5, 1.0, 2.0], [3.0, 0.0, 0.0]]
+    assert batch["domain"] == [7, 8]
+    rows[1]["weight"] = 3.0
+    with pytest.raises(DataError, match="'weight' has a number for each token in some rows and one number in others"):
+        collated(rows, loss_columns=("weight",))
+    with pytest.raises(DataError, match=r"has no 'missing'.*row 0, column 'missing', counted within the batch"):
+        collated(rows, loss_columns=("missing",))
+
+
+@pytest.mark.parametrize(
+    ("rows", "error", "message"),
+    [
+        ([{"input_ids": [1]}, {"text": "a"}], DataError, "row 1, counted within the batch"),
+        ([{"text": "a"}], DataError, r"a row has no 'input_ids', only \['text'\].*pass the tokenizer"),
+        ([[1, 2]], DataError, "a row is a list instead of a mapping"),
+        ([{"input_ids": [1], "inputs_embeds": [1]}], UnsupportedError, "'inputs_embeds'"),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], UnsupportedError, "between tokens.*row 0.*, counted"),
+    ],
+)
+def test_what_cannot_be_read_is_named(rows, error, message):
+    with pytest.raises(error, match=message):
+        RowCollator(refused=frozenset(["inputs_embeds"]))(rows)
+
+
+# -- masks in other columns --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["completion_mask", "assistant_masks", "loss_mask", "mask"])
+@pytest.mark.parametrize("kind", ["own", "stock"])
+def test_a_loss_mask_in_another_column_is_honoured(name, kind):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token_id = EOS
+    collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=NO) if kind == "stock" else None
+    rows = [{"input_ids": [1, 2, 3], name: [0, 1, 0]}, {"input_ids": [4, 5, 6], name: [False, True, True]}]
+    assert is_loss_mask(name)
+    found = collated(rows, collator=collator, columns=("input_ids", "attention_mask", "labels"))
+    assert found["labels"] == [[NO, 2, NO], [NO, 5, 6]]
+    assert name not in found
+
+
+def test_masks_beside_each_other_and_beside_labels():
+    both = {"input_ids": [1, 2, 3], "completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    assert with_masks(both, 0)["labels"] == [NO, 2, NO]
+    labelled = {"input_ids": [1, 2], "labels": [1, NO], "loss_mask": [0, 1]}  # labels have said it
+    assert with_masks(labelled, 0) is labelled
+    unused = {"input_ids": [1, 2], "loss_mask": None, "attention_mask": [1, 1], "special_tokens_mask": [1, 0]}
+    assert with_masks(unused, 0) is unused
+
+
+@pytest.mark.parametrize("mask", [[0, 1], [0, 2, 1], [0.5, 1, 1], 1, [[0, 1, 1]]])
+def test_what_is_no_mask_is_refused(mask):
+    with pytest.raises(UnsupportedError, match="'loss_mask' is not a mask of 0 and 1.*row 1 of a batch"):
+        RowCollator()([{"input_ids": [1]}, {"input_ids": [1, 2, 3], "loss_mask": mask}])
+
+
+@pytest.mark.parametrize(("label", "what"), [(1, "one for the row"), ([1, 2], "one for each token")])
+def test_a_label_in_the_singular_is_refused(label, what):
+    with pytest.raises(UnsupportedError, match=rf"a row has 'label' \({what}\), and no 'labels'"):
+        RowCollator()([{"input_ids": [1, 2], "label": label}])
+
+
+def test_which_columns_are_kept():
+    names = ["input_ids", "labels", "loss_mask", "weight", "source", "label", "seq_lengths"]
+    assert kept_columns(names, ["weight"]) == ["input_ids", "labels", "loss_mask", "weight", "label", "seq_lengths"]
+    assert kept_columns(["text", "source"], []) == ["text", "source"]  # the tokenizer reads them
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def test_text_is_rendered_with_the_tokenizer():
+    tokenizer = byte_tokenizer(template=PLAIN)
+    batch = collated(
+        [{"text": "ab", "share": 0.5}, {"text": "c", "share": 2.0}], tokenizer=tokenizer, loss_columns=["share"]
+    )
+    ids = [tokenizer("ab")["input_ids"] + [EOS], tokenizer("c")["input_ids"] + [EOS]]
+    assert batch["input_ids"][0] == ids[0]
+    assert batch["input_ids"][1][:2] == ids[1]
+    assert batch["labels"] == [ids[0], [*ids[1], NO]]
+    assert batch["share"] == [0.5, 2.0]
+    for row, text in (({"messages": TALK}, "yes<end>no<end>"), ({"prompt": "hi", "completion": " you"}, " you<eos>")):
+        [labels] = RowCollator(tokenizer=tokenizer)([row])["labels"]
+        assert tokenizer.decode(labels[labels != NO]) == text
+    with pytest.raises(DataError, match=r"\['story'\].*row 1, counted within the batch"):
+        RowCollator(tokenizer=tokenizer)([{"text": "a"}, {"story": "b"}])
+
+
+def test_a_collator_of_the_users_gets_rendered_rows():
+    seen = []
+
+    def collate(examples):
+        seen.extend(examples)
+        return {"input_ids": torch.tensor([e["input_ids"] for e in examples])}
+
+    RowCollator(collate, byte_tokenizer())([{"text": "ab"}, {"text": "cd"}])
+    assert [byte_tokenizer().decode(row["input_ids"]) for row in seen] == ["ab<eos>", "cd<eos>"]
+    masks = DataCollatorForLanguageModeling(byte_tokenizer(), mlm=False)
+    with pytest.raises(UnsupportedError, match="conversations or completions"):
+        RowCollator(masks, byte_tokenizer(template=PLAIN))([{"messages": TALK}])
+
+
+def test_a_collator_of_the_users_gets_what_the_stock_one_would():
+    seen = []
+    rows = [{"input_ids": [1, 2], "source": "a", "loss_mask": [0, 1]}]
+    RowCollator(lambda examples: seen.extend(examples) or {}, columns=("input_ids", "labels"))(rows)
+    assert seen == [{"input_ids": [1, 2]}]  # its own business: no mask is read for it
+    RowCollator(lambda examples: seen.extend(examples) or {})(rows)
+    assert seen[1] == rows[0]
+    batch = RowCollator(lambda examples: torch.tensor(examples))([1, 2])  # rows of any kind
+    assert batch.tolist() == [1, 2]
+    assert is_stock(None)
+    assert is_stock(DataCollatorWithFlattening())
+    assert not is_stock(lambda examples: {})
+
+
+# -- what is longer than the longest bucket ----------------------------------------------------------------------------
+
+LONG = [{"input_ids": [1, 2, 3, 4, 5], "labels": [NO, 2, 3, 4, 5]}, {"input_ids": [6, 7]}, {"input_ids": [8, 9, 10]}]
+
+
+def cut(rows, policy, longest=2, **options):
+    collator = RowCollator(policy=policy, counts=True, **options)
+    collator.longest = longest
+    return {name: value.tolist() for name, value in collator(rows).items()}
+
+
+def test_policies_cut_rows_and_count_them():
+    assert cut(LONG, TRUNCATE) == {
+        "input_ids": [[1, 2], [6, 7], [8, 9]], "attention_mask": [[1, 1]] * 3, "labels": [[NO, 2], [6, 7], [8, 9]],
+        COUNTS: [2, 0, 0],
+    }  # fmt: skip
+    assert cut(LONG, SPLIT) == {
+        "input_ids": [[1, 2], [3, 4], [5, 0], [6, 7], [8, 9], [10, 0]],
+        "attention_mask": [[1, 1], [1, 1], [1, 0], [1, 1], [1, 1], [1, 0]],
+        "labels": [[NO, 2], [3, 4], [5, NO], [6, 7], [8, 9], [10, NO]],
+        COUNTS: [0, 2, 0],
+    }  # fmt: skip
+    assert cut(LONG, DROP) == {
+        "input_ids": [[6, 7]], "attention_mask": [[1, 1]], "labels": [[6, 7]], COUNTS: [0, 0, 2],
+    }  # fmt: skip
+    assert cut(LONG, DROP, longest=5)[COUNTS] == [0, 0, 0]
+    assert cut(LONG, DROP, longest=5)["input_ids"] == collated(LONG)["input_ids"]
+
+
+def test_a_batch_of_which_nothing_is_left():
+    batch = cut([LONG[0]], DROP)
+    assert (batch["input_ids"], batch["labels"], batch[COUNTS]) == ([], [], [0, 0, 1])
+    collator = RowCollator(policy=DROP, longest=2)
+    assert {name: tuple(value.shape) for name, value in collator([LONG[0]]).items()} == {
+        "input_ids": (0, 1), "attention_mask": (0, 1), "labels": (0, 1),
+    }  # fmt: skip
+
+
+def test_columns_of_rows_and_of_tokens_are_cut_with_them():
+    rows = [{**row, "weight": [float(i) for i in row["input_ids"]], "domain": i} for i, row in enumerate(LONG)]
+    batch = cut(rows, SPLIT, loss_columns=("weight", "domain"))
+    assert batch["domain"] == [0, 0, 0, 1, 2, 2]
+    assert batch["weight"] == [[1, 2], [3, 4], [5, 0], [6, 7], [8, 9], [10, 0]]
+
+
+def test_batches_of_the_users_are_cut_too():
+    """Padded on the left, with positions."""
+    batch = {
+        "input_ids": torch.tensor([[1, 2, 3, 4], [0, 0, 5, 6]]), "attention_mask": torch.tensor([[1] * 4, [0, 0, 1, 1]]),
+        "position_ids": torch.tensor([[0, 1, 2, 3], [0, 0, 0, 1]]), "labels": torch.tensor([[1, 2, 3, 4], [NO, NO, 5, 6]]),
+        "reward": torch.tensor([0.5, 1.5]),
+    }  # fmt: skip
+    collator = RowCollator(lambda examples: batch, policy=SPLIT, longest=3)
+    found = {name: value.tolist() for name, value in collator([{"x": 1}]).items()}
+    assert found == {
+        "input_ids": [[1, 2, 3, 0], [4, 0, 0, 0], [0, 0, 5, 6]],
+        "attention_mask": [[1, 1, 1, 0], [1, 0, 0, 0], [0, 0, 1, 1]],
+        "position_ids": [[0, 1, 2, 0], [0, 0, 0, 0], [0, 0, 0, 1]],
+        "labels": [[1, 2, 3, NO], [4, NO, NO, NO], [NO, NO, 5, 6]],
+        "reward": [0.5, 0.5, 1.5],
+    }
+
+
+def test_rows_of_several_documents_are_not_cut():
+    rows = [{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}]
+    assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0]
+    with pytest.raises(UnsupportedError, match="hotspa_overlong=split with rows of several documents"):
+        cut(rows, SPLIT, longest=3)
+
+
+def test_while_the_longest_is_not_known_nothing_is_cut():
+    assert cut(LONG, DROP, longest=None)["input_ids"] == collated(LONG)["input_ids"]
+
+
+# -- mini-batches of a given size --------------------------------------------------------------------------------------
+
+
+def dealt(order, size, parts, world, drop_last=False):
+    """By mini-batch the rows of each rank's batches, [mini-batch][part][rank]."""
+    samplers = [MiniBatchSampler(order, size, parts, rank, world, drop_last) for rank in range(world)]
+    ranks = [list(sampler) for sampler in samplers]
+    assert {len(sampler) for sampler in samplers} == {len(batches) for batches in ranks}
+    steps = len(ranks[0]) // parts
+    return [[[ranks[r][s * parts + p] for r in range(world)] for p in range(parts)] for s in range(steps)]
+
+
+@given(st.integers(1, 40), st.integers(1, 13), st.integers(1, 4), st.integers(1, 5), st.booleans())
+@settings(deadline=None, max_examples=80)
+def test_any_number_of_ranks_and_parts_gives_the_same_mini_batches(rows, size, parts, world, drop_last):
+    order = [row * 7 % 41 for row in range(rows)]
+    expected = [order[at : at + size] for at in range(0, rows, size)]
+    if drop_last:
+        expected = [rows_of for rows_of in expected if len(rows_of) == size]
+    found = dealt(order, size, parts, world, drop_last)
+    assert [[row for part in step for share in part for row in share] for step in found] == expected
+    for step in found:
+        lengths = [len(share) for part in step for share in part]
+        assert max(lengths) - min(lengths) <= 1
+
+
+def test_a_size_that_ranks_do_not_divide():
+    assert dealt(range(12), 5, 1, 2) == [[[[0, 1], [2, 3, 4]]], [[[5, 6], [7, 8, 9]]], [[[10], [11]]]]
+    assert dealt(range(5), 3, 2, 2) == [[[[], [0]], [[1], [2]]], [[[], [3]], [[], [4]]]]
+    assert dealt(range(5), 3, 2, 2, drop_last=True) == [[[[], [0]], [[1], [2]]]]
+
+
+def test_orders():
+    rows = range(23)
+    sequential = SequentialSampler(rows)
+    assert seeded(sequential, None) is sequential
+    first = seeded(RandomSampler(rows, generator=torch.Generator().manual_seed(3)), None)
+    assert isinstance(first, SeedableRandomSampler)
+    assert seeded(first, None) is first
+    sampler = MiniBatchSampler(first, 5, 1, 0, 1)
+    epochs = []
+    for epoch in (0, 1, 1):
+        sampler.set_epoch(epoch)
+        assert sampler.epoch == epoch
+        epochs.append(list(sampler))
+        assert sorted(row for batch in epochs[-1] for row in batch) == list(rows)
+    assert epochs[1] == epochs[2] != epochs[0]
+
+
+class ByRow(torch.utils.data.Dataset):
+    """Rows whose tokens all name them."""
+
+    def __init__(self, fails=None):
+        self.fails = fails
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, row):
+        if row == self.fails:
+            raise OSError("disk on fire")
+        return {"input_ids": [row] * (1 + row * 7 % 40)}
+
+
+class StockRows(torch.utils.data.Dataset):
+    """The same rows as examples of which the stock Trainer makes a batch."""
+
+    def __len__(self):
+        return 23
+
+    def __getitem__(self, row):
+        return {"x": torch.tensor([float(row)]), "row": row}
+
+
+class Recorder(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.batches = []
+
+    def forward(self, x, row):
+        self.batches.append(row.tolist())
+        return {"loss": self.layer(x).mean()}
+
+
+@pytest.mark.parametrize("seeds", [{"seed": 3}, {"seed": 3, "data_seed": 11}], ids=["seed", "data_seed"])
+def test_the_order_is_the_stock_trainers(tmp_path, seeds):
+    args = TrainingArguments(
+        output_dir=str(tmp_path), use_cpu=True, per_device_train_batch_size=5, num_train_epochs=2, report_to="none",
+        save_strategy="no", disable_tqdm=True, remove_unused_columns=False, **seeds,
+    )  # fmt: skip
+    stock = Trainer(Recorder(), args, train_dataset=StockRows())
+    stock.train()
+    trainer = make_trainer(str(tmp_path), 1, rows=ByRow(), hotspa_mini_batch_size=5, **seeds)
+    loader, ours = trainer.get_train_dataloader(), []
+    for epoch in range(2):
+        trainer._hotspa_rows.sampler.set_epoch(epoch)
+        ours += [batch["input_ids"][:, 0].tolist() for batch in loader]
+    assert len(ours) == 10
+    assert ours == stock.model.batches
+    assert ours[:5] != ours[5:]  # the epochs differ, so the comparison can fail
+
+
+def test_what_was_trained_is_skipped(tmp_path):
+    PartialState(cpu=True)
+    trainer = make_trainer(str(tmp_path), 1, rows=ByRow(), hotspa_mini_batch_size=5)
+    loader, sampler = trainer.get_train_dataloader(), trainer._hotspa_rows.sampler
+    found = []
+    for made in (loader, skip_first_batches(loader, 2)):
+        sampler.set_epoch(3)
+        found.append([batch["input_ids"][:, 0].tolist() for batch in made])
+    assert len(found[0]) == 5
+    assert found[1] == found[0][2:]
+
+
+def test_a_stream_is_dealt_out_in_batches_of_one_size(tmp_path):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter([{"input_ids": [row] * 3} for row in range(12)])
+
+    options = {"hotspa_mini_batch_size": 6, "gradient_accumulation_steps": 3}
+    loader = make_trainer(str(tmp_path), 1, rows=Stream(), **options).get_train_dataloader()
+    assert [batch["input_ids"][:, 0].tolist() for batch in loader] == [[i, i + 1] for i in range(0, 12, 2)]
+    options["hotspa_mini_batch_size"] = 7
+    with pytest.raises(UnsupportedError, match=r"hotspa_mini_batch_size=7 with a stream.*use a multiple of 3"):
+        make_trainer(str(tmp_path), 1, rows=Stream(), **options).get_train_dataloader()
+    assert is_stream(Stream())
+    assert is_stream(iter([1]))
+    assert not is_stream([1])
+    assert not is_stream(ByRow())
+
+
+# -- what goes wrong while rows are read -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_whatever_a_dataset_raises_is_one_of_our_errors(tmp_path, num_workers):
+    dataset = ByRow()
+    trainer = make_trainer(str(tmp_path), 1, rows=dataset, dataloader_num_workers=num_workers, save_strategy="no")
+    trainer.get_train_dataloader()  # the lengths are known
+    dataset.fails = 4
+    with pytest.raises(DataError, match="OSError: disk on fire") as caught:
+        trainer.train()
+    assert "rank 0" in str(caught.value)
+    trainer.close_engine()
+
+
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_token_outside_the_vocabulary_ends_the_run_also_from_workers(tmp_path, num_workers):
+    rows = [*[{"input_ids": [3, 4, 5]}] * 6, {"input_ids": [1, 10_000, 2]}, *[{"input_ids": [3, 4, 5]}] * 5]
+    trainer = make_trainer(
+        str(tmp_path), 1, rows=rows, dataloader_num_workers=num_workers, train_sampling_strategy="sequential",
+        save_strategy="no",
+    )  # fmt: skip
+    with pytest.raises(TokenRangeError, match="vocabulary has the ids 0 to"):
+        trainer.train()
+    assert trainer.state.global_step == 1
+    trainer.close_engine()
