@@ -103,9 +103,7 @@ def measure(rank: int, world_size: int, options: argparse.Namespace) -> Any:
             )  # fmt: skip
 
         choice = searched(strategies)
-        chooser = PhaseChooser(
-            pool_of(choice, capacities), time_model, switch, quadratic_cost=shape.quadratic_cost
-        )
+        chooser = PhaseChooser(pool_of(choice, capacities), time_model, switch, quadratic_cost=shape.quadratic_cost)
         fitting = [s for s in strategies if capacities.tokens(s, capacities.arena(s)) >= longest]
         sides = [Side(f"static {short_name(s)}", searched([s]).buckets) for s in fitting]
         sides += [Side(AGAIN, (choice.static,)), Side("auto", choice.buckets)]

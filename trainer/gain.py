@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
+from hf_hotspa.data.batches import is_stream
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
@@ -26,7 +27,6 @@ from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Do
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.requests import facts_of, pairs_in
 from hf_hotspa.trainer.auto import engine_options, given_buckets
-from hf_hotspa.trainer.batches import is_stream
 
 if TYPE_CHECKING:
     from hf_hotspa.trainer.trainer import SwitchedMixin

@@ -7,7 +7,7 @@ import hashlib
 import json
 import logging
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,18 @@ def table_facts(table: SequenceTable) -> dict[str, Any]:
     arrays = (table.lengths, table.label_counts, table.cuts)
     digest = hashlib.sha256(b"".join(array.astype("<i8").tobytes() for array in arrays)).hexdigest()
     return {"rows of the dataset": len(table), "lengths and labels of the rows": digest[:16]}
+
+
+def next_pass(place: Mapping[str, Any], epoch: int, ended: bool = False) -> dict[str, Any]:
+    """The beginning of a pass over a stream, as a checkpoint says it: `epoch`, the `batches` that were read in it, and for each pass
+    before it how many batches were `read`, or asked for (None: all): the order of a stream may depend on that.
+
+    Args:
+        place: Where the run is before; empty at the start.
+        ended: Whether it has been asked for a batch more than there was.
+    """
+    read = [*place["read"], place["batches"] + ended] if place else []
+    return {"epoch": epoch, "batches": 0, "read": read}
 
 
 def data_order(

@@ -27,6 +27,7 @@ from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_column
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.checkpoint.tensors import saved_tensors
+from hf_hotspa.data.batches import COUNTS, RowCollator, is_stream, length_facts, release_others
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, NonFiniteError
@@ -40,7 +41,8 @@ from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
-from hf_hotspa.trainer.batches import COUNTS, RowCollator, Rows, is_stream, length_facts, release_others
+from hf_hotspa.trainer.auto import evaluation_buckets
+from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
@@ -64,6 +66,7 @@ from hf_hotspa.trainer.resuming import (
     find_checkpoint,
     load_random_state,
     load_scheduler,
+    next_pass,
 )
 from hf_hotspa.trainer.start import Ranks, Watchers, own_loss, refuse_behind, start
 
@@ -104,7 +107,7 @@ class SwitchedMixin(_Base):
         self._hotspa_skipped, self._hotspa_preemption = SkippedMiniBatches(args.hotspa_skip_non_finite), Preemption()
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
-        self._hotspa_place, self._hotspa_pass = {"epoch": 0, "batches": 0}, 1
+        self._hotspa_place, self._hotspa_pass = next_pass({}, 0), 1
         self._hotspa_has_ended = self._hotspa_skips = False
         self._hotspa_step_loss = 0.0
         opened = self._hotspa_source.opened(model, kwargs.get("model_init") is not None, agreement)
@@ -312,13 +315,13 @@ class SwitchedMixin(_Base):
         """The pass to resume in, and the batches that were trained in it; of a stream as the checkpoint says."""
         self._hotspa_pass = num_update_steps_per_epoch
         begin: tuple[int, int] = super()._init_training_state(max_steps, num_update_steps_per_epoch, *args)
-        self._hotspa_place = {"epoch": begin[0], "batches": begin[1]}
+        self._hotspa_place = {"epoch": begin[0], "batches": begin[1], "read": [None] * begin[0]}
         resumption = self._hotspa_resumption
         if isinstance(resumption, Resumption) and is_stream(self.train_dataset):
             saved = resumption.state.get("hotspa", {}).get("stream")
             if isinstance(saved, dict) and {"epoch", "batches"} <= saved.keys():
                 skipped = 0 if self.args.ignore_data_skip else int(saved["batches"])
-                self._hotspa_place = {"epoch": int(saved["epoch"]), "batches": skipped}
+                self._hotspa_place = {"read": [None] * saved["epoch"], **saved, "batches": skipped}
         return self._hotspa_place["epoch"], self._hotspa_place["batches"]
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
@@ -332,12 +335,12 @@ class SwitchedMixin(_Base):
         prepared = super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         switched.step = self.state.global_step
         if (
-            self._hotspa_place["epoch"]
+            self._hotspa_place["read"]
             and not hasattr(self.train_dataset, "set_epoch")
             and is_stream(self.train_dataset)
         ):
-            for _ in range(self._hotspa_place["epoch"]):  # its order may depend on how often it was read
-                for _ in train_dataloader:
+            for number in self._hotspa_place["read"]:  # its order may depend on how often it was read
+                for _ in islice(train_dataloader, number):
                     pass
         if watchers.predictions is not None and table is not None:
             watchers.predictions.compare_with_single(table, self.args.hotspa_rows_a_step)
@@ -436,7 +439,10 @@ class SwitchedMixin(_Base):
     def hotspa_state(self) -> dict[str, Any]:
         """What a resumed run needs beside the Trainer's own state, of strategies and stream; JSON-ready."""
         state = self._hotspa_watchers.state() | {"losses": self.switched.assumptions.state_dict()}
-        return state | ({"stream": dict(self._hotspa_place)} if is_stream(self.train_dataset) else {})
+        place = dict(self._hotspa_place)
+        if self.control.should_epoch_stop:  # a callback ends the pass here
+            place = next_pass(place, place["epoch"] + 1)
+        return state | ({"stream": place} if is_stream(self.train_dataset) else {})
 
     def load_hotspa_state(self, state: dict[str, Any]) -> None:
         """Resumes from `hotspa_state`; before the first mini-batch, the engine may not have been started yet.
@@ -460,7 +466,7 @@ class SwitchedMixin(_Base):
         if self._hotspa_rows.sampler is not None:  # wrappers of the data loader do not hand it on
             self._hotspa_rows.sampler.set_epoch(epoch)
         if self._hotspa_place["epoch"] != epoch:
-            self._hotspa_place = {"epoch": epoch, "batches": 0}
+            self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
         self.switched.engine.agreement.run("beginning of an epoch", self._hotspa_check_hooks)
         super()._run_epoch(**kwargs)
@@ -584,6 +590,7 @@ class SwitchedMixin(_Base):
         with self._hotspa_ranks.telling(self, "evaluation"):
             asked = {"compute_metrics": str(self.compute_metrics is not None)} | length_facts(dataloader)
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
+            switched.runs_by(evaluated=evaluation_buckets(self.args.hotspa_eval_strategy, switched.engine.buckets))
             switched.take_changes()
             return super().evaluation_loop(dataloader, *args, **kwargs)
 

@@ -19,6 +19,12 @@ class Frozen(_Base):
         owner: The `SwitchedModel` on whose replicas it runs.
     """
 
+    _own: Any
+    _window: Any
+    _calls: list[Any]
+    _waiting: list[Any]
+    step: Any = property(lambda self: self._owner.step)
+
     def __init__(self, owner: Any, model: nn.Module) -> None:
         nn.Module.__init__(self)  # type: ignore[arg-type]
         self.engine, self._passes, self._logit_bytes = owner.engine, owner._passes, owner._logit_bytes
@@ -34,12 +40,6 @@ class Frozen(_Base):
     def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """None: nothing of it is trained."""
         return iter(())
-
-    @property
-    def step(self) -> int:
-        """That of the owner."""
-        number: int = self._owner.step
-        return number
 
     def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
         flags: list[bool] = self._owner._meet(f"{what}, of a frozen model", error, flag)

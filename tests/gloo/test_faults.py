@@ -24,9 +24,9 @@ Other faults and bad inputs, and the tests that hold them:
 | S | a strategy that does not exist, a pool that does not fit | test_errors_on_all_ranks.py, test_switch_options.py |
 | N | NaN and Inf, mini-batches without labels, token weighting | test_non_finite.py, here, test_exact.py |
 | N | clipping, schedules, bf16 masters, noise | test_engine.py, test_trainer.py, test_objective.py |
-| D | short last mini-batch, tiny sets, empty buckets, over-long rows, ids | test_errors_on_all_ranks.py, unit/test_dataloader.py, unit/test_collator.py |
+| D | short last mini-batch, tiny sets, empty buckets, over-long rows, ids | test_errors_on_all_ranks.py, unit/test_collator.py |
 | D | no memory for a pack, in training and in an evaluation; none in a switch beside it | here, test_overlap.py |
-| D | ranks read other data | test_errors_on_all_ranks.py, test_streaming.py, here |
+| D | ranks have other numbers of rows, or cannot read theirs | test_same_on_all_ranks.py, test_streaming.py, here |
 | C | killed, no power, damaged, rotated, resumed elsewhere | test_checkpoint.py, test_resume.py, unit/test_checkpoint_*.py |
 | C | full disk, read-only, no permission, two jobs in one directory | test_checkpoint.py, test_read_only.py |
 | C | the hub does not answer | test_hub.py, test_trainer_arguments.py |
@@ -79,11 +79,11 @@ def target_of(phase):
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.engine.phase import PhaseRunner
     from hf_hotspa.parallel.agreement import Agreement
-    from hf_hotspa.trainer.dataloader import RankRows
+    from hf_hotspa.trainer.batches import RowCollator
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     return {
-        "data": (RankRows, "_rows"),
+        "data": (RowCollator, "__call__"),
         "agreement": (Agreement, "check"),
         "load": (PhaseRunner, "load"),
         "compute": (PhaseRunner, "compute"),
@@ -91,7 +91,7 @@ def target_of(phase):
         "optimizer": (torch.optim.AdamW, "step"),
         "evaluate": (PhaseRunner, "compute_forward"),
         "save": (Disk, "write"),
-        "end": (HotSPaTrainer, "_update_model"),
+        "end": (HotSPaTrainer, "_finalize_training"),
         "plan": (HotSPaEngine, "forward_backward"),
     }[phase]
 
@@ -124,7 +124,7 @@ def arm(trainer, kind, phase, folder):
     original = getattr(cls, name)
 
     def due(owner, args):
-        if phase == "data" and type(owner) is not cls:
+        if phase == "data" and owner is not trainer.callback_handler.train_dataloader.collate_fn:
             return False  # it reads for an evaluation
         if cls.__name__ == "Agreement" and not args[2].startswith("mini-batch"):
             return False
@@ -384,9 +384,9 @@ def auto_pool(rank, world, folder):
         for strategy, tokens in failed.items() if rank == 1 else ():
             record(folder, OutOfMemory(1, 3, "compute", strategy, tokens, 2, 1, 1, "no memory"))
         trainer = make_trainer(folder, world, hotspa_strategies="auto", max_steps=1, save_strategy="no")
-        trainer._agreement().barrier()
+        trainer._hotspa_ranks.agreement().barrier()
         train(trainer)
-        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._auto.plan.pool})
+        pools.append({str(bucket.strategy): bucket.pack_tokens for bucket in trainer._hotspa_watchers.auto.plan.pool})
     return pools
 
 

@@ -342,7 +342,7 @@ def test_policies_are_counted_in_the_log(tmp_path):
         make_trainer(tmp_path, rows=rows).train()
 
 
-SUPPORTED = [
+SUPPORTED: list[dict[str, object]] = [
     {},
     {"average_tokens_across_devices": False},
     {"train_sampling_strategy": "batch_rebalance", "gradient_accumulation_steps": 2},

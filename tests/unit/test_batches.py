@@ -17,8 +17,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
-from hf_hotspa.trainer.batches import (
+from hf_hotspa.data.batches import (
     COUNTS,
     DROP,
     SPLIT,
@@ -32,6 +31,7 @@ from hf_hotspa.trainer.batches import (
     seeded,
     with_masks,
 )
+from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
 from tests.training_runs import make_trainer
 from tests.unit.test_prepare import EOS, PLAIN, TALK, byte_tokenizer
 
