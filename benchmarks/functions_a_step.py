@@ -57,9 +57,7 @@ def entered() -> dict[str, list[str]]:
             folder, hotspa_strategies="dp1:16@64,dp1+rc:64@128", per_device_train_batch_size=6, max_steps=STEP + 2,
             use_cpu=True, report_to="none", disable_tqdm=True, save_strategy="no", logging_steps=100,
         )  # fmt: skip
-        trainer = HotSPaTrainer(
-            model=LlamaForCausalLM(config), args=args, train_dataset=rows, callbacks=[watch]
-        )
+        trainer = HotSPaTrainer(model=LlamaForCausalLM(config), args=args, train_dataset=rows, callbacks=[watch])
         trainer.train()
         trainer.close_engine()
     found = defaultdict(list)

@@ -20,7 +20,7 @@ from transformers.trainer_utils import has_length
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.data.batches import (
     ERROR,
-    BatchRebalanceSampler,
+    TAKES_BATCHES,
     MiniBatchSampler,
     RowCollator,
     is_stock,
@@ -167,7 +167,7 @@ class Rows:
 
     def of_older_release(self, loader: Any, is_training: bool) -> Any:
         """What a release of transformers that takes no samplers of batches, and no way to start workers, has made, with both."""
-        if BatchRebalanceSampler is not None:
+        if TAKES_BATCHES:
             return loader
         context = worker_context(loader.num_workers, loader.multiprocessing_context)
         if not (is_training and self.sampler is not None):

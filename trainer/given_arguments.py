@@ -79,7 +79,7 @@ _NO_DDP = "there is no DistributedDataParallel; it has no effect"
 _NO_EFFECT: dict[str, tuple[Any, str]] = {
     "bf16_full_eval": (False, "evaluation runs in the dtype of training, bf16 with bf16=True"),
     "auto_find_batch_size": (False, "the tokens of a pack bound the memory, not the batch size; it reads False"),
-    "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks alike without it; it reads False"),
+    "enable_jit_checkpoint": (False, "SIGTERM saves and stops on all ranks alike without it"),
     "ddp_find_unused_parameters": (None, _NO_DDP),
     "ddp_bucket_cap_mb": (None, _NO_DDP),
     "ddp_broadcast_buffers": (None, _NO_DDP),
@@ -93,9 +93,7 @@ def explain_arguments(args: TrainingArguments) -> None:
         if getattr(args, name, nothing) != nothing and args.process_index == 0:
             logger.warning("%s=%r: %s", name, getattr(args, name), text)
     args.auto_find_batch_size = False  # transformers would start training again where memory ran out
-    for name in ("enable_jit_checkpoint", "bf16_full_eval"):  # and would act on these
-        if getattr(args, name, False):
-            setattr(args, name, False)
+    args.bf16_full_eval = False  # and evaluate another model
     read_accelerator_config(args)
 
 

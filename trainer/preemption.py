@@ -19,6 +19,7 @@ import signal
 import threading
 import time
 import traceback
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -95,6 +96,14 @@ class Preemption:
         if self._installed:
             self._installed = False
             signal.signal(signal.SIGTERM, self._before)
+
+
+def take_sigterm_from(callbacks: Iterable[Any]) -> None:
+    """Takes the signal from transformers' callback for `enable_jit_checkpoint`: `Preemption` stops all ranks at the same step."""
+    for manager in (getattr(callback, "jit_manager", None) for callback in callbacks):
+        if manager is not None and manager._original_sigterm_handler is not None:
+            signal.signal(signal.SIGTERM, manager._original_sigterm_handler)
+            manager._original_sigterm_handler = None  # which it would put in the place of ours when training ends
 
 
 def stop_where_told(trainer: Any, preemption: Preemption) -> None:

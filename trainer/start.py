@@ -14,6 +14,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_hotspa.checkpoint.format.folder import write_error
+from hf_hotspa.engine.out_of_memory import note, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
@@ -26,9 +27,7 @@ from hf_hotspa.trainer.auto import (
     engine_options,
     evaluation_buckets,
     given_buckets,
-    note,
     prepare_auto,
-    warn_of_known,
 )
 from hf_hotspa.trainer.events import PhaseDispatcher, is_users
 from hf_hotspa.trainer.predictions import Predictions, find_calibration

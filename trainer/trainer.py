@@ -55,6 +55,7 @@ from hf_hotspa.trainer.preemption import (
     no_labels,
     say_interrupted,
     stop_where_told,
+    take_sigterm_from,
     unreadable,
 )
 from hf_hotspa.trainer.resuming import (
@@ -122,6 +123,7 @@ class SwitchedMixin(_Base):
         args = self.args
         if args.hotspa_deepspeed is not None and args.process_index == 0:
             print(args.hotspa_deepspeed, flush=True)
+        take_sigterm_from(self.callback_handler.callbacks)
         handler = self.callback_handler = CallbackEvents(self.callback_handler, self._hotspa_show)
         handler.add_own(SettingsCallback())
         handler.add_own(SwitchOverheadCallback(print_table=args.hotspa_phase_table))
@@ -326,6 +328,7 @@ class SwitchedMixin(_Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         switched = self._hotspa_start(train_dataloader)
+        switched.trains, switched.looks = True, False
         watchers = self._hotspa_watchers
         watchers.begin()
         self.load_hotspa_state(self._hotspa_state)
@@ -489,6 +492,8 @@ class SwitchedMixin(_Base):
         self._hotspa_has_ended = not batches
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
+        if num_items is not None and not self.args.average_tokens_across_devices:  # each rank counts its own labels
+            num_items = num_items * (not switched.engine.any_rank(float(num_items) == 0.0))
         cut = [batch.pop(COUNTS) for batch in batches if isinstance(batch, dict) and COUNTS in batch]
         switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else (0, 0, 0), strict=True))
         switched.step = self.state.global_step
@@ -592,7 +597,11 @@ class SwitchedMixin(_Base):
             switched.engine.agreement.check({}, None, "evaluation", facts=asked)
             switched.runs_by(evaluated=evaluation_buckets(self.args.hotspa_eval_strategy, switched.engine.buckets))
             switched.take_changes()
-            return super().evaluation_loop(dataloader, *args, **kwargs)
+            looks, switched.looks = switched.looks, False  # once is enough
+            try:
+                return super().evaluation_loop(dataloader, *args, **kwargs)
+            finally:
+                switched.looks = looks
 
     # -- saving -------------------------------------------------------------------------------------------------------
 
@@ -625,6 +634,7 @@ class SwitchedMixin(_Base):
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> TrainOutput:
         self.switched.show()  # before on_train_end: callbacks see the trained model, unless it has no weights
+        self.switched.trains, self.switched.looks = False, True
         self._hotspa_checkpoints.finish(self.state)
         self._finish_current_push()  # as the Trainer does afterwards; what is being pushed must not be removed
         self._hotspa_checkpoints.leave_best(self.state)

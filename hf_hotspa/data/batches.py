@@ -297,6 +297,8 @@ def kept_columns(names: Collection[str], loss_columns: Sequence[str]) -> list[st
     return [n for n in names if n in TOKEN_COLUMNS or n in loss_columns or n == "label" or is_loss_mask(n)]
 
 
+TAKES_BATCHES = BatchRebalanceSampler is not None
+"""Whether this release of transformers takes a sampler of batches."""
 _BatchesOfRanks: Any = BatchRebalanceSampler or Sampler
 
 

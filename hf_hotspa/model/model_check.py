@@ -18,7 +18,7 @@ from transformers import PreTrainedConfig
 from hf_hotspa.errors import ModelError, UnsupportedError
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, dtype_name
-from hf_hotspa.parallel.adapters import bare_model, bit_sum
+from hf_hotspa.parallel.adapters import INTEGERS, bare_model, bit_sum
 
 _OF_A_CALL = ("use_cache", "output_router_logits", "_commit_hash", "transformers_version")
 """Fields that each call of a forward may say otherwise, or that say where a config is from."""
@@ -179,6 +179,18 @@ def model_facts(model: nn.Module) -> dict[str, str]:
 
 
 def weights_digest(model: nn.Module) -> str:
-    """A digest of all parameters' bits, to find ranks that built their model from different seeds. Zeros on meta."""
-    sums = [(name, bit_sum(p.detach())) for name, p in model.named_parameters()]
+    """A digest of all parameters' bits and places, to find ranks that built their model from different seeds, and weights that
+    were changed since. Zeros on meta."""
+    sums = [(name, _placed_bits(p.detach())) for name, p in model.named_parameters()]
     return hashlib.sha256(repr(sums).encode()).hexdigest()
+
+
+def _placed_bits(tensor: Tensor) -> tuple[int, ...]:
+    """Sums of the bits of rows and of columns, each times its number: two values that changed places show, too."""
+    if tensor.is_meta or not tensor.numel():
+        return (0,)
+    integers = (
+        tensor.contiguous().view(INTEGERS[tensor.element_size()]).reshape(-1, tensor.shape[-1] if tensor.dim() else 1)
+    )
+    sums = [integers.sum(dim, dtype=torch.int64) for dim in (0, 1)]
+    return tuple(int((s * torch.arange(1, len(s) + 1, device=s.device)).sum()) for s in sums)

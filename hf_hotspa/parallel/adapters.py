@@ -294,9 +294,12 @@ def frozen_digest(model: nn.Module) -> str:
     return digest.hexdigest()
 
 
+INTEGERS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
+"""The integer type of a number of bytes."""
+
+
 def bit_sum(tensor: Tensor) -> int:
     """The sum of a tensor's bits, taken as integers of its size, modulo 2^64; 0 on the meta device."""
-    integers = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}[tensor.element_size()]
-    return (
-        int(tensor.contiguous().view(integers).sum(dtype=torch.int64)) if tensor.numel() and not tensor.is_meta else 0
-    )
+    if tensor.is_meta or not tensor.numel():
+        return 0
+    return int(tensor.contiguous().view(INTEGERS[tensor.element_size()]).sum(dtype=torch.int64))

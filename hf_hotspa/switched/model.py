@@ -110,7 +110,11 @@ class SwitchedModel(DistributedDataParallel):
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
         missed: Steps that were announced, and that other batches came for.
         cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
+        trains: Whether calls where autograd is on are training; else they are scored, and have no gradients.
+        looks: Whether each call that is scored honours what was changed on the model object (`take_changes`).
     """
+
+    trains, looks = True, False
 
     def __init__(
         self,
@@ -259,7 +263,12 @@ class SwitchedModel(DistributedDataParallel):
         """
         words, error = self._changes.look()
         self._meet(f"go on{words}", error)
-        self._changes.apply()
+        self._apply(words)
+
+    def _apply(self, words: str) -> None:
+        if words:
+            self._passes.let_go()  # of what is loaded
+            self._changes.apply()
 
     def weights_are(self, current: bool) -> None:
         """Says that somebody has put other weights into the engine, which the model has, or does not have. On all ranks."""
@@ -442,7 +451,7 @@ class SwitchedModel(DistributedDataParallel):
             routers=self._passes.routers is not None and self._wants_routers(output_router_logits),
             kept=logits_to_keep,
             expected=expected_seeds,
-            trains=torch.is_grad_enabled() and self._store is None,
+            trains=torch.is_grad_enabled() and self._store is None and self.trains,
             adapters=self._uses_adapters(),
             given_items=num_items_in_batch,
         )
@@ -486,7 +495,7 @@ class SwitchedModel(DistributedDataParallel):
                 error = wrong
         is_new = window is not None and window is not self._window
         words, begins = "", request.trains and not self._calls
-        if begins:
+        if begins or (self.looks and not request.trains):
             words, refused = self._changes.look()
             error = error or refused
         try:
@@ -494,9 +503,8 @@ class SwitchedModel(DistributedDataParallel):
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
+        self._apply(words)
         if begins:  # until the step has ended and the object is shown again, its weights are old
-            if words:
-                self._changes.apply()
             self._changes.hide()
             if self._guards:
                 guard(self.module)
@@ -689,16 +697,9 @@ class SwitchedModel(DistributedDataParallel):
         self._in_pass = True
         try:
             trained = self._passes.train(
-                self._documents,
-                numbers,
-                seeds,
-                step=self.step,
-                add=self._has_gradients,
-                training=mode[0],
-                temperature=mode[1],
-                fields=fields,
-                sums=sums,
-            )
+                self._documents, numbers, seeds, step=self.step, add=self._has_gradients,
+                training=mode[0], temperature=mode[1], fields=fields, sums=sums,
+            )  # fmt: skip
         except BaseException:
             self._drop()
             raise

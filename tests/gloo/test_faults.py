@@ -76,10 +76,10 @@ RUN = {"max_steps": 4, "hotspa_max_failed_saves": 0, "logging_steps": 2}
 def target_of(phase):
     """`(class, method)` that runs in a phase."""
     from hf_hotspa.checkpoint.format.disk import Disk
+    from hf_hotspa.data.batches import RowCollator
     from hf_hotspa.engine.engine import HotSPaEngine
     from hf_hotspa.engine.phase import PhaseRunner
     from hf_hotspa.parallel.agreement import Agreement
-    from hf_hotspa.trainer.batches import RowCollator
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
     return {
@@ -315,8 +315,8 @@ def short_of_memory(rank, world, folder, options):
 
 
 def test_the_next_launch_avoids_what_ran_out_of_memory(tmp_path, caplog):
+    from hf_hotspa.engine.out_of_memory import fewest_tokens, largest_packs, warn_of_known
     from hf_hotspa.strategy import Strategy, parse_buckets
-    from hf_hotspa.trainer.auto import fewest_tokens, largest_packs, warn_of_known
 
     options = {"hotspa_strategies": "dp2:16@32,tp2:60", "ddp_timeout": TIMEOUT_S, "save_strategy": "no"}
     outcomes = run_ranks(2, short_of_memory, str(tmp_path), options, expect_failure=True)
@@ -372,8 +372,8 @@ def auto_pool(rank, world, folder):
     """The buckets that auto chooses, and chooses after dp2 ran out of memory with 60 tokens, and tp2 at its load."""
     from hf_hotspa.costs.coefficients import Cost
     from hf_hotspa.engine.faults import OutOfMemory
+    from hf_hotspa.engine.out_of_memory import record
     from hf_hotspa.trainer import auto
-    from hf_hotspa.trainer.auto import record
     from tests.calibrations import made_calibration
 
     model = tiny_model("qwen3_qk_norm_tied")

@@ -124,3 +124,38 @@ def few_labels(rank, world_size):
 
 def test_packs_without_labels_weigh_nothing():
     assert max(run_ranks(2, few_labels)) <= 1e-5
+
+
+def one_rank_without_labels(rank, world_size, folder, limit):
+    """Each rank averages over its own labels; rank 1 has none in the second mini-batch."""
+    from hf_hotspa.errors import DataError
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    rows = random_rows(12, 150, longest=60, seed=3, masked=False)
+    for row in rows[6:8]:
+        row["labels"] = [-100] * len(row["labels"])
+    args = HotSPaTrainingArguments(
+        output_dir=folder, hotspa_strategies=BUCKETS, per_device_train_batch_size=2, average_tokens_across_devices=False,
+        hotspa_skip_non_finite=limit, max_steps=3, logging_steps=1, use_cpu=True, disable_tqdm=True, report_to="none",
+        train_sampling_strategy="sequential", learning_rate=1e-2,
+    )  # fmt: skip
+    trainer = HotSPaTrainer(model=tiny_model("llama_gqa_bias"), args=args, train_dataset=rows)
+    error = None
+    try:
+        trainer.train()
+    except DataError as caught:
+        error = str(caught)
+    skipped = [log.get("hotspa/skipped_mini_batches") for log in trainer.state.log_history if "loss" in log]
+    weights = None if error else [float(p.sum()) for p in trainer.model.parameters()]
+    return error, skipped, trainer.state.global_step, weights
+
+
+def test_a_mini_batch_without_labels_on_one_rank_is_skipped_or_refused_by_all(tmp_path):
+    first, second = run_ranks(2, one_rank_without_labels, str(tmp_path / "skipped"), 1)
+    assert first == second
+    assert first[:3] == (None, [None, 1.0, 1.0], 3)
+    for error, _, step, _ in run_ranks(2, one_rank_without_labels, str(tmp_path / "refused"), 0):
+        assert step == 1
+        assert "HSP-301" in error
+        assert "hotspa_skip_non_finite" in error

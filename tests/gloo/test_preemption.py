@@ -71,7 +71,7 @@ CASES = {
     "first": ((0,), "on_step_begin", {}),
     "last, in a phase": ((1,), "on_phase_begin", {"evaluates": 3}),  # that evaluation is left out
     "all, each by the scheduler and by the launcher": ((0, 1), "on_step_end", {"times": 2}),
-    "in a save": ((1,), "on_save", {"save_steps": 2, "hotspa_async_save": True}),
+    "in a save": ((1,), "on_save", {"save_steps": 2, "hotspa_async_save": True, "enable_jit_checkpoint": True}),
     "in an evaluation": ((0,), "on_prediction_step", {"evaluates": 2}),
     "saves by epoch": ((1,), "on_step_begin", {"save_strategy": "epoch"}),
 }

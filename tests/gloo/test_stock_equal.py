@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from hf_hotspa.strategy import parse_buckets
+from hf_hotspa.switched.model import SwitchedModel
 from tests.families import MIXTURE, tiny_model
-from tests.gloo.test_switched_callers import fetched_in_double
 from tests.harness import run_ranks
 from tests.oracle import exact_in_double, random_rows, relative_error
 from tests.switched import batch_of
@@ -56,6 +56,17 @@ class Case:
     given: Callable[[], dict[str, Any]] = dict
     family: str = DENSE
     seen: Callable[[Any], Any] = lambda trainer: None
+
+
+def fetched_in_double():
+    """Within an operation on lazy logits the patch for fp64 is off, so it is put on again while they are computed."""
+    fetch = SwitchedModel._logits
+
+    def fetched(self, *args):
+        with exact_in_double(torch.float64):
+            return fetch(self, *args)
+
+    SwitchedModel._logits = fetched
 
 
 # -- losses -----------------------------------------------------------------------------------------------------------

@@ -1,16 +1,12 @@
 """What accelerate, transformers and TRL as installed see of a switched model in the place of DDP's wrapper.
 
-A stock Trainer over it needs the few overrides of `_Over`; the losses, metrics and data are its own.
+What a Trainer makes of it: test_stock_equal.py.
 """
 
-import tempfile
-
-import numpy as np
 import pytest
 import torch
 from accelerate.utils import extract_model_from_parallel
 from torch.nn.parallel import DistributedDataParallel
-from transformers import Trainer, TrainingArguments
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_hotspa.errors import UnsupportedError
@@ -19,131 +15,12 @@ from hf_hotspa.switched.model import SwitchedModel
 from tests.families import tiny_model
 from tests.harness import run_ranks
 from tests.lora import tiny_lora
-from tests.oracle import exact_in_double, random_rows, relative_error
+from tests.oracle import exact_in_double
 from tests.switched import batch_of, reference, rows_of, step, switched, worst
 
 pytestmark = pytest.mark.gloo
 
 FAMILY, BUCKETS = "llama_gqa_bias", "dp2:14@64,tp2:64@96"
-
-
-class _Over(Trainer):
-    """The stock Trainer, which calls a switched model."""
-
-    buckets = BUCKETS
-
-    @property
-    def switched(self):
-        if self.__dict__.get("_switched") is None:
-            self._switched = switched(self.model, self.buckets)
-        return self._switched
-
-    def _wrap_model(self, model, training=True, dataloader=None):
-        return self.switched
-
-    def create_optimizer(self, model=None):
-        return super().create_optimizer(self.switched)
-
-    def get_decay_parameter_names(self, model):
-        return super().get_decay_parameter_names(self.model)
-
-    def _clip_grad_norm(self, model):
-        return self.switched.clip_grad_norm_(self.args.max_grad_norm)
-
-    def _get_grad_norm(self, model, grad_norm=None):
-        return self.switched.clip_grad_norm_(float("inf")) if grad_norm is None else grad_norm
-
-
-class _Margin(_Over):
-    """An override that mixes the model's own loss with one of its logits that is no sum over tokens."""
-
-    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        outputs = model(**{**inputs, "num_items_in_batch": num_items_in_batch})
-        log_p = outputs.logits[:, :-1].log_softmax(-1)
-        mask = inputs["labels"][:, 1:] != -100
-        nll = -log_p.gather(-1, inputs["labels"][:, 1:].clamp(min=0)[..., None])[..., 0] * mask
-        of_row = nll.sum(1) / mask.sum(1).clamp(min=1)
-        loss = outputs.loss * self.accelerator.num_processes + 0.3 * of_row.square().mean()
-        return (loss, outputs) if return_outputs else loss
-
-
-def _metrics(prediction):
-    best = np.argmax(prediction.predictions[:, :-1], -1)
-    mask = prediction.label_ids[:, 1:] != -100
-    return {"hits": int((best == prediction.label_ids[:, 1:])[mask].sum()), "labels": int(mask.sum())}
-
-
-def _trained(base, rank, world_size, **arguments):
-    """Losses, gradient norms, metrics, predictions and weights of three steps."""
-    model = tiny_model(FAMILY, torch.float64)
-    rows = random_rows(24, model.config.vocab_size, longest=40, seed=3)
-    folder = tempfile.mkdtemp()
-    args = TrainingArguments(
-        folder, per_device_train_batch_size=4, per_device_eval_batch_size=4, learning_rate=5e-3, weight_decay=0.1,
-        max_grad_norm=0.5, logging_steps=1, save_strategy="no", report_to="none", use_cpu=True, seed=3, disable_tqdm=True,
-        max_steps=3, eval_strategy="steps", eval_steps=2, **arguments,
-    )  # fmt: skip
-    trainer = base(
-        model=model,
-        args=args,
-        train_dataset=rows,
-        eval_dataset=rows[:8],
-        data_collator=batch_of,
-        compute_metrics=_metrics,
-    )
-    with exact_in_double(torch.float64):
-        trainer.train()
-        predicted = trainer.predict(rows[:8])
-    if hasattr(trainer, "_switched"):
-        trainer.switched.write_back()
-        trainer.switched.close()
-    weights = trainer.accelerator.unwrap_model(trainer.model).state_dict()
-    keys = ("loss", "grad_norm", "eval_loss", "eval_hits", "eval_labels")
-    log = [entry[key] for entry in trainer.state.log_history[:-1] for key in keys if key in entry]
-    return log, predicted.predictions[predicted.label_ids != -100], {name: w.clone() for name, w in weights.items()}
-
-
-def fetched_in_double():
-    """Within an operation on lazy logits the patch for fp64 is off, so it is put on again while they are computed."""
-    fetch = SwitchedModel._logits
-
-    def fetched(self, *args):
-        with exact_in_double(torch.float64):
-            return fetch(self, *args)
-
-    SwitchedModel._logits = fetched
-
-
-def stock_against_switched(rank, world_size, case):
-    fetched_in_double()
-    bases, arguments = {
-        "label smoothing": ((Trainer, _Over), {"label_smoothing_factor": 0.1}),
-        "a margin on logits": ((type("Plain", (_Margin,), _STOCK), _Margin), {}),
-        "accumulation": ((Trainer, _Over), {"gradient_accumulation_steps": 2}),
-    }[case]
-    (log, predictions, weights), (ours, our_predictions, our_weights) = (
-        _trained(base, rank, world_size, **arguments) for base in bases
-    )
-    log_error = max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(log, ours, strict=True))
-    predicted = float(np.abs(predictions - our_predictions).max())
-    return len(log), log_error, predicted, max(relative_error(our_weights[name], weights[name]) for name in weights)
-
-
-_STOCK = {
-    name: getattr(Trainer, name)
-    for name in ("_wrap_model", "create_optimizer", "get_decay_parameter_names", "_clip_grad_norm", "_get_grad_norm")
-}
-
-
-@pytest.mark.parametrize("case", ["label smoothing", "a margin on logits", "accumulation"])
-def test_the_stock_trainer_over_it_is_the_stock_trainer_under_ddp(case):
-    """Trap 1: the label smoother shifts by the name of the unwrapped model. 2: the loss is multiplied in place. 3: evaluation
-    reads all outputs."""
-    for count, log_error, predictions, weights in run_ranks(2, stock_against_switched, case):
-        assert count >= 9
-        assert log_error <= 1e-9
-        assert predictions <= 1e-6  # gathered in fp32
-        assert weights <= 1e-9
 
 
 def unwrapped(rank, world_size):

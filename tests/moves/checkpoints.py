@@ -129,7 +129,6 @@ def to_stock(step: int, model: Any = None, **changes: Any) -> Any:
 
     def run(kit: Kit) -> Seen:
         make, rows = model or kit.model, kit.rows(18)
-        per_device = MINI_BATCH // kit.world_size
         options = {"save_strategy": "steps", "save_steps": step, "hotspa_stock_checkpoints": True, **changes}
         args = kit.arguments(**options)
         kit.train(kit.trainer(args=args, model=make(), train_dataset=rows, callbacks=[StopAt(step)]))

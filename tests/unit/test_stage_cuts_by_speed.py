@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.recutting import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.stages import USUAL_PACE, StageCosts
 from hf_hotspa.layout.vector import ParameterVector
@@ -26,7 +27,6 @@ from hf_hotspa.stragglers.stage_cuts import (
     throughput,
 )
 from hf_hotspa.strategy import Strategy
-from hf_hotspa.trainer.slow_devices import StageCuts
 
 EIGHT = StageCosts((1,) * 8)
 PP2, PP4 = Strategy(1, 1, 2), Strategy(1, 1, 4)

@@ -15,6 +15,7 @@ from hf_hotspa.costs.coefficients import Cost
 from hf_hotspa.costs.memory import MemoryModel
 from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
+from hf_hotspa.engine.recutting import StageCuts
 from hf_hotspa.errors import DeviceMemoryError, HotspaConfigError
 from hf_hotspa.layout.placement import gradient_layout, rank_slots, strategy_layout
 from hf_hotspa.layout.shares import (
@@ -33,7 +34,6 @@ from hf_hotspa.model.specs import describe_model
 from hf_hotspa.stragglers.speeds import SpeedHistory, Speeds
 from hf_hotspa.stragglers.tensor_shares import shares_by_speed, works_by_degree
 from hf_hotspa.strategy import Bucket, Strategy
-from hf_hotspa.trainer.slow_devices import StageCuts
 from tests.families import tiny_model
 
 
