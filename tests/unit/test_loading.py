@@ -277,8 +277,10 @@ def test_a_model_in_memory_is_read_for_its_digest_once_when_the_engine_starts(tm
     from tests.training_runs import make_trainer
 
     trainer = make_trainer(str(tmp_path), 1)
-    original, read = model_check.bit_sum, []
-    monkeypatch.setattr(model_check, "bit_sum", lambda tensor: (read.append(tensor.data_ptr()), original(tensor))[1])
+    read = []
+    for name in ("bit_sum", "_placed_bits"):  # of buffers, and of parameters
+        original = getattr(model_check, name)
+        monkeypatch.setattr(model_check, name, lambda t, original=original: (read.append(t.data_ptr()), original(t))[1])
     switched = trainer.switched
     # buffers, too: they are compared between ranks
     assert sorted(read) == sorted(t.data_ptr() for t in [*trainer.model.parameters(), *trainer.model.buffers()])
