@@ -31,7 +31,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.out_of_memory import FILE, fewest_tokens, largest_packs
-from hf_hotspa.errors import HotspaConfigError
+from hf_hotspa.errors import HotspaConfigError, StrategyError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -156,12 +156,26 @@ def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, 
 
 def given_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
     """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
-    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves."""
+    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves. Neighbours
+    that are the same strategy then become one.
+
+    Raises:
+        StrategyError: buckets that are no neighbours become the same strategy.
+    """
     every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
     stage = max(args.fsdp_stage, deepspeed.stage if deepspeed is not None else 0)
-    return tuple(
-        replace(bucket, strategy=bucket.strategy.recomputing(every).sharded(stage)) for bucket in args.hotspa_buckets
-    )
+    buckets = list[Bucket]()
+    for bucket in args.hotspa_buckets:
+        strategy = bucket.strategy.recomputing(every).sharded(stage)
+        low = buckets.pop().low if buckets and buckets[-1].strategy == strategy else bucket.low
+        if any(other.strategy == strategy for other in buckets):
+            raise StrategyError(
+                f"two length ranges of hotspa_strategies are trained under {strategy}",
+                why="activation_checkpointing adds +rc to all strategies, and a sharded optimizer +z",
+                fix="join these ranges, or leave the argument out and write the options into hotspa_strategies",
+            )
+        buckets.append(replace(bucket, strategy=strategy, low=low))
+    return tuple(buckets)
 
 
 _MIB = 1 << 20

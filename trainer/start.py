@@ -6,8 +6,9 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,11 @@ import torch.distributed as dist
 from hf_hotspa.checkpoint.format.folder import write_error
 from hf_hotspa.engine.out_of_memory import note, warn_of_known
 from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.own_loss import TokenLoss
+from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import SwitchedModel
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 from hf_hotspa.trainer.auto import (
@@ -132,12 +135,19 @@ class Watchers:
         if self.auto is not None and "auto" in state:
             self.auto.load_state_dict(state["auto"])
 
-    def trained(self, step: int, plan: Any, report: Any) -> Any:
-        """Takes the report of a mini-batch; returns it with what they say of it. Collective."""
+    def trained(self, step: int, passes: Sequence[tuple[MiniBatchPlan, StepReport]], report: StepReport) -> StepReport:
+        """Takes the report of a mini-batch and those of its training passes; returns it with what they say of it. Collective."""
         predictions = self.auto or self.predictions
         if predictions is not None:
-            report = predictions.trained(step, plan, report)
-        return self.devices.trained(plan, report) if self.devices is not None else report
+            each = [predictions.trained(step, plan, of_pass) for plan, of_pass in passes]
+            singles = [of_pass.single_s for of_pass in each]
+            known = [seconds for seconds in singles if seconds is not None]
+            single = sum(known) if len(known) == len(singles) else None
+            report = replace(report, phases=tuple(chain(*(of_pass.phases for of_pass in each))), single_s=single)
+        if self.devices is not None:
+            watched = self.devices.trained(*passes[-1])  # a pass is enough to know who is slow
+            report = replace(report, paces=watched.paces, slow=watched.slow)
+        return report
 
 
 def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:

@@ -555,10 +555,10 @@ class SwitchedMixin(_Base):
 
     def _hotspa_report(self) -> None:
         """Tells everybody what the step did: the choice of strategies, the watch over devices, callbacks."""
-        report, plan = self.switched.report, self.switched.plan
-        if report is None or plan is None:
+        report = self.switched.report
+        if report is None:
             return
-        report = self._hotspa_watchers.trained(self.state.global_step, plan, report)
+        report = self._hotspa_watchers.trained(self.state.global_step, self.switched.passes, report)
         if not has_weights(self.model):
             self._hotspa_source.trained()
         self.last_report = report

@@ -106,7 +106,8 @@ class SwitchedModel(DistributedDataParallel):
 
     Attributes:
         engine: The engine.
-        report, plan: Of the last step that was flushed, and of its last training pass; None before.
+        report: Of the last step that was flushed; None before.
+        passes: The plan and the report of each of its training passes.
         step: Steps before the present one in the run; a resumed run sets it. Dropout hangs on it.
         missed: Steps that were announced, and that other batches came for.
         cut: Rows of this rank's batches in the present step that their reader has cut, for the report.
@@ -140,7 +141,7 @@ class SwitchedModel(DistributedDataParallel):
         self._changes.show(self.engine.model_digest)
         self._store: MasterStore | None = None
         self.report: StepReport | None = None
-        self.plan: MiniBatchPlan | None = None
+        self.passes: Sequence[tuple[MiniBatchPlan, StepReport]] = ()
         self.step = self._version = self._written = self.missed = 0
         self._in_pass, self.cut = False, dict.fromkeys(CUT, 0)
         self._gradients = CallGradients(self._passes, self._own is not None, self._look)
@@ -877,8 +878,8 @@ class SwitchedModel(DistributedDataParallel):
         totals = self.engine.agreement.gather([float(n) for n in sent.values()]).sum(0).tolist()
         counted: dict[str, Any] = {name: int(total) for name, total in zip(sent, totals, strict=True)}
         exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
-        if self._passes.report is not None and self._passes.last is not None:
-            self.plan = self._passes.last[0]
+        if self._passes.report is not None:
+            self.passes = self._passes.trained
             self.report = replace(self._passes.report, grad_norm=self.engine.grad_norm, **counted)
 
     # -- a second model -----------------------------------------------------------------------------------------------

@@ -82,7 +82,7 @@ class Passes:
         exchange: How rows and numbers travel.
         counts: Passes so far: `scoring` and `training`.
         report: Of the training passes since `begin_step`; None where there was none.
-        last: The plan and the report of the last training pass; None before the first.
+        trained: The plan and the report of each of them.
         choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
             replicas; the same on all ranks. Called in a thread, too.
         facts: Gives what must be the same on all ranks when something is trained, by name.
@@ -103,7 +103,7 @@ class Passes:
         )
         self.counts = {"scoring": 0, "training": 0}
         self.report: StepReport | None = None
-        self.last: tuple[MiniBatchPlan, StepReport] | None = None
+        self.trained = list[tuple[MiniBatchPlan, StepReport]]()
         self.choose: Callable[[int, Sequence[int]], Chosen] = lambda step, lengths: (engine.buckets, None)
         self.facts: Callable[[], Mapping[str, str]] = dict
         self.evaluated = engine.buckets
@@ -133,6 +133,7 @@ class Passes:
         """Another step begins: documents are numbered anew."""
         self._planned.clear()
         self.report = None
+        self.trained = []
 
     def planned(
         self, documents: Documents, numbers: Iterable[int], step: int, kept: bool = True, evaluates: bool = False
@@ -274,7 +275,7 @@ class Passes:
         finally:
             tape.end()
         self.counts["training"] += 1
-        self.last = plan, report
+        self.trained.append((plan, report))
         self.report = report if self.report is None else merged(self.report, report)
         return replace(self._collect(documents, plan, fields, sums), own=report.loss)
 

@@ -313,6 +313,11 @@ LOSSES = {
     "two backwards": Case(("dp2:14@64,tp2+rc:64@96", "tp2pp2:14@64,dp2tp2+rc:64@96"), two_backwards),
     "other inputs": Case(("dp2:14@64,cp2+ck9:64@96", "dp4:14@64,cp2dp2+ck9:64@96"), other_inputs),
     "a step of one's own": Case(("dp2:14@64,pp2:64@96", "dp4:14@64,pp4:64@96"), own_step),
+    "passes of a step that need other strategies": Case(
+        ("dp2:14@64,cp2:64@96", "dp4:14@64,dp2cp2:64@96"),
+        own_step,
+        {"gradient_accumulation_steps": 3, "per_device_train_batch_size": 1, "max_steps": 6},
+    ),
     "experts": Case(("dp2ep2:14@64,tp2:64@96", "dp4ep2:14@64,dp2tp2ep2:64@96"), family=MIXTURE),
     "experts without a sum over tokens": Case(
         ("tp2ep2+sp:14@64,dp2ep2+rc:64@96", "dp2pp2ep2:14@64,tp4ep4:64@96"), with_margin, family=MIXTURE
