@@ -101,9 +101,7 @@ class Rows:
 
     def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
         """What a loader of a data set collates with."""
-        trainer, args = self._trainer, self._args
-        trainer._set_signature_columns_if_needed()
-        signature = trainer._signature_columns
+        args, signature = self._args, self._signature()
         names = getattr(dataset, "column_names", None) or ()
         collator = RowCollator(
             self._given_collator(),
@@ -182,10 +180,15 @@ class Rows:
             dealt.num_processes, dealt.process_index = 1, 0
         return prepared
 
-    def _refused(self) -> frozenset[str]:
-        """Columns that the model would be given, and that packing cannot honour."""
+    def _signature(self) -> list[str]:
+        """Columns that the stock Trainer leaves for the model."""
         self._trainer._set_signature_columns_if_needed()
-        return frozenset(self._trainer._signature_columns) - {*TOKEN_COLUMNS, "label"}
+        columns: list[str] = self._trainer._signature_columns
+        return columns
+
+    def _refused(self) -> frozenset[str]:
+        """Those of them that packing cannot honour."""
+        return frozenset(self._signature()) - {*TOKEN_COLUMNS, "label"}
 
     # -- lengths ------------------------------------------------------------------------------------------------------
 

@@ -271,8 +271,7 @@ class Restorer:
             if adapted and engine.agreement.rank == 0:  # the main process's is the one that counts
                 self._check_base(state.get("base model"), str(path))
             restore(path, manifest, engine.master, optimizer, state["optimizer"])
-        parts = (part.model for phase in engine.phases.values() for part in phase.parts)
-        copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *parts])
+        copy_buffers(saved_tensors(path, manifest, BUFFERS), [self._model, *engine.part_models])
 
     def _check_base(self, saved: Any, where: str) -> None:
         """Refuses an adapter's checkpoint beside another base model: it holds a digest of that only."""
@@ -294,9 +293,7 @@ class Restorer:
             with structure_only():
                 load_weights(folder, self._model, engine.master, agreement)
             engine.master.frozen_version += 1
-            copy_buffers(
-                dict(self._model.named_buffers()), [part.model for p in engine.phases.values() for part in p.parts]
-            )
+            copy_buffers(dict(self._model.named_buffers()), engine.part_models)
         self._switched.weights_are(current=False)
 
     def stock(self, stock: StockCheckpoint, optimizer: Optimizer, scheduler: Any, agreement: Agreement) -> None:

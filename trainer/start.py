@@ -247,10 +247,8 @@ def refuse_behind(cls: type, mixin: type) -> None:
         UnsupportedError: naming class and method.
     """
     for other in cls.__mro__[cls.__mro__.index(mixin) + 1 :]:
-        if other.__module__.split(".")[0] in ("transformers", "trl", "builtins"):
-            continue
         name = next((name for name in REPLACED if name in vars(other)), None)
-        if name is not None:
+        if name is not None and is_users(other):
             raise UnsupportedError(
                 f"{other.__name__}.{name} stands behind HotSPaTrainer and would never be called",
                 why=REPLACED[name],

@@ -224,6 +224,11 @@ class HotSPaEngine:
         """An agreement over a group of its own, for a thread that works beside the engine. Collective."""
         return Agreement(self._groups.beside(), self.rank, None)
 
+    @property
+    def part_models(self) -> list[nn.Module]:
+        """The models of all replicas of this rank, and of their stages."""
+        return [part.model for runner in self.phases.values() for part in runner.parts]
+
     def any_rank(self, flag: bool) -> bool:
         """Whether any rank says so. Collective."""
         return bool(self.agreement.gather([float(flag)]).any())

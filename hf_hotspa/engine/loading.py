@@ -45,6 +45,11 @@ _MAX_LISTED = 3
 # -- a model in memory ------------------------------------------------------------------------------------------------
 
 
+def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters of a model for `MasterStore.fill`, under every name that they have."""
+    return {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+
+
 def fill_from_model(
     model: nn.Module, master: MasterStore, agreement: Agreement, group: dist.ProcessGroup | None
 ) -> tuple[str, bool]:
@@ -55,7 +60,7 @@ def fill_from_model(
         held the same model.
     """
     digest = weights_digest(model)
-    tensors = {name: p.detach() for name, p in model.named_parameters(remove_duplicate=False)}
+    tensors = whole_parameters(model)
     # compared on 52 bits, which a float64 carries exactly
     digests = agreement.gather([float(int(digest[:13], 16))])
     if len(set(digests[:, 0].tolist())) == 1:

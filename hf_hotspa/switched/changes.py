@@ -10,13 +10,13 @@ Replicas are built once. `ObjectChanges` looks at the object where a step begins
 """
 
 import json
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
+from hf_hotspa.checkpoint.tensors import copy_buffers
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.errors import HotspaError, UnsupportedError
 from hf_hotspa.model.model_check import deciding_values, weights_digest
 from hf_hotspa.parallel.adapters import bare_model
@@ -113,21 +113,14 @@ class ObjectChanges:
         buffers, frozen, weights = self._changed
         if buffers:
             with torch.no_grad():
-                for part in self._parts():
-                    for name, own in part.named_buffers():
-                        if name in buffers:
-                            own.copy_(buffers[name])
+                copy_buffers(buffers, self._engine.part_models)
             self._buffers |= {name: buffer.clone() for name, buffer in buffers.items()}
         self.frozen = frozen
         if weights:
-            named = self._model.named_parameters(remove_duplicate=False)
-            self._engine.master.fill({name: p.detach() for name, p in named})
+            self._engine.master.fill(whole_parameters(self._model))
             self.hide()
             self.show()
         self._changed = {}, frozen, False
-
-    def _parts(self) -> Iterator[nn.Module]:
-        return (part.model for runner in self._engine.phases.values() for part in runner.parts)
 
 
 def _some(names: list[str]) -> str:

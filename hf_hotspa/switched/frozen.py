@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_hotspa.engine.loading import whole_parameters
 from hf_hotspa.errors import HotspaError
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.switched.model_object import as_built, unroute
@@ -56,7 +57,7 @@ class Frozen(_Base):
         keys = self.module.load_state_dict(state_dict, strict, assign)
         assert self._store is not None
         self._passes.let_go()
-        self._store.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
+        self._store.fill(whole_parameters(self.module))
         return keys
 
     def write_back(self) -> None:

@@ -39,7 +39,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers.modeling_outputs import CausalLMOutputWithPast, ModelOutput, MoeCausalLMOutputWithPast
 
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.engine.loading import has_weights
+from hf_hotspa.engine.loading import has_weights, whole_parameters
 from hf_hotspa.engine.master import MasterStore
 from hf_hotspa.errors import HotspaError, PlanMismatchError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
@@ -211,7 +211,7 @@ class SwitchedModel(DistributedDataParallel):
         """
         release(self.module)
         keys = self.module.load_state_dict(state_dict, strict, assign)
-        self.engine.master.fill({n: p.detach() for n, p in self.module.named_parameters(remove_duplicate=False)})
+        self.engine.master.fill(whole_parameters(self.module))
         self.weights_are(current=True)
         return keys
 
@@ -714,10 +714,9 @@ class SwitchedModel(DistributedDataParallel):
         """Replicas use their LoRA layers, or leave them out, as the model does at this moment."""
         if self.engine.description.adapters is None:
             return
-        for runner in self.engine.phases.values():
-            for part in runner.parts:
-                for layer in lora_layers(part.model):
-                    layer._disable_adapters = not on
+        for model in self.engine.part_models:
+            for layer in lora_layers(model):
+                layer._disable_adapters = not on
 
     # -- what the caller gets -----------------------------------------------------------------------------------------
 
@@ -878,9 +877,9 @@ class SwitchedModel(DistributedDataParallel):
         totals = self.engine.agreement.gather([float(n) for n in sent.values()]).sum(0).tolist()
         counted: dict[str, Any] = {name: int(total) for name, total in zip(sent, totals, strict=True)}
         exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
-        if self._passes.report is not None:
+        if (report := self._passes.report) is not None:
             self.passes = self._passes.trained
-            self.report = replace(self._passes.report, grad_norm=self.engine.grad_norm, **counted)
+            self.report = replace(report, grad_norm=self.engine.grad_norm, **counted)
 
     # -- a second model -----------------------------------------------------------------------------------------------
 

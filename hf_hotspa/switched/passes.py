@@ -6,6 +6,7 @@ follows begins there. `Passes` knows what is loaded, and lets go of it when some
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from typing import Any
 
 import torch
@@ -81,8 +82,7 @@ class Passes:
     Attributes:
         exchange: How rows and numbers travel.
         counts: Passes so far: `scoring` and `training`.
-        report: Of the training passes since `begin_step`; None where there was none.
-        trained: The plan and the report of each of them.
+        trained: The plan and the report of each training pass since `begin_step`.
         choose: Gives, for a step and the lengths of its documents, their buckets and the speeds by which packs are divided over
             replicas; the same on all ranks. Called in a thread, too.
         facts: Gives what must be the same on all ranks when something is trained, by name.
@@ -102,7 +102,6 @@ class Passes:
             rules=RowRules(columns=columns),
         )
         self.counts = {"scoring": 0, "training": 0}
-        self.report: StepReport | None = None
         self.trained = list[tuple[MiniBatchPlan, StepReport]]()
         self.choose: Callable[[int, Sequence[int]], Chosen] = lambda step, lengths: (engine.buckets, None)
         self.facts: Callable[[], Mapping[str, str]] = dict
@@ -111,6 +110,11 @@ class Passes:
         self._held: tuple[Any, Evaluation] | None = None
         self._planned: dict[tuple[int, ...], tuple[MiniBatchPlan, MiniBatch]] = {}
         self._here, self._coming = dict[int, Tensor](), dict[int, int]()
+
+    @property
+    def report(self) -> StepReport | None:
+        """Of the training passes since `begin_step`; None where there was none."""
+        return reduce(merged, (report for _, report in self.trained)) if self.trained else None
 
     @property
     def num_logits(self) -> int:
@@ -132,7 +136,6 @@ class Passes:
     def begin_step(self) -> None:
         """Another step begins: documents are numbered anew."""
         self._planned.clear()
-        self.report = None
         self.trained = []
 
     def planned(
@@ -276,7 +279,6 @@ class Passes:
             tape.end()
         self.counts["training"] += 1
         self.trained.append((plan, report))
-        self.report = report if self.report is None else merged(self.report, report)
         return replace(self._collect(documents, plan, fields, sums), own=report.loss)
 
     def let_go(self) -> None:
