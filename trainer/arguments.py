@@ -14,7 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.costs.context import WAYS
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError, check_choice
+from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError, check_choice
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
 from hf_hotspa.model.options import LONGEST_TIMEOUT_S
@@ -23,7 +23,7 @@ from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.plan.planner import PLANNERS
 from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
-from hf_hotspa.trainer.given_arguments import explain_arguments, refuse_arguments, warn_of_misspelt
+from hf_hotspa.trainer.given_arguments import CHANGED, explain_arguments, refuse_arguments, warn_of_misspelt
 from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
@@ -306,9 +306,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
                 fix="use 0 for none, or leave it out and set the probability in the model's config",
             )
-        refuse_arguments(self)
+        try:
+            refuse_arguments(self)
+            check_optimizer_name(self.optim)
+        except UnsupportedError as refusal:
+            self.leave_to_stock(refusal)
+            return
+        self._given = {name: vars(self)[name] for name in CHANGED}
         explain_arguments(self)
-        check_optimizer_name(self.optim)
         _ = self.hotspa_recompute_every
         self.check_pipeline_mode(self.hotspa_buckets)
         if (mapping := self.hotspa_deepspeed) is not None:
@@ -319,6 +324,24 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         if self.hotspa_mini_batch_size is not None:
             shares = self.world_size * vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.per_device_train_batch_size = -(-self.hotspa_mini_batch_size // shares)
+
+    def leave_to_stock(self, refusal: HotspaError) -> None:
+        """Leaves the run to the stock Trainer, for which these arguments are as they were given.
+
+        Raises:
+            HotspaError: the refusal, where a flag asks for what the stock Trainer does not have.
+        """
+        asks = [f.name for f in fields(self) if f.name.startswith("hotspa_") and getattr(self, f.name) != f.default]
+        if set(asks) - AS_STOCK or self.hotspa_deepspeed is not None or self.fsdp_stage:
+            raise refusal
+        for name, value in vars(self).get("_given", {}).items():
+            setattr(self, name, value)
+        self._refusal = refusal
+
+    @property
+    def refusal(self) -> HotspaError | None:
+        """Why a run with these arguments is the stock Trainer's; None where it is not."""
+        return vars(self).get("_refusal")
 
     def _map_deepspeed(self, given: Any) -> DeepSpeedMapping | None:
         """Sets the arguments that a DeepSpeed config stands for."""
@@ -371,9 +394,9 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 )
 
     @property
-    def place_model_on_device(self) -> bool:
+    def place_model_on_device(self) -> bool | None:
         """False: the model object stays where it is; what runs on the devices are the engine's replicas."""
-        return False
+        return False if self.refusal is None else super().place_model_on_device
 
     @property
     def hotspa_recompute_every(self) -> int:
@@ -394,6 +417,12 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 fix="use every_n_layers alone, or nothing",
             )
         return every
+
+
+AS_STOCK = frozenset({
+    "hotspa_report", "hotspa_trace_steps", "hotspa_phase_table", "hotspa_log_all", "hotspa_stock_checkpoints",
+})  # fmt: skip
+"""Flags that ask for nothing else than what the stock Trainer does: what is shown, and its own checkpoints."""
 
 
 OF_ONE_RANK = frozenset({

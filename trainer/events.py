@@ -114,6 +114,10 @@ class CallbackEvents(CallbackHandler):
         if not any(isinstance(given, kind) for given in self.callbacks):
             self._own[kind] = callback
 
+    def leave_to_stock(self) -> None:
+        """From now on only the callbacks of the user are called, as transformers does."""
+        self._own, self._before = {}, lambda event: None
+
     def add_callback(self, callback: Any) -> None:
         """Adds a callback of the user, a class or an object; it replaces the Trainer's own of its class."""
         super().add_callback(callback)

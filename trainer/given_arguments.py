@@ -87,6 +87,10 @@ _NO_EFFECT: dict[str, tuple[Any, str]] = {
 }
 
 
+CHANGED = ("auto_find_batch_size", "bf16_full_eval", "accelerator_config", "gradient_accumulation_steps")
+"""What `explain_arguments` may change."""
+
+
 def explain_arguments(args: TrainingArguments) -> None:
     """Accepts what has no effect here and none on numbers, and says so in a line each on the main process."""
     for name, (nothing, text) in _NO_EFFECT.items():

@@ -303,6 +303,10 @@ class Restorer:
             ResumeError: on every rank: the run cannot go on exactly from it.
         """
         self._model_files(stock.path, agreement)
+        if not stock.optimizer:
+            if agreement.rank == 0:
+                logger.warning("%s has no state of the optimizer: optimizer and scheduler start anew", stock.path)
+            return
 
         def restored() -> None:
             stock.restore_optimizer(optimizer, self._engine.master)

@@ -4,21 +4,27 @@
 `SwitchedModel`, and whoever watches it: predictions, slow devices, the memory limit.
 """
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import wraps
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch import nn
+from transformers import Trainer
 
 from hf_hotspa.checkpoint.format.folder import write_error
+from hf_hotspa.checkpoint.rng import random_state, set_random_state
 from hf_hotspa.engine.out_of_memory import note, warn_of_known
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError, UnsupportedError
 from hf_hotspa.packing.mini_batch import MiniBatchPlan
 from hf_hotspa.parallel import backends
+from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
 from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
@@ -32,9 +38,12 @@ from hf_hotspa.trainer.auto import (
     given_buckets,
     prepare_auto,
 )
-from hf_hotspa.trainer.events import PhaseDispatcher, is_users
+from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher, is_users
+from hf_hotspa.trainer.optimizers import check_elementwise
 from hf_hotspa.trainer.predictions import Predictions, find_calibration
 from hf_hotspa.trainer.slow_devices import DeviceWatch, watch_devices
+
+logger = logging.getLogger(__name__)
 
 
 class Ranks:
@@ -222,6 +231,93 @@ def own_loss(
     if len(names) > 1:
         raise HotspaConfigError(f"several losses are given: {' and '.join(names)}", fix="give one of them")
     return TokenLoss(function, tuple(columns))
+
+
+# -- what the class behind trains without us --------------------------------------------------------------------------
+
+STOCK_TRAINS = (ModelError, UnsupportedError)
+"""What is refused here, and trained by the stock Trainer."""
+
+
+def opened(trainer: Any, model: Any, given: Mapping[str, Any], agreement: Agreement) -> Any:
+    """The model that a trainer gives to the class behind, which may have to train it alone. Collective.
+
+    Args:
+        given: The other arguments of the trainer.
+
+    Raises:
+        HotspaError: on every rank: it cannot be opened, or trained as the flags ask.
+    """
+    args = trainer.args
+    try:
+        if args.refusal is not None:
+            raise args.refusal
+        if (chosen := given.get("optimizer_cls_and_kwargs")) is not None:
+            check_elementwise(*chosen)
+        if isinstance(model, nn.Module):
+            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
+        return trainer._hotspa_source.opened(model, given.get("model_init") is not None, agreement)
+    except STOCK_TRAINS as refusal:
+        if args.hotspa_model_path is not None or not (model is None or isinstance(model, nn.Module)):
+            raise
+        leave_to_stock(trainer, refusal)
+        return model
+
+
+def leave_to_stock(trainer: Any, refusal: HotspaError) -> None:
+    """Makes each method of a trainer that of the class behind from now on.
+
+    Raises:
+        HotspaError: the refusal, where the user asks for what only a switched model can do.
+    """
+    if trainer._hotspa_loss is not None:
+        raise refusal
+    trainer.args.leave_to_stock(refusal)
+    trainer._hotspa_refusal = refusal
+    if trainer.args.process_index == 0:
+        logger.warning("%s\nNothing is switched: %s trains as without hf_hotspa.", refusal, type(trainer).__name__)
+    if isinstance(handler := vars(trainer).get("callback_handler"), CallbackEvents):  # the constructor has ended
+        handler.leave_to_stock()
+        trainer.neftune_noise_alpha = trainer.args.neftune_noise_alpha
+        trainer.place_model_on_device = not trainer.is_model_parallel
+        if trainer.place_model_on_device:
+            trainer._move_model_to_device(trainer.model, trainer.args.device)
+
+
+def or_stock(trainer: Any, run: Callable[[], Any], again: Callable[[], Any]) -> Any:
+    """What `run` returns; or `again`, where the start finds that the class behind has to train the model. Collective.
+
+    Raises:
+        HotspaError: as of `leave_to_stock`; or training has begun.
+    """
+    made, generators = (trainer.optimizer, trainer.lr_scheduler), random_state()
+    try:
+        return run()
+    except STOCK_TRAINS as refusal:
+        if trainer._hotspa_began:
+            raise
+        trainer.close_engine()
+        leave_to_stock(trainer, refusal)
+    trainer.optimizer, trainer.lr_scheduler = made
+    set_random_state(generators, "start of training")
+    return again()
+
+
+def unless_stock(mixin: Any) -> None:
+    """Makes the overrides of a mixin step aside where the class behind trains alone."""
+
+    def aside(name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(own)
+        def method(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            if trainer._hotspa_refusal is None:
+                return own(trainer, *args, **kwargs)
+            return getattr(super(mixin, trainer), name)(*args, **kwargs)
+
+        return method
+
+    for name, own in list(vars(mixin).items()):
+        if callable(own) and hasattr(Trainer, name) and not name.startswith("__"):
+            setattr(mixin, name, aside(name, own))
 
 
 REPLACED = {

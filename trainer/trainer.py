@@ -33,7 +33,7 @@ from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, NonFiniteError
 from hf_hotspa.model.model_check import check_hooks
 from hf_hotspa.model.model_kind import refuse_other_models
-from hf_hotspa.parallel.adapters import bare_model, refuse_quantized
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.own_loss import TokenSlice
 from hf_hotspa.parallel.verdict import settled
 from hf_hotspa.report import StepReport
@@ -46,7 +46,7 @@ from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
-from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, check_elementwise, text_of
+from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
     Preemption,
@@ -69,7 +69,18 @@ from hf_hotspa.trainer.resuming import (
     load_scheduler,
     next_pass,
 )
-from hf_hotspa.trainer.start import Ranks, Watchers, own_loss, refuse_behind, start
+from hf_hotspa.trainer.start import (
+    STOCK_TRAINS,
+    Ranks,
+    Watchers,
+    leave_to_stock,
+    opened,
+    or_stock,
+    own_loss,
+    refuse_behind,
+    start,
+    unless_stock,
+)
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -83,6 +94,8 @@ class SwitchedMixin(_Base):
     lr_scheduler: Any
     hub_model_id: str | None
     last_report: StepReport | None = None
+    _hotspa_refusal: HotspaError | None = None
+    _hotspa_model: SwitchedModel | None = None
 
     def __init__(
         self, model: Any = None, args: TrainingArguments | None = None, *rest: Any,
@@ -91,12 +104,7 @@ class SwitchedMixin(_Base):
         refuse_behind(type(self), SwitchedMixin)
         kwargs = named(rest, kwargs, super().__init__)
         self.args = args = completed(args)
-        if (chosen := kwargs.get("optimizer_cls_and_kwargs")) is not None:
-            check_elementwise(*chosen)
-        if isinstance(model, nn.Module):
-            refuse_quantized(bare_model(model)[0])  # before the stock Trainer does, which names another fix
         self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
-        self._hotspa_model: SwitchedModel | None = None
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
         agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
@@ -109,15 +117,17 @@ class SwitchedMixin(_Base):
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
         self._hotspa_place, self._hotspa_pass = next_pass({}, 0), 1
-        self._hotspa_has_ended = self._hotspa_skips = False
+        self._hotspa_has_ended = self._hotspa_skips = self._hotspa_began = False
         self._hotspa_step_loss = 0.0
-        opened = self._hotspa_source.opened(model, kwargs.get("model_init") is not None, agreement)
-        super().__init__(opened, args, **kwargs)
+        model = opened(self, model, kwargs, agreement)
+        super().__init__(model, args, **kwargs)
+        # gloo processes that leave with a live group abort now and then, after a correct run
+        atexit.register(_destroy_default_group)
+        if self._hotspa_refusal is not None:
+            return
         self._hotspa_rows.default_collator = self.data_collator if kwargs.get("data_collator") is None else None
         self._hotspa_add_callbacks()
         self.neftune_noise_alpha = None  # the engine adds the noise; a hook on the model object would go unused
-        # gloo processes that leave with a live group abort now and then, after a correct run
-        atexit.register(_destroy_default_group)
 
     def _hotspa_add_callbacks(self) -> None:
         args = self.args
@@ -156,7 +166,10 @@ class SwitchedMixin(_Base):
             HotspaError: it cannot be trained.
         """
         model: nn.Module = super().call_model_init(trial)
-        refuse_other_models(model)
+        try:
+            refuse_other_models(model)
+        except STOCK_TRAINS as refusal:
+            leave_to_stock(self, refusal)
         return model
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
@@ -200,6 +213,8 @@ class SwitchedMixin(_Base):
         Args:
             loader: The data loader that is about to be trained; None where nothing is.
         """
+        if self._hotspa_refusal is not None:
+            raise self._hotspa_refusal
         if self._hotspa_model is not None and self._hotspa_model.module is not self.model:
             self._hotspa_close(restarts=True)
         if self._hotspa_model is None:
@@ -222,6 +237,13 @@ class SwitchedMixin(_Base):
             DamagedCheckpointError: the one that was named does not verify.
             CheckpointLockError: another run writes into `output_dir`.
         """
+        return or_stock(
+            self,
+            lambda: self._hotspa_train(resume_from_checkpoint, *args, **kwargs),
+            lambda: self.train(resume_from_checkpoint, *args, **kwargs),
+        )
+
+    def _hotspa_train(self, resume_from_checkpoint: Any, *args: Any, **kwargs: Any) -> TrainOutput:
         self._hotspa_flags.begin()
         asked = self.args.resume_from_checkpoint if resume_from_checkpoint is None else resume_from_checkpoint
         if isinstance(asked, str) and asked.lower() in ("true", "false"):  # from a command line
@@ -347,6 +369,7 @@ class SwitchedMixin(_Base):
                     pass
         if watchers.predictions is not None and table is not None:
             watchers.predictions.compare_with_single(table, self.args.hotspa_rows_a_step)
+        self._hotspa_began = True
         facts = run_facts(switched.engine, self.model, self.args, table, watchers.auto or watchers.predictions)
         self.callback_handler.dispatch(
             "on_run_begin", self.args, self.state, self.control, run=facts,
@@ -582,6 +605,17 @@ class SwitchedMixin(_Base):
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
+    def evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
+        """As of the class behind. Collective."""
+        run = lambda: super(SwitchedMixin, self).evaluate(*args, **kwargs)  # noqa: E731
+        metrics: dict[str, float] = or_stock(self, run, run)
+        return metrics
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As of the class behind. Collective."""
+        run = lambda: super(SwitchedMixin, self).predict(*args, **kwargs)  # noqa: E731
+        return or_stock(self, run, run)
+
     def _evaluate(self, *args: Any, **kwargs: Any) -> dict[str, float]:
         self._hotspa_show(EVALUATION)  # an overridden evaluate() may look before it calls ours
         metrics: dict[str, float] = super()._evaluate(*args, **kwargs)
@@ -689,6 +723,9 @@ class SwitchedMixin(_Base):
         """As of the class behind. Collective, as above."""
         pushed = lambda: super(SwitchedMixin, self).push_to_hub(*args, **kwargs)  # noqa: E731
         return self._hotspa_ranks.agreement().run("hub", pushed, otherwise=hub_error)
+
+
+unless_stock(SwitchedMixin)
 
 
 class HotSPaTrainer(SwitchedMixin, Trainer):

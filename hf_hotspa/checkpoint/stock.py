@@ -1,7 +1,8 @@
 """A checkpoint of the stock `transformers.Trainer`, to go on from: what is in it, and whose state is whose.
 
 Promises that nothing of it is left out in silence: weights, optimizer states by parameter, the state of the scheduler,
-step and epoch, random states. What cannot be mapped is refused by name; there is never a fresh optimizer instead.
+step and epoch, random states. What cannot be mapped is refused by name. A checkpoint without the optimizer's state
+(`save_only_model`) starts a new optimizer, as with the stock Trainer, and a warning says so.
 
 It is the one place that reads pickles. Only tensors and plain values are built (`weights_only=True`): a file that asks for
 anything else is refused. Nothing of our own is a pickle, and `training_args.bin` is never read.
@@ -67,7 +68,8 @@ class StockCheckpoint:
 
     Args:
         trainer_state: The Trainer's own state.
-        optimizer: The optimizer's `state_dict`; its tensors lie in the file.
+        optimizer: The optimizer's `state_dict`; its tensors lie in the file. Empty where the checkpoint has none, and then
+            `scheduler` is, too: both start anew, as with the stock Trainer.
         state: What only our checkpoints hold: nothing.
     """
 
@@ -82,7 +84,7 @@ class StockCheckpoint:
         """Reads everything but the tensors.
 
         Raises:
-            ResumeError: it holds the model only, or is one of a wrapper whose state cannot be mapped.
+            ResumeError: it is one of a wrapper whose state cannot be mapped.
             DamagedCheckpointError: a file is missing, damaged, or not what its name says.
             HotspaError: its weights cannot be read; see `WeightFiles`.
         """
@@ -94,17 +96,13 @@ class StockCheckpoint:
                     why="the state of its optimizer is cut in another way, and cannot be mapped",
                     fix="start a new run with the weights that its own tools convert, and no resume_from_checkpoint",
                 )
-        missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
-        if missing:
-            raise ResumeError(
-                f"the stock Trainer's checkpoint has no {missing[0]}",
-                where=str(path),
-                why="it holds the model only (save_only_model), or its save was cut short; the optimizer would start anew",
-                fix=_NEW_RUN,
-            )
         trainer_state = read_object(path, TRAINER_STATE)
         if not isinstance(trainer_state.get("global_step"), int):
             raise DamagedCheckpointError(f"{TRAINER_STATE!r} has no global_step", where=str(path))
+        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # refuses what cannot be read
+        missing = [name for name in (OPTIMIZER, SCHEDULER) if not (path / name).is_file()]
+        if missing:
+            return cls(path, trainer_state, {}, {})
         optimizer, scheduler = _read_pickle(path, OPTIMIZER), _read_pickle(path, SCHEDULER)
         if (
             not isinstance(optimizer, dict)
@@ -112,7 +110,6 @@ class StockCheckpoint:
             or not {"state", "param_groups"} <= set(optimizer)
         ):
             raise DamagedCheckpointError(f"{OPTIMIZER!r} or {SCHEDULER!r} holds no state", where=str(path))
-        WeightFiles(path, ADAPTER_WEIGHTS if (path / ADAPTER_CONFIG).is_file() else None)  # refuses what cannot be read
         return cls(path, trainer_state, optimizer, scheduler)
 
     def restore_optimizer(self, optimizer: Optimizer, master: MasterStore) -> None:

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_hotspa.errors import ModelError, UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, ModelError, UnsupportedError
 from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.parallel.attention import calls_attention
 
@@ -25,7 +25,7 @@ def refuse_other_models(model: nn.Module) -> None:
 
     Raises:
         ModelError: it is another kind of model; the message says which.
-        UnsupportedError: it was loaded in float16.
+        HotspaConfigError: it was loaded in float16; the stock Trainer's steps would end in NaN.
     """
     bare, _ = bare_model(model)
     if not isinstance(bare, PreTrainedModel):
@@ -34,7 +34,7 @@ def refuse_other_models(model: nn.Module) -> None:
         raise ModelError(f"{type(bare).__name__} is not a causal language model", why=why, fix=_FIX)
     half = next((name for name, p in model.named_parameters() if str(p.dtype) == "torch.float16"), None)
     if half is not None:
-        raise UnsupportedError(
+        raise HotspaConfigError(
             f"the model was loaded in float16 (parameter {half!r})",
             why="there is no loss scaling, without which small gradients vanish in float16",
             fix="load it with dtype=torch.float32, or dtype=torch.bfloat16 and bf16=True",

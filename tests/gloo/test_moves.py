@@ -17,29 +17,35 @@ from tests.moves.__main__ import PAGE, page
 pytestmark = pytest.mark.gloo
 
 
+DEFAULT = ", with default flags"
+
+
 def run_moves(rank: int, world_size: int, group: str, stock: bool, folder: str):
     """For each move what was seen of it, or the error; and how many steps were made."""
     from hf_hotspa.errors import HotspaError
 
     results: dict[str, tuple[str, Any, int]] = {}
+    seen: Any
     for number, move in enumerate(all_moves()[group]):
-        if stock and move.refused:
+        if stock and move.refused and not move.left:
             continue
-        path = Path(folder) / f"{'stock' if stock else 'hot'}-{world_size}-{number}"
-        path.mkdir(parents=True, exist_ok=True)
-        kit = Kit(stock, world_size, path)
-        try:
-            results[move.name] = ("seen", move.run(kit), kit.counter.made)
-        except HotspaError as error:
-            results[move.name] = ("refused", str(error), kit.counter.made)
-        kit.close()
+        for default in (True, False) if move.left and not stock else (False,):
+            path = Path(folder) / f"{'stock' if stock else 'hot'}-{world_size}-{number}-{default}"
+            path.mkdir(parents=True, exist_ok=True)
+            kit = Kit(stock, world_size, path, default)
+            try:
+                kind, seen = "seen", move.run(kit)
+            except HotspaError as error:
+                kind, seen = "refused", str(error)
+            results[move.name + DEFAULT * default] = (kind, seen, kit.counter.made)
+            kit.close()
     return results
 
 
-def complaint(move: Move, stock, ours) -> str:
+def complaint(move: Move, stock, ours, default: bool = False) -> str:
     """What is wrong with the outcome of a move on one rank; empty where nothing is."""
     kind, value, made = ours
-    if move.refused:
+    if move.refused and not default:
         if kind != "refused":
             return "it is not refused"
         if not re.search(move.refused, value):
@@ -58,9 +64,10 @@ def test_a_move_is_equal_or_refused(group, world_size, tmp_path):
     wrong = []
     for rank, found in enumerate(run_ranks(world_size, run_moves, group, False, str(tmp_path), timeout=280)):
         for move in moves:
-            text = complaint(move, stock[rank].get(move.name), found[move.name])
-            if text:
-                wrong.append(f"{move.name} (rank {rank} of {world_size}): {text}")
+            for default in (False, True) if move.left else (False,):
+                text = complaint(move, stock[rank].get(move.name), found[move.name + DEFAULT * default], default)
+                if text:
+                    wrong.append(f"{move.name}{DEFAULT * default} (rank {rank} of {world_size}): {text}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -55,11 +55,13 @@ class Kit:
         stock: Whether the classes are those of transformers.
         world_size: Processes.
         folder: A directory of this move, the same on all ranks.
+        default: Whether every `hotspa_*` flag stays at its default.
     """
 
     stock: bool
     world_size: int
     folder: Path
+    default: bool = False
 
     def __post_init__(self) -> None:
         self.counter = StepCounter()
@@ -84,7 +86,7 @@ class Kit:
             return TrainingArguments(**{name: value for name, value in given.items() if name not in own})
         from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
 
-        ours = {"hotspa_strategies": STRATEGIES[self.world_size], "hotspa_report": False}
+        ours = {"hotspa_report": False} | ({} if self.default else {"hotspa_strategies": STRATEGIES[self.world_size]})
         return HotSPaTrainingArguments(**{**ours, **given})
 
     def model(self, family: str = "llama_gqa_bias", **changes: Any) -> PreTrainedModel:
@@ -96,15 +98,15 @@ class Kit:
         return random_rows(count, 163, longest=LONGEST, seed=seed)
 
     def trainer(self, cls: Any = None, **kwargs: Any) -> Any:
-        """A trainer of the kit: model, arguments and rows are filled in where a move gives none, and so is, for the stock
-        class, a collator that pads. `cls` is a subclass of `trainer_class`, or a factory."""
+        """A trainer of the kit: model, arguments and rows are filled in where a move gives none, and so is, where the stock
+        class trains, a collator that pads. `cls` is a subclass of `trainer_class`, or a factory."""
         given = {"model": None, "args": None, "train_dataset": None, **kwargs}
         if given["model"] is None and "model_init" not in given:
             given["model"] = self.model()
         given["args"] = given["args"] or self.arguments()
         if given["train_dataset"] is None:
             given["train_dataset"] = self.rows()
-        if self.stock and given.get("data_collator") is None:
+        if (self.stock or self.default) and given.get("data_collator") is None:
             given["data_collator"] = padded
         given["callbacks"] = [*(given.get("callbacks") or []), self.counter]
         self.trainers.append((cls or self.trainer_class)(**given))
@@ -136,6 +138,7 @@ class Move:
         refused: A regular expression that the message of the refusal must match; empty where ours must be equal. A
             refusal is a `HotspaError` on every rank, before the first step.
         instead: For the page, where it is refused: what to do instead.
+        left: It is refused only where a `hotspa_*` flag is set: without one the stock Trainer trains it, so ours is equal.
         tolerance: The largest relative difference of numbers and tensors.
         ours: For the page, where it is equal but something is to be said.
     """
@@ -144,6 +147,7 @@ class Move:
     run: Callable[[Kit], Seen]
     refused: str = ""
     instead: str = ""
+    left: bool = False
     tolerance: float = 2e-5
     ours: str = ""
 

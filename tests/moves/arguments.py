@@ -142,9 +142,9 @@ MOVES: tuple[Move, ...] = (
     Move("`label_smoothing_factor`", with_arguments(label_smoothing_factor=0.1)),
     Move("evaluation by steps", with_arguments(eval_strategy="steps", eval_steps=2)),
     Move(
-        "`fp16=True`", with_arguments(fp16=True), refused="fp16=True cannot be honoured", instead="use `bf16` or fp32",
+        "`fp16=True`", with_arguments(fp16=True), left=True, refused="fp16=True cannot be honoured", instead="use `bf16` or fp32",
     ),
     Move(
-        "`torch_compile=True`", with_arguments(torch_compile=True), refused="torch_compile=True", instead="leave it off",
+        "`torch_compile=True`", with_arguments(torch_compile=True, torch_compile_backend="eager"), left=True, refused="torch_compile=True", instead="leave it off",
     ),
 )  # fmt: skip

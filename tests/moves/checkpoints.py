@@ -261,7 +261,7 @@ MOVES: tuple[Move, ...] = (
          to_stock(2, optim="sgd", optim_args="momentum=0.9", weight_decay=0.1, lr_scheduler_type="cosine")),
     Move("the same with the checkpoint of a LoRA adapter", to_stock(2, model=lora_model)),
     Move("going on from one of the stock `Trainer` after `save_only_model`, or without its optimizer", from_stock(2, save_only_model=True),
-         refused="no optimizer.pt", instead="start a new run with its weights"),
+         ours="a warning says that optimizer and scheduler start anew"),
     Move("the same, written under DeepSpeed", from_stock(2, damage=lambda path: (path / "latest").write_text("x")),
          refused="DeepSpeed", instead="start a new run with the weights that DeepSpeed's tools convert"),
 )  # fmt: skip

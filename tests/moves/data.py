@@ -182,18 +182,21 @@ MOVES: tuple[Move, ...] = (
     Move(
         "labels on padding",
         refused_rows(labels_on_padding),
+        left=True,
         refused="is padding .* and has a label.*row 5",
         instead="set labels to -100 wherever `attention_mask` is 0",
     ),
     Move(
         "an `attention_mask` with 0 between tokens",
         refused_rows(hole),
+        left=True,
         refused="attention_mask is 0 at position 1, between tokens.*row 5",
         instead="set the label to -100 to leave a token out of the loss",
     ),
     Move(
         "an `attention_mask` that numbers documents",
         refused_rows(documents_by_mask),
+        left=True,
         refused="attention_mask holds 2.*row 5",
         instead="give `position_ids` that begin again at 0, or `seq_lengths`",
     ),

@@ -203,8 +203,9 @@ def _in_forward(change: Any) -> Any:
             return out
 
     def run(kit: Kit) -> Seen:
+        torch.manual_seed(0)
         model = Changed(tiny_config("llama_gqa_bias"))
-        return kit.train(kit.trainer(model=model))
+        return kit.train(kit.trainer(model=model, args=kit.arguments(remove_unused_columns=False)))
 
     return run
 
@@ -273,11 +274,11 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "a loss scaled in the model's `forward`", _in_forward(lambda out: 0.5 * out.loss),
-        refused="the loss that Changed returns", instead="give it as `token_loss` or `compute_loss_func`",
+        left=True, refused="the loss that Changed returns", instead="give it as `token_loss` or `compute_loss_func`",
     ),
     Move(
         "a z-loss in the model's `forward`", _in_forward(lambda out: out.loss + 1e-4 * out.logits.logsumexp(-1).square().mean()),
-        refused="the loss that Changed returns", instead="give the whole loss as `compute_loss_func`",
+        left=True, refused="the loss that Changed returns", instead="give the whole loss as `compute_loss_func`",
     ),
     Move(
         "a `token_loss` that looks at neighbouring tokens", _neighbours,

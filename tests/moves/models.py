@@ -18,6 +18,7 @@ from transformers import (
     T5ForConditionalGeneration,
     ViTConfig,
     ViTForImageClassification,
+    default_data_collator,
 )
 
 from tests.families import tiny_config
@@ -30,6 +31,16 @@ _BERT = {
     "intermediate_size": 32,
     "vocab_size": 163,
 }
+_T5 = {
+    "d_model": 32,
+    "d_ff": 32,
+    "num_layers": 2,
+    "num_heads": 4,
+    "vocab_size": 163,
+    "d_kv": 8,
+    "decoder_start_token_id": 0,
+}
+_VIT = {**{name: size for name, size in _BERT.items() if name != "vocab_size"}, "image_size": 8, "patch_size": 4}
 _INSTEAD = "pass a causal language model"
 
 
@@ -40,15 +51,39 @@ class _Toy(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
 
-    def forward(self, input_ids: Any, labels: Any = None) -> dict[str, Any]:
-        return {"loss": self.weight.sum() * input_ids.sum()}
+    def forward(self, input_ids: Any, labels: Any = None, attention_mask: Any = None) -> dict[str, Any]:
+        return {"loss": self.weight.square().sum() * input_ids.float().mean()}
 
 
-def _of(make: Any) -> Any:
+def _of(make: Any, rows: Any = None, cls: Any = None) -> Any:
+    """Trains what `make` returns, on the rows of the kit, or on those that `rows` makes of them."""
+
     def run(kit: Kit) -> Seen:
-        return kit.train(kit.trainer(model=make()))
+        torch.manual_seed(0)
+        data: dict[str, Any] = (
+            {} if rows is None else {"train_dataset": rows(kit.rows()), "data_collator": default_data_collator}
+        )
+        return kit.train(kit.trainer(cls(kit.trainer_class) if cls else None, model=make(), **data))
 
     return run
+
+
+def _classes(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows of one length, of two classes."""
+    return [{"input_ids": row["input_ids"][:1] * 8, "labels": index % 2} for index, row in enumerate(rows)]
+
+
+def _images(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"pixel_values": torch.full((3, 8, 8), index / 20), "labels": index % 2} for index in range(len(rows))]
+
+
+def _mean_square(base: Any) -> Any:
+    class Squares(base):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **kwargs: Any) -> Any:
+            inputs.pop("labels", None)
+            return model(**inputs).last_hidden_state.square().mean()
+
+    return Squares
 
 
 def _gpt2(**dropout: float) -> PreTrainedModel:
@@ -104,10 +139,6 @@ def _subclass(kit: Kit) -> Seen:
     return kit.train(kit.trainer(model=model))
 
 
-def _other(model: type[PreTrainedModel], config: Any) -> Any:
-    return _of(lambda: model(config))
-
-
 MOVES: tuple[Move, ...] = (
     Move(
         "GPT-2 without dropout, the first label of a row masked", _gpt2_data_parallel,
@@ -121,40 +152,38 @@ MOVES: tuple[Move, ...] = (
     Move("a `model_init`", _model_init, ours="what it draws does not change the order of the rows"),
     Move("layers frozen with `requires_grad_(False)`", _frozen_layer),
     Move("a subclass of a causal language model", _subclass),
-    Move("an `nn.Module` of your own", _of(_Toy), refused="is a _Toy, not a transformers", instead=_INSTEAD),
+    Move("an `nn.Module` of your own", _of(_Toy), left=True, refused="is a _Toy, not a transformers", instead=_INSTEAD),
     Move(
         "a `model_init` that gives such a module", _model_init_of_another_kind,
-        refused="is a _Toy, not a transformers", instead=_INSTEAD,
+        left=True, refused="is a _Toy, not a transformers", instead=_INSTEAD,
     ),
     Move(
-        "`LlamaForSequenceClassification`", _of(lambda: LlamaForSequenceClassification(tiny_config("llama_gqa_bias"))),
-        refused="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
+        "`LlamaForSequenceClassification`", _of(lambda: LlamaForSequenceClassification(tiny_config("llama_gqa_bias", pad_token_id=0)), _classes),
+        left=True, refused="LlamaForSequenceClassification is not a causal language model", instead=_INSTEAD,
     ),
     Move(
-        "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias"))),
-        refused="LlamaModel is not a causal language model", instead=_INSTEAD,
+        "a base model without a head (`LlamaModel`)", _of(lambda: LlamaModel(tiny_config("llama_gqa_bias")), _classes, _mean_square),
+        left=True, refused="LlamaModel is not a causal language model", instead=_INSTEAD,
     ),
     Move(
-        "`BertForSequenceClassification`", _other(BertForSequenceClassification, BertConfig(**_BERT)),
-        refused="BertForSequenceClassification is not a causal", instead=_INSTEAD,
+        "`BertForSequenceClassification`", _of(lambda: BertForSequenceClassification(BertConfig(**_BERT)), _classes),
+        left=True, refused="BertForSequenceClassification is not a causal", instead=_INSTEAD,
     ),
     Move(
-        "a masked language model", _other(BertForMaskedLM, BertConfig(**_BERT)),
-        refused="BertForMaskedLM is not a causal", instead=_INSTEAD,
+        "a masked language model", _of(lambda: BertForMaskedLM(BertConfig(**_BERT))),
+        left=True, refused="BertForMaskedLM is not a causal", instead=_INSTEAD,
     ),
     Move(
-        "`BertLMHeadModel` that sees both ways", _other(BertLMHeadModel, BertConfig(**_BERT)),
-        refused="BertSelfAttention sees the tokens after", instead=_INSTEAD,
+        "`BertLMHeadModel` that sees both ways", _of(lambda: BertLMHeadModel(BertConfig(**_BERT))),
+        left=True, refused="BertSelfAttention sees the tokens after", instead=_INSTEAD,
     ),
     Move(
         "T5: an encoder and a decoder",
-        _other(T5ForConditionalGeneration, T5Config(d_model=32, d_ff=32, num_layers=2, num_heads=4, vocab_size=163, d_kv=8)),
-        refused="has an encoder and a decoder", instead=_INSTEAD,
+        _of(lambda: T5ForConditionalGeneration(T5Config(**_T5))), left=True, refused="has an encoder and a decoder", instead=_INSTEAD,
     ),
     Move(
         "a model of images",
-        _other(ViTForImageClassification, ViTConfig(**{k: v for k, v in _BERT.items() if k != "vocab_size"}, image_size=8, patch_size=4)),
-        refused="ViTForImageClassification is not a causal", instead=_INSTEAD,
+        _of(lambda: ViTForImageClassification(ViTConfig(**_VIT)), _images), left=True, refused="ViTForImageClassification is not a causal", instead=_INSTEAD,
     ),
     Move(
         "a model loaded in float16", _of(lambda: _gpt2(**_WHOLE).half()),

@@ -231,14 +231,14 @@ MOVES: tuple[Move, ...] = (
     Move("a callback adds a parameter group", _group_added_later),
     Move("`train()` twice with one's own optimizer, and other weights", _twice),
     Move("resuming with one's own optimizer", _resumed),
-    Move("an optimizer on another model's parameters", _foreign, refused="are not the model's", instead=_OWN),
-    Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, refused="Adafactor", instead=_ELEMENTWISE),
+    Move("an optimizer on another model's parameters", _foreign, left=True, refused="are not the model's", instead=_OWN),
+    Move("an optimizer of whole matrices (`Adafactor`)", _whole_matrices, left=True, refused="Adafactor", instead=_ELEMENTWISE),
     Move(
-        "an optimizer that looks at all gradients at once", _clips_itself, refused="_ClipsItself is not elementwise",
+        "an optimizer that looks at all gradients at once", _clips_itself, left=True, refused="_ClipsItself is not elementwise",
         instead="`max_grad_norm` clips; " + _ELEMENTWISE,
     ),
     Move(
-        "an optimizer with references of its own to parameters", _keeps_parameters, refused="outside of its parameter groups",
+        "an optimizer with references of its own to parameters", _keeps_parameters, left=True, refused="outside of its parameter groups",
         instead="keep them in `param_groups`",
     ),
     Move(
@@ -246,7 +246,7 @@ MOVES: tuple[Move, ...] = (
         instead="set `self.optimizer`, which the stock Trainer needs, too",
     ),
     Move(
-        '`optim="adafactor"`', with_arguments(optim="adafactor"), refused="'adafactor' cannot be honoured",
+        '`optim="adafactor"`', with_arguments(optim="adafactor"), left=True, refused="'adafactor' cannot be honoured",
         instead=_ELEMENTWISE,
     ),
 )  # fmt: skip

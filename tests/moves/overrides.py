@@ -178,7 +178,7 @@ MOVES: tuple[Move, ...] = (
         "`compute_loss_context_manager` overridden", _overridden("compute_loss_context_manager"),
     ),
     Move(
-        "a gradient hook on a parameter", _gradient_hook, refused="gradient hook",
+        "a gradient hook on a parameter", _gradient_hook, left=True, refused="gradient hook",
         instead="`trainer.engine.full_gradients()`; a loss of one's own",
     ),
     Move(

@@ -261,8 +261,8 @@ def test_arguments_of_transformers_are_completed(tmp_path, monkeypatch):
         assert (again.doubled, again.hotspa_auto, again.output_dir) == (1.4, True, args.output_dir)
     given.max_steps = 5  # as with the stock Trainer, which holds the same object
     assert args.max_steps == 5
-    with pytest.raises(UnsupportedError, match="fp16=True"):
-        completed(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True))
+    half = completed(TrainingArguments(output_dir=str(tmp_path), use_cpu=True, fp16=True))
+    assert "fp16=True" in str(half.refusal)  # left to the stock Trainer
     monkeypatch.chdir(tmp_path)
     assert HotSPaTrainer(tiny_model("llama_gqa_bias")).args.output_dir == "tmp_trainer"
 

@@ -26,12 +26,14 @@ def pytest_configure(config: pytest.Config) -> None:
     from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
     from hf_hotspa.trainer.trainer import HotSPaTrainer
 
-    # one process can do one thing: no calibration in front of every test
+    # one process can do one thing: no calibration in front of every test; the shortest of those models has 128 positions
+    default = HotSPaTrainingArguments.__dataclass_fields__["hotspa_strategies"]
+    default.default = "dp1:128@2048"
     original = HotSPaTrainingArguments.complete
 
     def explicit(self: Any) -> None:
         if self.hotspa_strategies == "auto":
-            self.hotspa_strategies = "dp1:128@2048"  # the shortest of those models has 128 positions
+            self.hotspa_strategies = default.default
         self.hotspa_report = False
         self.hotspa_stock_checkpoints = True  # the files that they look for
         original(self)

@@ -1,0 +1,73 @@
+"""What cannot be switched is left to the stock Trainer where no flag asks for more: the same run, resumed and evaluated."""
+
+import random
+
+import pytest
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    Trainer,
+    TrainingArguments,
+    default_data_collator,
+    set_seed,
+)
+
+from hf_hotspa import HotSPaTrainer, HotSPaTrainingArguments
+from hf_hotspa.errors import HotspaError, ModelError, UnsupportedError
+
+_CONFIG = LlamaConfig(
+    vocab_size=163, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+    num_key_value_heads=2, pad_token_id=0, num_labels=3,
+)  # fmt: skip
+
+
+def _trainer(trainer_class, arguments_class, folder, case, **changes):
+    set_seed(0)
+    generator = random.Random(0)
+    rows = [{"input_ids": [generator.randrange(1, 163) for _ in range(12)]} for _ in range(24)]
+    for index, row in enumerate(rows):
+        row["labels"] = index % 3 if case == "classes" else list(row["input_ids"])
+    model = LlamaForSequenceClassification(_CONFIG) if case == "classes" else LlamaForCausalLM(_CONFIG)
+    if case == "hook":
+        model.lm_head.weight.register_hook(lambda gradient: 2 * gradient)
+    if case == "optimizer":
+        changes |= {"optim": "adafactor", "neftune_noise_alpha": 5.0, "auto_find_batch_size": True}
+    args = arguments_class(
+        str(folder), per_device_train_batch_size=4, max_steps=4, use_cpu=True, report_to="none", disable_tqdm=True,
+        save_steps=2, eval_strategy="steps", eval_steps=2, logging_steps=1, **changes,
+    )  # fmt: skip
+    return trainer_class(model, args, train_dataset=rows, eval_dataset=rows, data_collator=default_data_collator)
+
+
+def _seen(trainer):
+    evaluated = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    trainer.train(resume_from_checkpoint=True)
+    predicted = trainer.predict(trainer.eval_dataset).predictions
+    kept = ("loss", "eval_loss", "grad_norm", "step")
+    logs = [{key: log[key] for key in kept if key in log} for log in trainer.state.log_history]
+    weights = torch.cat([p.detach().flatten() for p in trainer.model.parameters()])
+    return evaluated, logs, torch.as_tensor(predicted), weights
+
+
+@pytest.mark.parametrize("case", ["classes", "hook", "optimizer"])
+def test_the_run_is_that_of_the_stock_trainer(case, tmp_path, caplog):
+    stock = _seen(_trainer(Trainer, TrainingArguments, tmp_path / "stock", case))
+    trainer = _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path / "ours", case)
+    ours = _seen(trainer)
+    assert ours[:2] == stock[:2]
+    assert all(map(torch.equal, ours[2:], stock[2:]))
+    assert trainer.engine is None
+    warnings = [record.message for record in caplog.records if "Nothing is switched" in record.message]
+    assert len(warnings) == 1
+    with pytest.raises(HotspaError, match=r"not a causal|gradient hook|adafactor"):
+        trainer.switched  # noqa: B018
+
+
+@pytest.mark.parametrize("case", ["classes", "hook", "optimizer"])
+def test_a_flag_refuses_it(case, tmp_path):
+    with pytest.raises((ModelError, UnsupportedError), match=r"not a causal|gradient hook|adafactor"):
+        _trainer(HotSPaTrainer, HotSPaTrainingArguments, tmp_path, case, hotspa_strategies="dp1:64").train()
+    assert not list(tmp_path.glob("checkpoint-*"))
