@@ -301,7 +301,7 @@ class Flags:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self._may_differ: bool | None = None
-        self._is_in_loop = False
+        self._is_in_loop = self._acts = False
 
     def begin(self) -> None:
         """Another training begins: there may be other callbacks."""
@@ -326,15 +326,16 @@ class Flags:
         """The same where the loop of the Trainer logs: elsewhere it may be a call on one rank alone."""
         if self._is_in_loop:
             self.agree()
+            self._acts = self._trainer.control.should_evaluate or self._trainer.control.should_save
 
     @contextmanager
     def in_loop(self) -> Iterator[None]:
         """Around what the loop does after a step: flags are agreed on before, and after what may have set others."""
         self.agree()
-        acts, self._is_in_loop = any(getattr(self._trainer.control, name) for name in _ACTIONS), True
+        self._acts, self._is_in_loop = any(getattr(self._trainer.control, name) for name in _ACTIONS), True
         try:
             yield
         finally:
             self._is_in_loop = False
-        if acts:  # on_log, on_evaluate and on_save may have asked for something, too
+        if self._acts:  # on_log, on_evaluate and on_save may have asked for something, too
             self.agree()

@@ -261,15 +261,19 @@ def _wide(replica: Replica) -> torch.dtype:
 
 def _rows_of(micro_batch: MicroBatch, device: torch.device, which: int = 0) -> Tensor:
     """int64 [t]: the document of each token, -1 for padding; or with 1, where its sequence begins in the document."""
-    keys = micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
-    of_sequences = torch.tensor([key[which] for key in keys], dtype=torch.int64)
+    of_sequences = torch.tensor([key[which] for key in _keys(micro_batch)], dtype=torch.int64)
     return of_sequences.repeat_interleave(torch.tensor(micro_batch.lengths)).to(device)
+
+
+def _keys(micro_batch: MicroBatch) -> tuple[tuple[int, int], ...]:
+    """Of each sequence its document and where it begins there; of an idle pack, which has none, those of padding."""
+    return micro_batch.keys or ((-1, 0),) * len(micro_batch.lengths)
 
 
 def _sequences(micro_batch: MicroBatch) -> Iterator[tuple[int, slice, slice]]:
     """Of each sequence that is not padding its document, its positions there, and its tokens in the pack."""
     ends = list(accumulate(micro_batch.lengths))
-    for index, ((document, start), length) in enumerate(zip(micro_batch.keys, micro_batch.lengths, strict=True)):
+    for index, ((document, start), length) in enumerate(zip(_keys(micro_batch), micro_batch.lengths, strict=True)):
         if document >= 0:
             first = start + (micro_batch.cuts[index][0] if micro_batch.cuts else 0)
             yield document, slice(first, first + length), slice(ends[index] - length, ends[index])

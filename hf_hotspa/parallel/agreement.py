@@ -251,11 +251,16 @@ class Agreement:
         """fp64 [world size, number of values] of every rank's values; a collective call."""
         return torch.stack(self._gather(torch.tensor(values, dtype=torch.float64)))
 
-    def vectors(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call."""
+    def vectors(self, values: torch.Tensor, sizes: Sequence[int] | None = None) -> list[torch.Tensor]:
+        """Every rank's 1-D tensor, of any size each and one dtype, in host memory; a collective call.
+
+        Args:
+            sizes: Of every rank's, where all ranks know them.
+        """
         if self.group is None:
             return [values]
-        sizes = [int(size) for size in self._gather(torch.tensor([len(values)], dtype=torch.int64))]
+        if sizes is None:
+            sizes = [int(size) for size in self._gather(torch.tensor([len(values)], dtype=torch.int64))]
         padded = values.new_zeros(max(sizes))
         padded[: len(values)] = values
         return [part[:size] for part, size in zip(self._gather(padded), sizes, strict=True)]

@@ -277,10 +277,19 @@ class Exchange:
     def rank(self) -> int:
         return self.agreement.rank
 
-    def facts(self, values: Sequence[int]) -> list[NDArray[np.int64]]:
-        """Every rank's numbers, as many as it has."""
+    @property
+    def sent(self) -> dict[str, int]:
+        """Bytes that this rank has sent since `forget`, as fields of a report."""
+        return {f"{kind}_bytes": number for kind, number in self.sent_bytes.items()}
+
+    def forget(self) -> None:
+        """Counts from 0 again."""
+        self.sent_bytes = dict.fromkeys(self.sent_bytes, 0)
+
+    def facts(self, values: Sequence[int], sizes: Sequence[int] | None = None) -> list[NDArray[np.int64]]:
+        """Every rank's numbers, as many as it has; `sizes` are how many each has, where all ranks know."""
         self.sent_bytes["rows"] += 8 * len(values) * (self._world_size - 1)
-        return [part.numpy() for part in self.agreement.vectors(torch.tensor(values, dtype=torch.int64))]
+        return [part.numpy() for part in self.agreement.vectors(torch.tensor(values, dtype=torch.int64), sizes)]
 
     def deliver(
         self, kind: str, moves: Sequence[Move], tensor_of: Callable[[int], Tensor], dtype: torch.dtype

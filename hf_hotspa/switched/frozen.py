@@ -34,6 +34,7 @@ class Frozen(_Base):
         self._take_object(model)
         self._own, self._guards, self._in_pass = None, False, False
         object.__setattr__(self, "_owner", owner)  # not a submodule
+        self._meeting = owner._meeting
         self._version = self._written = self.missed = 0
         self._calls, self._waiting, self._window = [], [], None
         self.eval()
@@ -42,8 +43,8 @@ class Frozen(_Base):
         """None: nothing of it is trained."""
         return iter(())
 
-    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
-        flags: list[bool] = self._owner._meet(f"{what}, of a frozen model", error, flag)
+    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
+        flags: list[bool] = self._owner._meet(f"{what}, of a frozen model", error, flag, size)
         return flags
 
     def _drop(self) -> None:

@@ -52,10 +52,17 @@ class CallGradients:
         self._looks.clear()
         self._looks.update(looks)
 
-    def compare(self, calls: Sequence[Call], where: str) -> float | None:
-        """What the gradients of what was trained at once must be multiplied by; None where it must be trained again.
+    def compare(
+        self, calls: Sequence[Call], documents: Documents, where: str, beside: Sequence[float]
+    ) -> tuple[float | None, Seeds, Tensor]:
+        """What the gradients that are there have to become. Collective; it also learns what those of the next step will be.
 
-        It also learns what the gradients of the next step will be.
+        Args:
+            beside: Numbers that go along with what is compared, as many on every rank.
+
+        Returns:
+            What the gradients of what was trained at once must be multiplied by; None where it must be trained again. What
+            is still to be trained. And of every rank the numbers `beside`, fp64 [ranks, numbers].
         """
         rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
         at_once = torch.tensor([call.assumed is not None for call in calls])
@@ -63,7 +70,30 @@ class CallGradients:
             call.constant(rank, tolerance) if call.assumed is None else call.ratio(rank, tolerance, self._own)
             for call in calls
         ]
-        rows = gather(said)
+        seeds = self._own_seeds(calls, again=False)
+        rows, sizes, numbers = gather([*said, *_sizes(seeds), *beside]).split([len(said), 2, len(beside)], dim=1)
+        scale = self._scale(calls, rows, at_once, where)
+        if scale is None:
+            seeds = self._own_seeds(calls, again=True)
+            sizes = gather(_sizes(seeds))
+        for call in calls:
+            call.logit_seeds = None
+        seeds.columns = int(sizes[:, 0].max())
+        if bool(sizes[:, 1].any()):
+            of_all = self._passes.exchange.facts(sorted(seeds.logits))
+            seeds.of_logits = frozenset(int(number) for part in of_all for number in part)
+        if self._passes.routers is not None:
+            seeds.routers = self._router_seeds(calls, documents)
+        return scale, seeds, numbers
+
+    def _scale(self, calls: Sequence[Call], rows: Tensor, at_once: Tensor, where: str) -> float | None:
+        """See `compare`.
+
+        Args:
+            rows: Of each rank [ranks, calls] the factor of what was trained at once, or the seed of all log-probabilities.
+            at_once: [calls], whether each was.
+        """
+        rank, tolerance, gather = self._engine.rank, self._tolerance, self._engine.agreement.gather
         if self._own:  # a part of a token loss is the same on all ranks, and so counts on all
             rows[:, at_once] = rows[:, at_once].mean(0)
         if not bool(at_once.any()):
@@ -98,8 +128,12 @@ class CallGradients:
                 fix="train on the loss that forward returns, times the number of processes",
             )
 
-    def seeds(self, calls: Sequence[Call], documents: Documents, again: bool) -> Seeds:
-        """What is still to be trained. Collective."""
+    def _own_seeds(self, calls: Sequence[Call], again: bool) -> Seeds:
+        """What is still to be trained of this rank's documents.
+
+        Args:
+            again: Whether what was trained at once counts for nothing.
+        """
         world, rank, seeds = self._engine.world_size, self._engine.rank, Seeds()
         tokens: dict[int, Tensor] = {}
         for call in calls:
@@ -109,16 +143,7 @@ class CallGradients:
             if call.logit_seeds is not None:
                 parts = call.of_document(call.logit_seeds)
                 seeds.logits |= {n: part / world for n, part in parts if bool(part.any())}
-                call.logit_seeds = None
         seeds.tokens = {n: part for n, part in tokens.items() if bool(part.any())}
-        has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
-        columns = self._engine.agreement.gather([float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))])
-        seeds.columns = int(columns[:, 0].max())
-        if bool(columns[:, 1].any()):
-            numbers = self._passes.exchange.facts(sorted(seeds.logits))
-            seeds.of_logits = frozenset(int(number) for part in numbers for number in part)
-        if self._passes.routers is not None:
-            seeds.routers = self._router_seeds(calls, documents)
         return seeds
 
     def _router_seeds(self, calls: Sequence[Call], documents: Documents) -> Tensor | None:
@@ -145,3 +170,9 @@ class CallGradients:
         if seeds.routers is not None:
             active |= set(seeds.routers.any(1).nonzero().flatten().tolist())
         return active
+
+
+def _sizes(seeds: Seeds) -> list[float]:
+    """Numbers that each token of this rank has, and its documents with seeds by logits."""
+    has_entropy = any(bool(part[:, 1].any()) for part in seeds.tokens.values())
+    return [float(bool(seeds.tokens) + has_entropy), float(len(seeds.logits))]

@@ -16,19 +16,24 @@ class Meeting:
 
     Attributes:
         num_announced: Steps that this rank has announced; None where that is over.
+        sizes: What each rank said of its `size` last.
     """
 
     def __init__(self, agreement: Agreement, was_cleared: Callable[[], bool], drop: Callable[[], None]) -> None:
         self._agreement, self._was_cleared, self._drop = agreement, was_cleared, drop
         self.num_announced: int | None = 0
+        self.sizes: list[int] = []
 
-    def __call__(self, what: str, where: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
+    def __call__(
+        self, what: str, where: str, error: HotspaError | None = None, flag: bool = False, size: int = 0
+    ) -> list[bool]:
         """Returns when all ranks are about to do the same. Collective.
 
         Args:
             what: What this rank is about to do, in words.
             error: What it found wrong.
             flag: Something that others are to know.
+            size: How many numbers this rank is about to send; for `sizes`.
 
         Returns:
             The flag of each rank.
@@ -37,8 +42,9 @@ class Meeting:
             HotspaError: on every rank: the error of the first rank that has one, or that they are about to do different things.
         """
         code = float(zlib.crc32(what.encode()))
-        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag]
-        codes, failed, cleared, announced, flags = self._agreement.gather([float(v) for v in values]).T.tolist()
+        values = [code, error is not None, self._was_cleared(), self.num_announced or 0, flag, size]
+        codes, failed, cleared, announced, flags, sizes = self._agreement.gather([float(v) for v in values]).T.tolist()
+        self.sizes = [int(number) for number in sizes]
         if any(failed):  # before all else: where a rank has an error, the others may have more to do
             self._drop()
             self._agreement.check({}, error, where)

@@ -368,10 +368,10 @@ class SwitchedModel(DistributedDataParallel):
     def _where(self) -> str:
         return f"step {self.step + 1}"
 
-    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False) -> list[bool]:
+    def _meet(self, what: str, error: HotspaError | None = None, flag: bool = False, size: int = 0) -> list[bool]:
         """See `Meeting`."""
         try:
-            return self._meeting(what, self._where, error, flag)
+            return self._meeting(what, self._where, error, flag, size)
         finally:
             if self._meeting.num_announced is None:
                 self._announcements.give_up()
@@ -499,8 +499,9 @@ class SwitchedModel(DistributedDataParallel):
         if begins or (self.looks and not request.trains):
             words, refused = self._changes.look()
             error = error or refused
+        mine = facts_of(documents, request.num_items)
         try:
-            flags = self._meet(request.in_words(self.training) + words, error, comes_next)
+            flags = self._meet(request.in_words(self.training) + words, error, comes_next, len(mine))
         finally:
             if is_new and self._announcements:  # it has come, or other batches in its place
                 self._announcements.remove_first()
@@ -512,12 +513,14 @@ class SwitchedModel(DistributedDataParallel):
         if window is not None and all(flags):
             return self._next_of(window, request)
         self.missed += is_new
+        sizes: list[int] | None = self._meeting.sizes
         if any(flags):  # another rank was given another batch than it had announced
             read = self.engine.agreement.run
             documents = read(self._where, lambda: self._read(request.batch) if comes_next else documents)
+            mine, sizes = facts_of(documents, request.num_items), None
         if request.trains:
             self._window, self._waiting = None, []
-        facts = self._passes.exchange.facts(facts_of(documents, request.num_items))
+        facts = self._passes.exchange.facts(mine, sizes)
         of_step = self._documents if request.trains else Documents()
         call = self._make_call(request.batch, documents, facts, of_step)
         if request.trains:
@@ -842,11 +845,10 @@ class SwitchedModel(DistributedDataParallel):
             self.step += 1
             return
         self._use_adapters(True)
-        scale = self._gradients.compare(calls, self._where)
+        scale, seeds, sent = self._gradients.compare(calls, self._documents, self._where, list(self._sent.values()))
         if scale is None:
             self.engine.drop_gradients()
             self._has_gradients = False
-        seeds = self._gradients.seeds(calls, self._documents, again=scale is None)
         active = self._gradients.active(seeds)
         if scale is not None and scale != 1.0:
             self.engine.scale_gradients(scale)
@@ -867,16 +869,20 @@ class SwitchedModel(DistributedDataParallel):
         self._passes.let_go()
         for training in (True, False):
             self._look[training, True] = self._looked.pop((training, True), False)
-        self._report()
+        if active or scale is None:  # more was sent since
+            sent = self.engine.agreement.gather(list(self._sent.values()))
+        self._report(sent)
         self.step += 1
         self._begin_step()
 
-    def _report(self) -> None:
-        exchange = self._passes.exchange
-        sent = {f"{kind}_bytes": number for kind, number in exchange.sent_bytes.items()} | self.cut
-        totals = self.engine.agreement.gather([float(n) for n in sent.values()]).sum(0).tolist()
-        counted: dict[str, Any] = {name: int(total) for name, total in zip(sent, totals, strict=True)}
-        exchange.sent_bytes = dict.fromkeys(exchange.sent_bytes, 0)
+    @property
+    def _sent(self) -> dict[str, float]:
+        """What this rank has sent and cut in this step: fields of the report."""
+        return {name: float(number) for name, number in (self._passes.exchange.sent | self.cut).items()}
+
+    def _report(self, sent: Tensor) -> None:
+        counted: dict[str, Any] = {n: int(total) for n, total in zip(self._sent, sent.sum(0).tolist(), strict=True)}
+        self._passes.exchange.forget()
         if (report := self._passes.report) is not None:
             self.passes = self._passes.trained
             self.report = replace(report, grad_norm=self.engine.grad_norm, **counted)
