@@ -2,8 +2,8 @@
 
 Owns the one way in which rows are read, whoever asks: the Trainer, examples and commands. `formats.py` says which columns are
 understood, `chat.py` and `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`rows.py`). Text (and a
-string completion) ends with the EOS token where the tokenizer has one and has not put it there; a chat template ends
-conversations itself. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
+string completion) ends with the EOS token where the tokenizer has one and it is not there yet; a chat template ends conversations
+itself. What a text has of the special tokens of its tokenizer already, as a chat template has written them, it gets once. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
 is either known exactly or refused.
 
 The lengths of the rows of a file, as training has them:
@@ -26,7 +26,7 @@ from hf_hotspa.rows.formats import Chat, Format, Reading, Strings, format_of
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
+_VERSION = 3  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _said: set[str] = set()
@@ -131,10 +131,15 @@ def say_once(format_: Format, tokenizer: Any) -> None:
         )
     if format_.kind in ("chat", "answer") and templated:
         lines.append(ChatTemplate(tokenizer).statement() or "")
-    for line in lines:
-        if line and line not in _said:
-            _said.add(line)
-            logger.warning("%s", line)
+    for line in filter(None, lines):
+        _say(line)
+
+
+def _say(line: str) -> None:
+    """Once, and on rank 0."""
+    if os.environ.get("RANK", "0") == "0" and line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)
 
 
 def check_masks(names: Collection[str]) -> None:
@@ -208,9 +213,11 @@ def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, v
         for values in zip(*(batch[n] for n in format_.columns), strict=True)
     ]
     readings = [format_.read(record, row) for record, row in zip(records, rows, strict=True)]
+    specials = _Specials(tokenizer)
     if not format_.masked:
-        ids = tokenizer(readings, verbose=False)["input_ids"]
-        return {"input_ids": [_with_eos(list(i), tokenizer) for i in ids]}
+        texts = list(map(str, readings))
+        ids = tokenizer(texts, verbose=False)["input_ids"]
+        return {"input_ids": [specials.ended(specials.once(list(i), t), t) for i, t in zip(ids, texts, strict=True)]}
     readings = [_without_template(reading, tokenizer) for reading in readings]
     chats = {at: reading for at, reading in enumerate(readings) if isinstance(reading, Chat)}
     tokens: dict[int, Tokens] = {}
@@ -220,7 +227,7 @@ def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, v
     columns: _Columns = {"input_ids": [], "labels": []}
     for at, reading in enumerate(readings):
         if isinstance(reading, Strings):
-            ids, counts = _completion_of_strings(reading.prompt, reading.completion, tokenizer, rows[at])
+            ids, counts = _completion_of_strings(reading.prompt, reading.completion, specials, rows[at])
         else:
             ids, counts = tokens[at]
         columns["input_ids"].append(ids)
@@ -239,18 +246,60 @@ def _without_template(reading: Reading, tokenizer: Any) -> Reading:
     return reading
 
 
-def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: int) -> tuple[list[int], list[bool]]:
+class _Specials:
+    """The special tokens that a tokenizer puts around each text, as ids, in the place of those that a text has already."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        whole, bare = (list(tokenizer("a", add_special_tokens=s, verbose=False)["input_ids"]) for s in (True, False))
+        places = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]
+        begin = places[0] if places else 0
+        self.before, self.behind = whole[:begin], whole[begin + len(bare) :] if places else []
+
+    def _has_end(self, ids: list[int], text: str) -> bool:
+        """Whether a text has EOS at its end, but for the white space that chat templates write behind it."""
+        eos = self.tokenizer.eos_token
+        return eos is not None and text.rstrip().endswith(eos) and self.tokenizer.eos_token_id in ids
+
+    def doubled(self, ids: list[int], text: str) -> tuple[int, int]:
+        """How many tokens at the beginning and at the end of a text the tokenizer has added, although they were there."""
+        before, eos = len(self.before), self.tokenizer.eos_token_id
+        begins = before if ids[:before] == ids[before : 2 * before] == self.before else 0
+        ends = self.behind == ids[-1:] == [eos] and self._has_end(ids, text)
+        return begins, int(ends and ids[before:].count(eos) > text.count(self.tokenizer.eos_token))
+
+    def once(self, ids: list[int], text: str) -> list[int]:
+        """The tokens of a text, special ones once."""
+        begins, ends = self.doubled(ids, text)
+        if begins or ends:
+            _say(
+                "Texts have special tokens already that the tokenizer adds to each text, as those have that a chat template has "
+                "rendered: they are trained with one BOS and one EOS token."
+            )
+        return ids[begins : len(ids) - ends]
+
+    def ended(self, ids: list[int], text: str) -> list[int]:
+        """With the EOS token behind it, where it is not there yet."""
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or (ids and ids[-1] == eos) or self._has_end(ids, text) else [*ids, eos]
+
+
+def _completion_of_strings(prompt: str, completion: str, specials: _Specials, row: int) -> tuple[list[int], list[bool]]:
     """Tokens of prompt and completion as one text, and which of them hold part of the completion.
 
     One text, because a tokenizer may treat the beginning of a text in its own way (a leading space, a BOS token).
     """
+    tokenizer, text = specials.tokenizer, prompt + completion
     if getattr(tokenizer, "is_fast", False):
-        out = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+        out = tokenizer(text, return_offsets_mapping=True, verbose=False)
         ids = list(out["input_ids"])
-        counts = [end > max(begin, len(prompt)) for begin, end in out["offset_mapping"]]
+        first, _ = specials.doubled(ids, text)
+        ids = specials.once(ids, text)
+        offsets = out["offset_mapping"][first : first + len(ids)]
+        counts = [end > max(begin, len(prompt)) for begin, end in offsets]
     else:
-        ids = list(tokenizer(prompt + completion, verbose=False)["input_ids"])
-        begin = list(tokenizer(prompt, verbose=False)["input_ids"])
+        ids = specials.once(list(tokenizer(text, verbose=False)["input_ids"]), text)
+        begin = specials.once(list(tokenizer(prompt, verbose=False)["input_ids"]), prompt)
         if begin and begin[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             begin.pop()  # the tokenizer ends each text with EOS
         if ids[: len(begin)] != begin:
@@ -261,13 +310,8 @@ def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: in
                 fix="use a fast tokenizer, or put the space between them into the prompt",
             )
         counts = [i >= len(begin) for i in range(len(ids))]
-    ended = _with_eos(ids, tokenizer)
+    ended = specials.ended(ids, completion)
     counts += [True] * (len(ended) - len(counts))
     if ended and ended[-1] == tokenizer.eos_token_id:  # also where the tokenizer put it: it belongs to no character
         counts[-1] = True
     return ended, counts
-
-
-def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]

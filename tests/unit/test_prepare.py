@@ -109,6 +109,34 @@ def test_text_gets_one_eos_and_no_labels():
     assert adding.decode(prepare([{"text": "ab"}], adding)[0]["input_ids"]) == "<bos>ab<eos>"
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("text", ["<bos>ab<eos>", "<bos>ab", "ab<eos>", "ab", "<bos>ab<eos>\n", "<bos>a<eos>b<bos>"])
+def test_special_tokens_that_a_text_has_are_not_doubled(adds, text, caplog):
+    tokenizer = byte_tokenizer(adds_bos_and_eos=adds)
+    expected = "<bos>" * (adds and not text.startswith("<bos>")) + text
+    expected += "" if "<eos>" in text[-6:] else "<eos>"
+    for stream in (False, True):
+        [row] = tokenize_rows([{"text": text}], tokenizer) if stream else prepare([{"text": text}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == expected
+        prompt, separator, completion = text.partition("a")
+        [row] = prepare([{"prompt": prompt + separator, "completion": completion}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == expected
+        assert trained(tokenizer, row) == expected.partition("a")[2]
+    doubles = adds and (text.startswith("<bos>") or "<eos>" in text[-6:])
+    assert caplog.text.count("special tokens already") == doubles
+
+
+def test_a_prefix_of_several_special_tokens_is_not_doubled():
+    """As GLM's `[gMASK]<sop>`, and a text with one of its own twice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> <user> $A", special_tokens=[("<bos>", 257), ("<user>", 258)]
+    )
+    for text, expected in (("<bos><user>a", "<bos><user>a"), ("a", "<bos><user>a"), ("<bos><user><bos><user>a",) * 2):
+        [row] = prepare([{"text": text}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == f"{expected}<eos>"
+
+
 def test_nothing_is_truncated():
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 8
@@ -199,6 +227,25 @@ def test_prompt_and_completion_with_a_slow_tokenizer():
     (row,) = prepare([{"prompt": "ab", "completion": "cd"}], SlowCharacters())
     assert row["labels"][:4] == [-100, -100, ord("c"), ord("d")]
     assert row["labels"][4:] == row["input_ids"][4:] == [SlowCharacters().eos_token_id]
+
+
+class EndsItself(SlowCharacters):
+    """Puts EOS behind each text, also where one is."""
+
+    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
+        return [*token_ids_0, self.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("ab", "cd"), ("ab", "cd<eos>"), ("ab<eos>", "cd"), ("a<eos>\n", "c")]
+)
+def test_a_slow_tokenizer_that_ends_texts(prompt, completion):
+    tokenizer = EndsItself()
+    (row,) = prepare([{"prompt": prompt, "completion": completion}], tokenizer)
+    whole = prompt + completion.removesuffix("<eos>")
+    assert row["input_ids"] == [*tokenizer(whole, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    learned = [label for label in row["labels"] if label != -100]
+    assert learned == [*map(ord, completion.removesuffix("<eos>")), tokenizer.eos_token_id]
 
 
 def test_prompt_and_completion_messages():
