@@ -30,7 +30,7 @@ from hf_hotspa.data.batches import (
     with_masks,
 )
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
+from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
@@ -102,10 +102,12 @@ class Rows:
     def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
         """What a loader of a data set collates with."""
         args, signature = self._args, self._signature()
-        names = getattr(dataset, "column_names", None) or ()
+        names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
+        if tokenizer is not None and is_stream(dataset):
+            refuse_guessed(dataset)
         collator = RowCollator(
             self._given_collator(),
-            self._tokenizer(),
+            tokenizer,
             columns=signature if args.remove_unused_columns else None,
             loss_columns=self._loss_columns,
             policy=args.hotspa_overlong,

@@ -22,6 +22,7 @@ from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.chat import ChatTemplate
 from hf_hotspa.rows.chat_text import Tokens
 from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
+from hf_hotspa.rows.files import csv_columns, unreadable
 from hf_hotspa.rows.formats import Chat, Format, Reading, Strings, format_of
 
 logger = logging.getLogger(__name__)
@@ -68,6 +69,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         check_masks(names)
         return dataset.select_columns([name for name in (*TOKEN_COLUMNS, *keep) if name in names])
     format_ = format_of(names)
+    refuse_guessed(dataset)
     say_once(format_, tokenizer)
     features = {"input_ids": List(Value("int32"))}
     if format_.masked:
@@ -157,18 +159,47 @@ def check_masks(names: Collection[str]) -> None:
         )
 
 
+def refuse_guessed(dataset: Any) -> None:
+    """Refuses rows of text of a csv file whose cells `datasets` has given other types: 007 is 7 then, and True may have been true.
+
+    Args:
+        dataset: A `datasets.Dataset`, or a stream.
+
+    Raises:
+        DataError: naming the columns.
+    """
+    if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
+        return
+    features = dataset.features
+    if features is None:  # of a stream that was mapped
+        from datasets import Dataset
+
+        features = Dataset.from_list(list(dataset.take(64))).features
+    if not features or "input_ids" in features:
+        return
+    kinds = {name: str(getattr(features[name], "dtype", "")) for name in format_of(list(features)).columns}
+    guessed = sorted(name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool")))
+    if guessed:
+        raise DataError(
+            f"the columns {guessed} come from a csv file, and datasets has made {sorted({kinds[n] for n in guessed})} of their cells",
+            why="what is learned is the text that stands in the file: 007 would be trained as 7",
+            fix='read the file with hf_hotspa.data.prepare.load_source("my.csv"), which leaves cells as they are, or give load_dataset '
+            'features with Value("string")',
+        )
+
+
 def load_source(path_or_name: str, split: str = "train") -> Any:
     """Loads a dataset by what the name says.
 
     Args:
-        path_or_name: A .json, .jsonl, .parquet, .csv or .txt file (.txt: one row a line); a directory of such files of
-            one kind; a directory written by `save_to_disk`; or else a name on the hub.
+        path_or_name: A .json, .jsonl, .parquet, .csv (cells are texts) or .txt file (one row a line); a directory of such files
+            of one kind; a directory written by `save_to_disk`; or else a name on the hub.
         split: The split; slices such as ``train[:1000]`` are understood, but not for `save_to_disk` directories.
             Local files are all of the split `train`.
 
     Raises:
-        DataError: there is no such file, it cannot be read, a directory holds nothing that can be read or several kinds of
-            files, or the hub does not have it.
+        DataError: there is no such file, it is empty or cannot be read (which file, and which line), a directory holds nothing
+            that can be read or several kinds of files, or the hub does not have it.
     """
     import datasets
 
@@ -186,13 +217,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             kinds = sorted({p.suffix for p in files})
             contents = f"files of the kinds {kinds}" if files else "no file that can be read"
             raise DataError(f"{path} holds {contents}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
-        try:
-            return datasets.load_dataset(builders[0], data_files={"train": list(map(str, files))}, split=split)
-        except Exception as error:  # of the split, the builder, or what reads the file
-            raise DataError(
-                f"{path} cannot be read as split {split!r}: {type(error).__name__}: {error}",
-                fix="check the split and the file: one JSON object a line, and the same columns in all rows",
-            ) from error
+        return _read_files(files, builders[0], split)
     if path.suffix in _BUILDERS or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
@@ -203,6 +228,22 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             fix="check the name, the split and the network; a local file needs one of the endings "
             + ", ".join(_BUILDERS),
         ) from error
+
+
+def _read_files(files: list[Path], kind: str, split: str) -> Any:
+    """The rows of files of one kind; cells of a csv as the text that stands there."""
+    import datasets
+
+    try:
+        options: dict[str, Any] = {}
+        if kind == "csv":  # else 007 would be read as 7, and None as nothing
+            features = {name: datasets.Value("string") for name in csv_columns(files)}
+            options = {"features": datasets.Features(features), "na_filter": False}
+        return datasets.load_dataset(kind, data_files={"train": list(map(str, files))}, split=split, **options)
+    except DataError:
+        raise
+    except Exception as error:  # of the split, the builder, or what reads the file
+        raise unreadable(files, kind, split, error) from error
 
 
 def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, version: int = _VERSION) -> _Columns:

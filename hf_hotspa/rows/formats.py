@@ -7,6 +7,7 @@ have in them, and how the fields of a message are made uniform. Knows no tokeniz
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from hf_hotspa.errors import DataError
@@ -159,8 +160,7 @@ def _not_understood(names: Sequence[str]) -> DataError:
 
 
 def _read_text(row: Mapping[str, Any], number: int) -> str:
-    check_string(row["text"], "text", number)
-    return str(row["text"])
+    return text_of(row["text"], "text", number)
 
 
 def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
@@ -171,9 +171,8 @@ def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
 
 def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        check_string(completion, "completion", number)
-        return Strings(prompt, completion)
+    if isinstance(prompt, str | Integral):
+        return Strings(text_of(prompt, "prompt", number), text_of(completion, "completion", number))
     before = _with_system(read_messages(prompt, "prompt", number), row, number)
     messages = [*before, *read_messages(completion, "completion", number)]
     weights = [_weight(message, "completion", number) for message in messages]
@@ -181,12 +180,11 @@ def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
 
 
 def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, context: str | None) -> Chat:
-    check_string(row[question], question, number)
-    check_string(row[answer], answer, number)
+    ask, said = text_of(row[question], question, number), text_of(row[answer], answer, number)
     given = row[context] if context is not None else None
     if given is not None:
-        check_string(given, str(context), number)
-    asked = f"{row[question]}\n\n{given}" if given else row[question]
+        given = text_of(given, str(context), number)
+    asked = f"{ask}\n\n{given}" if given else ask
     messages: Messages = []
     for pair in row.get("history") or ():
         if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
@@ -194,11 +192,11 @@ def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, 
                 "'history' holds something else than pairs of a question and its answer", where=f"dataset row {number}"
             )
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row[answer]}]
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     plain = None
     if len(messages) == 2:
-        parts = [_system(row) or "", f"### Instruction:\n{row[question]}", f"### Input:\n{given}" if given else ""]
-        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), row[answer])
+        parts = [_system(row) or "", f"### Instruction:\n{ask}", f"### Input:\n{given}" if given else ""]
+        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), said)
     messages = _with_system(messages, row, number)
     return Chat(messages, _turns(messages, [True] * len(messages), 0), plain=plain, **_rendering(row, number))
 
@@ -363,11 +361,19 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def check_string(value: Any, key: str, number: int) -> None:
-    """Raises DataError where a column holds no text."""
-    if not isinstance(value, str):
-        raise DataError(
-            f"{key} is a {type(value).__name__} instead of a string",
-            where=f"dataset row {number}",
-            fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages",
-        )
+def text_of(value: Any, key: str, number: int) -> str:
+    """The text of a column; of an integer the digits, which say all of it.
+
+    Raises:
+        DataError: it holds something else: what stood for a decimal number, a boolean or nothing cannot be told.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return str(int(value))
+    raise DataError(
+        f"{key} is a {type(value).__name__} instead of a string",
+        where=f"dataset row {number}",
+        fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages; load_source reads "
+        "the cells of a csv file as the texts that they are",
+    )
