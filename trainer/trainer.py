@@ -45,6 +45,7 @@ from hf_hotspa.trainer.auto import evaluation_buckets
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
+from hf_hotspa.trainer.given_arguments import refuse_fields_of_others, refuse_longer_rows
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, check_elementwise, text_of
 from hf_hotspa.trainer.predictions import run_facts
@@ -100,6 +101,8 @@ class SwitchedMixin(_Base):
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
         agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
+        agreement.run("arguments of the Trainer", lambda: refuse_fields_of_others(args, type(self), datasets))
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
@@ -365,8 +368,8 @@ class SwitchedMixin(_Base):
 
         def checked() -> Any:
             table = rows.table(self.train_dataset, switched.longest) if rows.collates_for(loader) else None
-            for dataset in evaluated:
-                rows.table(dataset, switched.longest)
+            tables = [rows.table(dataset, switched.longest) for dataset in evaluated if dataset is not None]
+            refuse_longer_rows(args, type(self), [table, *tables])
             self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
             if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
                 check_data_order(self._hotspa_resumption, self._hotspa_order, loader, self._hotspa_pass)
