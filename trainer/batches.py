@@ -28,6 +28,7 @@ from hf_hotspa.data.batches import (
     kept_columns,
     seeded,
     with_masks,
+    without_padded_from,
 )
 from hf_hotspa.data.collator import PackedBucketCollator
 from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
@@ -336,7 +337,7 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
             )
         lengths = list[int]()
         for batch in islice(loader, batches):
-            batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            batch = {name: value for name, value in without_padded_from(batch).items() if isinstance(value, Tensor)}
             known = {name: batch[name] for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if name in batch}
             lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
         return lengths

@@ -27,7 +27,15 @@ from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_column
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.batches import COUNTS, RowCollator, is_stream, length_facts, release_others
+from hf_hotspa.data.batches import (
+    COUNTS,
+    RowCollator,
+    is_stream,
+    length_facts,
+    release_others,
+    say_left_out,
+    without_padded_from,
+)
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, NonFiniteError
@@ -491,7 +499,12 @@ class SwitchedMixin(_Base):
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(self.callback_handler.train_dataloader)
-        switched.same_batches(len(batches), error)
+        read = [without_padded_from(batch) for batch in batches]
+        if switched.same_batches(
+            len(batches), error, any(new is not old for new, old in zip(read, batches, strict=True))
+        ):
+            say_left_out()
+        batches = read
         self._hotspa_has_ended = not batches
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
@@ -507,6 +520,13 @@ class SwitchedMixin(_Base):
             devices.begin(self.state.global_step, self._hotspa_pass)
         self._hotspa_optimizer.begin_step()
         return batches, num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As of the class behind, without the labels that `get_batch_samples` leaves out in training."""
+        read = without_padded_from(inputs)
+        if read is not inputs:
+            say_left_out()
+        return super()._prepare_inputs(read)
 
     def _hotspa_announces(self, batch: Any) -> bool:
         """Whether the loss will be the model's own: of one from logits each batch is scored by itself."""

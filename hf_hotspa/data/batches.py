@@ -5,9 +5,13 @@ where there is none, and cuts what is longer than the longest bucket. `MiniBatch
 size out to ranks and to batches that are accumulated, evenly or not.
 """
 
+import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, get_worker_info
 from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
@@ -28,6 +32,7 @@ try:
 except ImportError:  # an older release takes no sampler of batches: see `Rows.of_older_release`
     BatchRebalanceSampler = None  # type: ignore[assignment, misc]
 
+logger = logging.getLogger(__name__)
 
 ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
 COUNTS = "hotspa_cut_rows"
@@ -149,6 +154,8 @@ class RowCollator:
             ids[number, :length], mask[number, :length] = row.ids, 1
             labels[number, :length] = row.ids if row.labels is None else row.labels
             labels[number, row.cuts] = IGNORED_LABEL  # nothing of its document comes before it
+            if row.first and labels[number, 0] != IGNORED_LABEL:
+                say_left_out()
             begins = np.zeros(length, np.int64)
             begins[row.cuts] = row.cuts
             positions[number, :length] = np.arange(length) - np.maximum.accumulate(begins)
@@ -274,6 +281,39 @@ def with_masks(example: Any, row: int) -> Any:
         labels[values == 0] = IGNORED_LABEL
     rest = {name: value for name, value in example.items() if name not in masks}
     return {**rest, "labels": labels.tolist() if isinstance(ids, list) else labels}
+
+
+def without_padded_from(batch: Any) -> Any:
+    """A batch without the labels of first tokens behind padding on the left, which nothing but padding predicts.
+
+    Args:
+        batch: Tensors [B, L]; anything else comes back as it is, and so does a batch without such labels.
+    """
+    if not isinstance(batch, Mapping) or batch.get("shift_labels") is not None:
+        return batch
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if not (isinstance(labels, Tensor) and isinstance(mask, Tensor)):
+        return batch
+    if labels.dim() != 2 or labels.shape != mask.shape or not labels.numel():
+        return batch
+    first = (mask != 0).int().argmax(1, keepdim=True)
+    found = (first > 0) & (labels.gather(1, first) != IGNORED_LABEL)
+    if not bool(found.any()):
+        return batch
+    masked: Any = copy(batch)
+    masked["labels"] = labels.scatter(1, first, labels.gather(1, first).masked_fill(found, IGNORED_LABEL))
+    return masked
+
+
+@lru_cache
+def say_left_out() -> None:
+    """Says, once and on rank 0, that such labels are left out."""
+    worker = get_worker_info()
+    if os.environ.get("RANK", "0") == "0" and (worker is None or worker.id == 0):
+        logger.warning(
+            "Rows are padded on the left, and the first token after the padding has a label: it is left out, of the mean, too. The "
+            "stock Trainer would train it from the padding before it."
+        )
 
 
 def is_loss_mask(name: str) -> bool:

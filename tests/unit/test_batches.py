@@ -28,8 +28,10 @@ from hf_hotspa.data.batches import (
     is_stock,
     is_stream,
     kept_columns,
+    say_left_out,
     seeded,
     with_masks,
+    without_padded_from,
 )
 from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
 from tests.training_runs import make_trainer
@@ -224,6 +226,35 @@ def test_a_collator_of_the_users_gets_what_the_stock_one_would():
     assert is_stock(None)
     assert is_stock(DataCollatorWithFlattening())
     assert not is_stock(lambda examples: {})
+
+
+# -- padding on the left ------------------------------------------------------------------------------------------------
+
+
+def test_first_labels_behind_padding_on_the_left_are_left_out(caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token_id, tokenizer.padding_side = EOS, "left"
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+    found = without_padded_from(batch)
+    assert batch["labels"].tolist() == [[1, 2, 3], [NO, 4, 5], [NO, NO, 6]]
+    assert found["labels"].tolist() == [[1, 2, 3], [NO, NO, 5], [NO, NO, NO]]
+    assert type(found) is type(batch)
+    assert without_padded_from(found) is found
+    for other in (
+        [1],
+        {"labels": torch.ones(3)},
+        {"labels": batch["labels"]},
+        {**batch, "shift_labels": batch["labels"]},
+    ):
+        assert without_padded_from(other) is other
+    empty = RowCollator()([])
+    assert without_padded_from(empty) is empty
+    caplog.clear()
+    say_left_out.cache_clear()
+    padded = [{"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1], "labels": [NO, 1, 2]}] * 2
+    assert collated(padded)["labels"] == [[1, 2]] * 2  # the first column counts for nothing
+    assert caplog.text.count("padded on the left") == 1
 
 
 # -- what is longer than the longest bucket ----------------------------------------------------------------------------
