@@ -112,7 +112,8 @@ class Rows:
             columns=signature if args.remove_unused_columns else None,
             loss_columns=self._loss_columns,
             policy=args.hotspa_overlong,
-            counts=is_training and args.hotspa_overlong != ERROR,
+            skips_empty=args.hotspa_skips_empty,
+            counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
             refused=self._refused(),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
@@ -226,6 +227,7 @@ class Rows:
             unlabelled_id=getattr(collator.tokenizer, "pad_token_id", None) if of_ids else None,
             pads_left=getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left",
             absolute_positions=has_absolute_positions(bare_model(self._trainer.model)[0].config),
+            skips_empty=args.hotspa_skips_empty,
             refused=self._refused(),
         )
         quiet = args.disable_tqdm or args.process_index != 0
@@ -234,8 +236,10 @@ class Rows:
         with args.main_process_first(desc="scan of the sequence lengths"):
             names = getattr(dataset, "column_names", None)
             if names and tokenizer is not None and "input_ids" not in names:
-                dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns)
-            return dataset, scan_dataset(_Rendered.of(dataset, tokenizer), rules=rules, disable_progress=quiet)
+                skips = args.hotspa_skips_empty
+                dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns, skips_empty=skips)
+            rendered = _Rendered.of(dataset, tokenizer, args.hotspa_skips_empty)
+            return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: Any, longest: int) -> SequenceTable | None:
         """The scan of a data set, all of whose rows have a bucket; None where it cannot be scanned.
@@ -288,7 +292,10 @@ class Rows:
         collates = self._given_collator() is not None  # and may make the columns
         if not isinstance(first, Mapping) or (collates and not first.keys() >= set(self._loss_columns)):
             return None
-        batch = RowCollator(None, self._tokenizer(), loss_columns=self._loss_columns)([first])
+        skips = self._args.hotspa_skips_empty
+        batch = RowCollator(None, self._tokenizer(), loss_columns=self._loss_columns, skips_empty=skips)([first])
+        if not len(batch["input_ids"]):
+            return None
         return {name: batch[name][0] for name in self._loss_columns}
 
     def tokens_of(self, dataset: Any) -> Any:
@@ -300,22 +307,24 @@ class Rows:
 class _Rendered:
     """Rows of text of a list, or of a torch data set, as tokens."""
 
-    def __init__(self, dataset: Any, tokenizer: Any) -> None:
-        self._dataset, self._tokenizer = dataset, tokenizer
+    def __init__(self, dataset: Any, tokenizer: Any, skips_empty: bool) -> None:
+        self._dataset, self._tokenizer, self._skips_empty = dataset, tokenizer, skips_empty
 
     @classmethod
-    def of(cls, dataset: Any, tokenizer: Any) -> Any:
+    def of(cls, dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
         """The data set itself where its rows have token ids."""
         if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
             return dataset
         first = dataset[0]
-        return cls(dataset, tokenizer) if isinstance(first, Mapping) and "input_ids" not in first else dataset
+        return (
+            cls(dataset, tokenizer, skips_empty) if isinstance(first, Mapping) and "input_ids" not in first else dataset
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, row: int) -> Any:
-        return tokenize_rows([self._dataset[row]], self._tokenizer)[0]
+        return tokenize_rows([self._dataset[row]], self._tokenizer, self._skips_empty)[0]
 
 
 def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:

@@ -511,7 +511,7 @@ class SwitchedMixin(_Base):
         if num_items is not None and not self.args.average_tokens_across_devices:  # each rank counts its own labels
             num_items = num_items * (not switched.engine.any_rank(float(num_items) == 0.0))
         cut = [batch.pop(COUNTS) for batch in batches if isinstance(batch, dict) and COUNTS in batch]
-        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else (0, 0, 0), strict=True))
+        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else [0] * len(CUT), strict=True))
         switched.step = self.state.global_step
         if len(batches) > 1 and self._hotspa_announces(batches[0]):
             switched.announce(batches, num_items if self.model_accepts_loss_kwargs else None)

@@ -35,7 +35,9 @@ _said: set[str] = set()
 _Columns = dict[str, list[list[int]]]
 
 
-def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = ()) -> Any:
+def prepare_dataset(
+    dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = (), skips_empty: bool = False
+) -> Any:
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
     Args:
@@ -43,6 +45,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
         num_proc: Processes that tokenise.
         keep: Other columns to keep, where they are there.
+        skips_empty: A row that is null or empty has no tokens; else what is null is an error.
 
     Returns:
         A `datasets.Dataset` with the columns `input_ids` and, where part of it is masked, `labels`.
@@ -80,7 +83,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         batched=True,
         batch_size=256,
         with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer, "version": _VERSION},
+        fn_kwargs={"tokenizer": tokenizer, "skips_empty": skips_empty, "version": _VERSION},
         remove_columns=[name for name in names if name not in kept],
         features=Features({**features, **kept}),
         num_proc=num_proc,
@@ -88,8 +91,11 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     )
 
 
-def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Mapping[str, Any]]:
-    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are.
+def tokenize_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
+) -> list[Mapping[str, Any]]:
+    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are. With
+    `skips_empty` one that is null or empty has no tokens.
 
     Raises:
         DataError: a row has none of the accepted columns, rows differ in them, or labels cannot be exact.
@@ -103,7 +109,8 @@ def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Map
             raise DataError(
                 f"a row has the columns {sorted(row)}, and the first one {sorted(names)}", where=f"dataset row {number}"
             )
-    columns = _tokenize_batch({name: [row[name] for row in rows] for name in names}, list(range(len(rows))), tokenizer)
+    batch = {name: [row[name] for row in rows] for name in names}
+    columns = _tokenize_batch(batch, list(range(len(rows))), tokenizer, skips_empty)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -246,13 +253,27 @@ def _read_files(files: list[Path], kind: str, split: str) -> Any:
         raise unreadable(files, kind, split, error) from error
 
 
-def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, version: int = _VERSION) -> _Columns:
+def _tokenize_batch(
+    batch: Mapping[str, Any], rows: list[int], tokenizer: Any, skips_empty: bool = False, version: int = _VERSION
+) -> _Columns:
     """Tokens of some rows, by columns."""
     format_ = format_of(list(batch))
     records = [
         dict(zip(format_.columns, values, strict=True))
         for values in zip(*(batch[n] for n in format_.columns), strict=True)
     ]
+    if not skips_empty:
+        return _tokens(format_, records, rows, tokenizer)
+    full = [at for at, record in enumerate(records) if not format_.is_empty(record)]
+    columns: _Columns = {name: [[] for _ in rows] for name in ("input_ids", *(["labels"] if format_.masked else []))}
+    tokens = _tokens(format_, [records[at] for at in full], [rows[at] for at in full], tokenizer) if full else {}
+    for name, values in tokens.items():
+        for at, value in zip(full, values, strict=True):
+            columns[name][at] = value
+    return columns
+
+
+def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequence[int], tokenizer: Any) -> _Columns:
     readings = [format_.read(record, row) for record, row in zip(records, rows, strict=True)]
     specials = _Specials(tokenizer)
     if not format_.masked:

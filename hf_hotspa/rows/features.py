@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.columns import number_columns
+from hf_hotspa.rows.formats import SKIPPED
 
 IGNORED_LABEL = -100
 LABEL_COLUMNS = ("labels", "label_ids")
@@ -44,6 +45,7 @@ class RowRules:
         reads_mask: False where the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
         pads_left: The collator would pad rows on the left.
         absolute_positions: The model knows where a row begins, so padding on the left would shift it.
+        skips_empty: A row whose `input_ids` are missing (None) has no tokens, which is no error.
         refused: Columns that the model would be given, and that packing cannot honour.
         columns: Other columns that a loss of the user's own reads.
     """
@@ -53,6 +55,7 @@ class RowRules:
     reads_mask: bool = True
     pads_left: bool = False
     absolute_positions: bool = False
+    skips_empty: bool = False
     refused: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
 
@@ -61,7 +64,7 @@ class RowRules:
         return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
 
 
-_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions")
+_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions", "skips_empty")
 DEFAULT_RULES = RowRules()
 
 
@@ -111,7 +114,7 @@ def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
     if value is None:
-        raise DataError(f"{key} is missing (None)", where=where, fix=fix)
+        raise DataError(f"{key} is missing (None)", where=where, fix=SKIPPED if key == "input_ids" else fix)
     if hasattr(value, "detach"):  # a tensor, recognised without importing torch
         value = value.detach().cpu().numpy()
     try:
@@ -149,6 +152,8 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
             where=f"dataset row {row}",
             fix="tokenise the dataset first: hf_hotspa.data.prepare.prepare_dataset",
         )
+    if rules.skips_empty and example["input_ids"] is None:
+        return Row(_NO_CUTS, None, _NO_CUTS, 0, 0)
     if rules.refused:
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)

@@ -35,6 +35,9 @@ _ROLES = {
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 
+SKIPPED = "remove the row, or have rows that are empty skipped and counted: hotspa_empty_rows=skip"
+"""What to do about a row that is empty."""
+
 Messages = list[dict[str, Any]]
 
 
@@ -76,18 +79,27 @@ class Format:
         columns: The columns that are read, where a row has them.
         kind: `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`.
         read: A row and its number -> what it says. Raises `DataError`.
+        required: The columns without which a row says nothing; the last one holds what is learned.
         unused: Other columns that this module would understand, and that are not looked at.
     """
 
     columns: tuple[str, ...]
     kind: str
     read: Callable[[Mapping[str, Any], int], Reading]
+    required: tuple[str, ...]
     unused: tuple[str, ...] = ()
 
     @property
     def masked(self) -> bool:
         """Whether part of a row may carry no label."""
         return self.kind != "text"
+
+    def is_empty(self, row: Mapping[str, Any]) -> bool:
+        """Whether something that is required is null, or what is to be learned is an empty text or conversation."""
+        learned = row[self.required[-1]]
+        if self.kind == "chat" and isinstance(learned, str) and learned.strip() in ("", "[]", "null"):
+            return True
+        return any(row[name] is None for name in self.required) or (isinstance(learned, str | list) and not learned)
 
 
 def format_of(names: Sequence[str]) -> Format:
@@ -100,15 +112,16 @@ def format_of(names: Sequence[str]) -> Format:
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
     format_: Format | None = None
     if chat:
-        format_ = Format((chat, *extras), "chat", lambda row, number: _read_chat(row, chat, number))
+        format_ = Format((chat, *extras), "chat", lambda row, number: _read_chat(row, chat, number), (chat,))
     elif "prompt" in names and "completion" in names:
-        format_ = Format(("prompt", "completion", *extras), "completion", _read_completion)
+        both = ("prompt", "completion")
+        format_ = Format((*both, *extras), "completion", _read_completion, both)
     else:
         question = _one_of([asked for asked, answers in _ANSWERS.items() if set(answers) & set(names)], names)
         if question:
             format_ = _pair(question, names, extras)
         elif "text" in names:
-            format_ = Format(("text",), "text", _read_text)
+            format_ = Format(("text",), "text", _read_text, ("text",))
     if format_ is None:
         raise _not_understood(names)
     unused = [*_CHATS, "prompt", "completion", *_ANSWERS, "output", "answer", "response", "text"]
@@ -135,7 +148,7 @@ def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Forma
     def read(row: Mapping[str, Any], number: int) -> Chat:
         return _read_pair(row, number, question, answer, context)
 
-    return Format((*columns, answer, *extras), "answer", read)
+    return Format((*columns, answer, *extras), "answer", read, (question, answer))
 
 
 def _one_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
@@ -257,7 +270,7 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
             f"{key} is no conversation",
             where=where,
             fix=f"give {key} as a list of messages such as {{'role': 'user', 'content': 'Hello'}} or "
-            "{'from': 'human', 'value': 'Hello'}",
+            "{'from': 'human', 'value': 'Hello'}" + ("" if value else f"; or {SKIPPED}"),
         )
     return [message for message in messages if message is not None]
 
@@ -371,6 +384,8 @@ def text_of(value: Any, key: str, number: int) -> str:
         return value
     if not isinstance(value, bool) and isinstance(value, Integral):
         return str(int(value))
+    if value is None:
+        raise DataError(f"{key} is a NoneType instead of a string", where=f"dataset row {number}", fix=SKIPPED)
     raise DataError(
         f"{key} is a {type(value).__name__} instead of a string",
         where=f"dataset row {number}",

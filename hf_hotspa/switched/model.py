@@ -88,7 +88,7 @@ from hf_hotspa.switched.requests import (
 )
 from hf_hotspa.switched.stale_weights import guard, release
 
-LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped")
+LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 
 
 class SwitchedModel(DistributedDataParallel):

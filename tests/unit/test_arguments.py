@@ -428,6 +428,15 @@ def test_policies_are_counted_in_the_log(tmp_path):
         assert {k: v for k, v in log.items() if k.split("/")[-1] in ("truncated", "split", "dropped")} == counts
     with pytest.raises(OverlongError, match="dataset row 1"):
         make_trainer(tmp_path, rows=rows).train()
+    rows[1]["input_ids"], rows[0] = [6] * 30, {"input_ids": None}
+    for strategies in ("dp1:64@128", "auto"):
+        trainer = make_trainer(
+            tmp_path, rows=rows, hotspa_empty_rows="skip", hotspa_mini_batch_size=3, max_steps=1, logging_steps=1,
+            hotspa_strategies=strategies,
+        )  # fmt: skip
+        trainer.train()
+        [log] = [log for log in trainer.state.log_history if "loss" in log]
+        assert (log["hotspa/empty"], trainer.last_report.num_rows) == (1.0, 2)
 
 
 SUPPORTED: list[dict[str, object]] = [

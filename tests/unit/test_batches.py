@@ -34,6 +34,8 @@ from hf_hotspa.data.batches import (
     without_padded_from,
 )
 from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
+from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.scan import scan_dataset
 from tests.training_runs import make_trainer
 from tests.unit.test_prepare import EOS, PLAIN, TALK, byte_tokenizer
 
@@ -271,24 +273,24 @@ def cut(rows, policy, longest=2, **options):
 def test_policies_cut_rows_and_count_them():
     assert cut(LONG, TRUNCATE) == {
         "input_ids": [[1, 2], [6, 7], [8, 9]], "attention_mask": [[1, 1]] * 3, "labels": [[NO, 2], [6, 7], [8, 9]],
-        COUNTS: [2, 0, 0],
+        COUNTS: [2, 0, 0, 0],
     }  # fmt: skip
     assert cut(LONG, SPLIT) == {
         "input_ids": [[1, 2], [3, 4], [5, 0], [6, 7], [8, 9], [10, 0]],
         "attention_mask": [[1, 1], [1, 1], [1, 0], [1, 1], [1, 1], [1, 0]],
         "labels": [[NO, 2], [3, 4], [5, NO], [6, 7], [8, 9], [10, NO]],
-        COUNTS: [0, 2, 0],
+        COUNTS: [0, 2, 0, 0],
     }  # fmt: skip
     assert cut(LONG, DROP) == {
-        "input_ids": [[6, 7]], "attention_mask": [[1, 1]], "labels": [[6, 7]], COUNTS: [0, 0, 2],
+        "input_ids": [[6, 7]], "attention_mask": [[1, 1]], "labels": [[6, 7]], COUNTS: [0, 0, 2, 0],
     }  # fmt: skip
-    assert cut(LONG, DROP, longest=5)[COUNTS] == [0, 0, 0]
+    assert cut(LONG, DROP, longest=5)[COUNTS] == [0, 0, 0, 0]
     assert cut(LONG, DROP, longest=5)["input_ids"] == collated(LONG)["input_ids"]
 
 
 def test_a_batch_of_which_nothing_is_left():
     batch = cut([LONG[0]], DROP)
-    assert (batch["input_ids"], batch["labels"], batch[COUNTS]) == ([], [], [0, 0, 1])
+    assert (batch["input_ids"], batch["labels"], batch[COUNTS]) == ([], [], [0, 0, 1, 0])
     collator = RowCollator(policy=DROP, longest=2)
     assert {name: tuple(value.shape) for name, value in collator([LONG[0]]).items()} == {
         "input_ids": (0, 1), "attention_mask": (0, 1), "labels": (0, 1),
@@ -322,9 +324,46 @@ def test_batches_of_the_users_are_cut_too():
 
 def test_rows_of_several_documents_are_not_cut():
     rows = [{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}]
-    assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0]
+    assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0, 0]
     with pytest.raises(UnsupportedError, match="hotspa_overlong=split with rows of several documents"):
         cut(rows, SPLIT, longest=3)
+
+
+EMPTY = [
+    ({"text": None}, {"text": ""}, {"text": "ab"}),
+    ({"messages": None}, {"messages": []}, {"messages": TALK}),
+    ({"messages": "[]"}, {"messages": None}, {"messages": TALK}),
+    ({"prompt": None, "completion": "a"}, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"}),
+    ({"question": "a", "answer": None}, {"question": "a", "answer": ""}, {"question": "a", "answer": "b"}),
+    ({"input_ids": None}, {"input_ids": []}, {"input_ids": [5, 6]}),
+]
+
+
+@pytest.mark.parametrize("rows", EMPTY, ids=lambda rows: "-".join(rows[0]))
+def test_rows_that_are_empty_are_an_error_or_skipped_and_counted(rows):
+    tokenizer = byte_tokenizer(template=PLAIN)
+    tokenizer.pad_token_id = EOS
+    for some in (rows, rows[:2]):
+        found = RowCollator(tokenizer=tokenizer, skips_empty=True, counts=True)(some)
+        assert found[COUNTS].tolist() == [0, 0, 0, 2]
+        assert len(found["input_ids"]) == len(some) - 2
+    alone = RowCollator(tokenizer=tokenizer)([rows[2]])
+    found = RowCollator(tokenizer=tokenizer, skips_empty=True)(rows)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in alone.items()
+    }
+    null = next(row for row in rows if None in row.values())
+    with pytest.raises(DataError, match=r"row 0.*hotspa_empty_rows=skip"):
+        RowCollator(tokenizer=tokenizer)([null])
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    assert len(RowCollator(collator, tokenizer, skips_empty=True)(rows)["input_ids"]) == 1
+    if "input_ids" in rows[0]:
+        table = scan_dataset(
+            datasets.Dataset.from_list(list(rows)), rules=RowRules(skips_empty=True), disable_progress=True
+        )
+        assert table.lengths.tolist() == [0, 0, 2]
+        with pytest.raises(DataError, match="input_ids is missing.*row 0.*hotspa_empty_rows"):
+            scan_dataset(datasets.Dataset.from_list(list(rows)), disable_progress=True)
 
 
 def test_while_the_longest_is_not_known_nothing_is_cut():
