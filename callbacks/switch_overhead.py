@@ -30,6 +30,7 @@ SHORT_KEYS = tuple(
         "truncated",
         "split",
         "dropped",
+        "empty",
         "skipped_mini_batches",
     )
 )
@@ -40,7 +41,7 @@ logger = logging.getLogger(__name__)
 
 _OF_STEP = (
     "num_tokens", "total_s", "switch_s", "load_return_s", "hidden_s", "switch_bytes", "moved_bytes", "frozen_bytes",
-    "num_truncated", "num_split", "num_dropped",
+    "num_truncated", "num_split", "num_dropped", "num_empty",
 )  # fmt: skip
 _OF_PHASE = (
     "num_packs", "num_sequences", "num_tokens", "compute_s", "wait_s", "moved_s", "hidden_s", "moved_bytes", "unit_s",
@@ -120,7 +121,7 @@ class SwitchOverheadCallback(TrainerCallback):
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
     phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
     median) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
-    `hotspa/dropped`.
+    `hotspa/dropped` and `hotspa/empty`.
     """
 
     def __init__(self, print_table: bool = False) -> None:
@@ -193,7 +194,9 @@ class SwitchOverheadCallback(TrainerCallback):
         if totals.slowest is not None:
             metrics["slowest_pace"] = totals.slowest[1]
             metrics["slow_devices"] = float(len(totals.slow))
-        metrics |= {name: float(count) for name in ("truncated", "split", "dropped") if (count := sums[f"num_{name}"])}
+        metrics |= {
+            name: float(count) for name in ("truncated", "split", "dropped", "empty") if (count := sums[f"num_{name}"])
+        }
         return {f"hotspa/{name}": round(value, 6) for name, value in metrics.items()}
 
     def on_log(

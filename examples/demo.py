@@ -86,7 +86,7 @@ def load_data(script: DemoArguments, args: HotSPaTrainingArguments) -> tuple[Any
             tokenizer = AutoTokenizer.from_pretrained(script.tokenizer)
         stdlib = script.dataset == "stdlib"
         rows = build_corpus(by_function=True) if stdlib else load_source(script.dataset, script.dataset_split)
-        return tokenizer, prepare_dataset(rows, tokenizer)
+        return tokenizer, prepare_dataset(rows, tokenizer, skips_empty=args.hotspa_skips_empty)
 
 
 def small_model(args: HotSPaTrainingArguments, tokenizer: Any) -> Any:

@@ -21,11 +21,18 @@ from pathlib import Path
 from typing import Any
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-# For conversations, where a tokenizer has no template of its own; what stands between the marks carries the labels.
+# For conversations, where a tokenizer has no template of its own; what stands between the marks carries the labels: thinking, answers
+# and calls of tools.
 CHAT_TEMPLATE = (
+    "{% if tools %}<|tools|>\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}{% endif %}"
     "{% for message in messages %}<|{{ message['role'] }}|>\n"
-    "{% if message['role'] == 'assistant' %}{% generation %}{{ message['content'] }}{{ eos_token }}{% endgeneration %}"
-    "{% else %}{{ message['content'] }}{% endif %}\n"
+    "{% if message['role'] == 'assistant' %}{% generation %}"
+    "{% if message['reasoning_content'] %}<think>\n{{ message['reasoning_content'] }}\n</think>\n\n{% endif %}"
+    "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}{% set function = call['function'] or call %}"
+    '<tool_call>{"name": {{ function.name | tojson }}, "arguments": {{ function.arguments | tojson }}}</tool_call>'
+    "{% endfor %}{{ eos_token }}{% endgeneration %}"
+    "{% else %}{{ message['content'] }}{% endif %}{{ '\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
 )
 HISTOGRAM_EDGES = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)

@@ -14,6 +14,7 @@ from typing import Any
 from transformers import TrainingArguments
 
 from hf_hotspa.costs.context import WAYS
+from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
 from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError, check_choice
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
@@ -118,6 +119,14 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             "help": "What happens to sequences longer than the longest bucket: error, truncate, split or drop. "
             "Every use is counted in the log.",
             "choices": list(OVERLONG_POLICIES),
+        },
+    )
+    hotspa_empty_rows: str = field(
+        default=ERROR,
+        metadata={
+            "help": "What happens to rows that are null, or have nothing to learn (an empty text, no messages, no input_ids): error "
+            "(at what is null), or skip. A mini-batch then has fewer rows, and the log counts them.",
+            "choices": list(EMPTY_POLICIES),
         },
     )
     hotspa_pipeline_schedule: str = field(
@@ -374,6 +383,11 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
             return self.hotspa_mini_batch_size
         accumulation: int = vars(self)["gradient_accumulation_steps"]  # untyped in transformers
         return self.per_device_train_batch_size * self.world_size * accumulation
+
+    @property
+    def hotspa_skips_empty(self) -> bool:
+        """Whether rows that are null or empty are left out and counted."""
+        return self.hotspa_empty_rows == SKIP
 
     @property
     def hotspa_gradients(self) -> GradientDtypes:

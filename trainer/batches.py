@@ -28,9 +28,10 @@ from hf_hotspa.data.batches import (
     kept_columns,
     seeded,
     with_masks,
+    without_padded_from,
 )
 from hf_hotspa.data.collator import PackedBucketCollator
-from hf_hotspa.data.prepare import prepare_dataset, tokenize_rows
+from hf_hotspa.data.prepare import prepare_dataset, refuse_guessed, tokenize_rows
 from hf_hotspa.data.worker_processes import worker_context
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.model.model_kind import has_absolute_positions
@@ -102,14 +103,17 @@ class Rows:
     def collator(self, dataset: Any, is_training: bool) -> "RowCollator":
         """What a loader of a data set collates with."""
         args, signature = self._args, self._signature()
-        names = getattr(dataset, "column_names", None) or ()
+        names, tokenizer = getattr(dataset, "column_names", None) or (), self._tokenizer()
+        if tokenizer is not None and is_stream(dataset):
+            refuse_guessed(dataset)
         collator = RowCollator(
             self._given_collator(),
-            self._tokenizer(),
+            tokenizer,
             columns=signature if args.remove_unused_columns else None,
             loss_columns=self._loss_columns,
             policy=args.hotspa_overlong,
-            counts=is_training and args.hotspa_overlong != ERROR,
+            skips_empty=args.hotspa_skips_empty,
+            counts=is_training and (args.hotspa_overlong != ERROR or args.hotspa_skips_empty),
             refused=self._refused(),
             longest=self._longest,
             kept=frozenset(signature) | set(kept_columns(names, self._loss_columns)),
@@ -119,12 +123,14 @@ class Rows:
 
     @contextmanager
     def reading(self, dataset: Any) -> Iterator[None]:
-        """Inside, accelerate has each rank read its own part of a stream where rows are padded here: a rank that reads for all
-        needs batches of one width. And workers end with their rank, and with nobody else's signal."""
+        """Inside, accelerate has each rank read its own part of a stream where rows are padded here, and of any data set whose rows
+        may be cut or left out: a rank that reads for all needs batches of one width, and of as many rows as it has asked for. And
+        workers end with their rank, and with nobody else's signal."""
         args, config = self._args, self._trainer.accelerator.dataloader_config
         dispatch = config.dispatch_batches
         has_context, chosen = hasattr(args, "dataloader_multiprocessing_context"), workers_context(args)
-        if self._given_collator() is None and is_stream(dataset):
+        changes = args.hotspa_overlong != ERROR or args.hotspa_skips_empty
+        if changes or (self._given_collator() is None and is_stream(dataset)):
             config.dispatch_batches = False
         if has_context:
             args.dataloader_multiprocessing_context = worker_context(args.dataloader_num_workers, chosen)
@@ -223,6 +229,7 @@ class Rows:
             unlabelled_id=getattr(collator.tokenizer, "pad_token_id", None) if of_ids else None,
             pads_left=getattr(getattr(collator, "tokenizer", None), "padding_side", "right") == "left",
             absolute_positions=has_absolute_positions(bare_model(self._trainer.model)[0].config),
+            skips_empty=args.hotspa_skips_empty,
             refused=self._refused(),
         )
         quiet = args.disable_tqdm or args.process_index != 0
@@ -231,8 +238,10 @@ class Rows:
         with args.main_process_first(desc="scan of the sequence lengths"):
             names = getattr(dataset, "column_names", None)
             if names and tokenizer is not None and "input_ids" not in names:
-                dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns)
-            return dataset, scan_dataset(_Rendered.of(dataset, tokenizer), rules=rules, disable_progress=quiet)
+                skips = args.hotspa_skips_empty
+                dataset = prepare_dataset(dataset, tokenizer, keep=self._loss_columns, skips_empty=skips)
+            rendered = _Rendered.of(dataset, tokenizer, args.hotspa_skips_empty)
+            return dataset, scan_dataset(rendered, rules=rules, disable_progress=quiet)
 
     def table(self, dataset: Any, longest: int) -> SequenceTable | None:
         """The scan of a data set, all of whose rows have a bucket; None where it cannot be scanned.
@@ -285,7 +294,10 @@ class Rows:
         collates = self._given_collator() is not None  # and may make the columns
         if not isinstance(first, Mapping) or (collates and not first.keys() >= set(self._loss_columns)):
             return None
-        batch = RowCollator(None, self._tokenizer(), loss_columns=self._loss_columns)([first])
+        skips = self._args.hotspa_skips_empty
+        batch = RowCollator(None, self._tokenizer(), loss_columns=self._loss_columns, skips_empty=skips)([first])
+        if not len(batch["input_ids"]):
+            return None
         return {name: batch[name][0] for name in self._loss_columns}
 
     def tokens_of(self, dataset: Any) -> Any:
@@ -297,22 +309,24 @@ class Rows:
 class _Rendered:
     """Rows of text of a list, or of a torch data set, as tokens."""
 
-    def __init__(self, dataset: Any, tokenizer: Any) -> None:
-        self._dataset, self._tokenizer = dataset, tokenizer
+    def __init__(self, dataset: Any, tokenizer: Any, skips_empty: bool) -> None:
+        self._dataset, self._tokenizer, self._skips_empty = dataset, tokenizer, skips_empty
 
     @classmethod
-    def of(cls, dataset: Any, tokenizer: Any) -> Any:
+    def of(cls, dataset: Any, tokenizer: Any, skips_empty: bool) -> Any:
         """The data set itself where its rows have token ids."""
         if tokenizer is None or getattr(dataset, "column_names", None) or not len(dataset):
             return dataset
         first = dataset[0]
-        return cls(dataset, tokenizer) if isinstance(first, Mapping) and "input_ids" not in first else dataset
+        return (
+            cls(dataset, tokenizer, skips_empty) if isinstance(first, Mapping) and "input_ids" not in first else dataset
+        )
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, row: int) -> Any:
-        return tokenize_rows([self._dataset[row]], self._tokenizer)[0]
+        return tokenize_rows([self._dataset[row]], self._tokenizer, self._skips_empty)[0]
 
 
 def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> SequenceTable:
@@ -334,7 +348,7 @@ def lengths_of_first(loader: Any, batches: int, agreement: Agreement) -> Sequenc
             )
         lengths = list[int]()
         for batch in islice(loader, batches):
-            batch = {name: value for name, value in batch.items() if isinstance(value, Tensor)}
+            batch = {name: value for name, value in without_padded_from(batch).items() if isinstance(value, Tensor)}
             known = {name: batch[name] for name in (*ROW_COLUMNS, *FLAT_COLUMNS) if name in batch}
             lengths += [len(document.ids) for document in read_batch(known, _ANY, _ANY, agreement.rank)]
         return lengths

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from hf_hotspa.checkpoint.rng import random_state, set_random_state
-from hf_hotspa.data.batches import is_stream
+from hf_hotspa.data.batches import is_stream, without_padded_from
 from hf_hotspa.data.collator import MiniBatch, PackedBucketCollator
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
@@ -111,7 +111,7 @@ def _first_mini_batches(trainer: "SwitchedMixin", engine: HotSPaEngine, hot: Sid
     names = (*ROW_COLUMNS, *FLAT_COLUMNS, *rules.columns)
 
     def read() -> list[list[Document]]:
-        batches = islice(loader, steps * accumulation)
+        batches = map(without_padded_from, islice(loader, steps * accumulation))
         known = ({name: batch[name] for name in names if name in batch} for batch in batches)
         return [read_batch(batch, shape.vocab_size, longest, engine.rank, rules) for batch in known]
 

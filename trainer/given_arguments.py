@@ -1,16 +1,21 @@
-"""Arguments that a script gives and that are unknown, cannot be honoured, or ask for nothing: each is said, with what to use instead."""
+"""Arguments that a script gives and that are unknown, cannot be honoured, ask for nothing, or are another trainer's: each is said, with what to use instead."""
 
+import inspect
 import logging
 import os
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
 from transformers import TrainingArguments
 
-from hf_hotspa.errors import HotspaConfigError, UnsupportedError
+from hf_hotspa.data.batches import is_stream
+from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
+from hf_hotspa.rows.formats import format_of
+from hf_hotspa.rows.table import SequenceTable
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 logger = logging.getLogger(__name__)
@@ -140,3 +145,165 @@ def read_accelerator_config(args: TrainingArguments) -> None:
     values["gradient_accumulation_steps"] = steps if steps != 1 else given.get("num_steps", 1)
     values["accelerator_config"] = copy(config)  # not the user's object
     values["accelerator_config"].gradient_accumulation_kwargs = None
+
+
+# -- fields of another trainer's arguments ----------------------------------------------------------------------------
+
+_ROWS = "give rows that hold what is learned: 'input_ids' with 'labels', or a column 'text'"
+
+# Field of TRL's SFTConfig -> (values that ask for nothing here, what to do instead of another one). One that does not stand here asks
+# for something unless it is None, False, 0 or empty.
+_OF_SFT: dict[str, tuple[tuple[Any, ...], str]] = {
+    "loss_type": (("nll", "chunked_nll", None), "pass token_loss to the trainer (docs/losses.md; 'dft' is one line)"),
+    "max_length": (
+        (None,),
+        "set max_length=None, and cut longer rows with HotSPaTrainingArguments(hotspa_overlong='truncate', ...), whose last bucket "
+        "says how long, or before",
+    ),
+    "packing": ((False,), "leave it off: rows are always packed, and a batch counts sequences"),
+    "eval_packing": ((None, False), "leave it off: rows are always packed, and a batch counts sequences"),
+    "completion_only_loss": ((None, True), _ROWS),
+    "assistant_only_loss": ((True,), f"set it to True, as what the assistant says is what is learned of conversations; or {_ROWS}"),
+    "dataset_text_field": (("text",), "rename the column to 'text'"),
+    "shuffle_dataset": ((False,), "leave it off: the sampler shuffles rows; or call dataset.shuffle(seed)"),
+    "dataset_kwargs": ((None, {}, {"skip_prepare_dataset": False}), "give rows of 'input_ids' and 'labels', and leave it out"),
+    "chat_template_path": ((None,), "set tokenizer.chat_template"),
+    "eos_token": ((None,), "set tokenizer.eos_token"),
+    "model_init_kwargs": ((None, {}), "call from_pretrained yourself, and pass the model"),
+    "router_aux_loss_coef": ((None,), "set it in the config of the model, with output_router_logits=True"),
+}  # fmt: skip
+_CHANGE_NO_NUMBER = {
+    "dataset_num_proc", "padding_free", "packing_strategy", "pad_to_multiple_of", "pad_token", "truncation_mode",
+    "activation_offloading", "trust_remote_code",
+}  # fmt: skip
+_OWN = {"__main__", "__mp_main__", "builtins", "transformers", "hf_hotspa"}
+_SUFFIXES = ("TrainingArguments", "TrainingArgs", "Arguments", "Config", "Args")
+
+
+def refuse_fields_of_others(args: TrainingArguments, trainer: type, datasets: Iterable[Any]) -> None:
+    """Refuses what a field asks for that another library's trainer reads, and this one would pass over.
+
+    Fields of a user's own class are his: as with the stock Trainer, his callbacks and overrides read them.
+
+    Args:
+        trainer: The class of the trainer.
+        datasets: What is trained and evaluated; None among them is left out.
+
+    Raises:
+        UnsupportedError: naming the fields, and what to do instead.
+    """
+    names = _fields_of_others(type(args), trainer)
+    if not names:
+        return
+    kinds = {kind for dataset in _each(datasets) for kind in _kinds(dataset)}
+    asked = [name for name in names if name != "max_length" and _asks(name, getattr(args, name), kinds)]
+    if asked:
+        raise _of_another(args, asked)
+
+
+def refuse_longer_rows(args: TrainingArguments, trainer: type, tables: Iterable[SequenceTable | None]) -> None:
+    """Refuses a `max_length` of another trainer's arguments that would cut rows.
+
+    Args:
+        tables: The lengths of rows; None where nobody knows them.
+
+    Raises:
+        UnsupportedError: naming it.
+    """
+    if "max_length" not in _fields_of_others(type(args), trainer):
+        return
+    longest: int | None = vars(args)["max_length"]
+    if longest is None:
+        return
+    for table in tables:
+        if table is None:
+            raise _of_another(args, ["max_length"], "; how long rows are is not known before they are trained")
+        if len(table) and int(table.lengths.max()) > longest:
+            row = int(table.lengths.argmax())
+            raise _of_another(args, ["max_length"], f"; row {row} has {int(table.lengths[row])} tokens")
+
+
+def _of_another(args: TrainingArguments, names: Collection[str], more: str = "") -> UnsupportedError:
+    if set(names) <= set(_OF_SFT):
+        advice = [f"{name}: {_OF_SFT[name][1]}" for name in names]
+    else:  # another objective
+        advice = ["give HotSPaTrainingArguments, and rows for this trainer, which learns from answers"]
+    advice.append("or let that trainer read them: hf_hotspa.trainer.trainer.switched(ITS_CLASS)(model, args, ...)")
+    shown = ", ".join(f"{name}={getattr(args, name)!r:.80}" for name in names)
+    return UnsupportedError(
+        f"{type(args).__name__} has {shown}",
+        why=f"the trainer that these arguments are made for reads that, and this one would pass it over{more}",
+        fix="; ".join(advice),
+    )
+
+
+def _asks(name: str, value: Any, kinds: Collection[str]) -> bool:
+    """Whether the value of a field asks for something that rows of these kinds would not get here."""
+    if name in _CHANGE_NO_NUMBER:
+        return False
+    if name not in _OF_SFT:
+        return bool(value)
+    if name == "completion_only_loss" and not {"completion", "conversation and answer", "unknown"} & set(kinds):
+        return False
+    if name == "assistant_only_loss" and not {"chat", "conversation and answer", "unknown"} & set(kinds):
+        return False
+    return value not in _OF_SFT[name][0]
+
+
+def _fields_of_others(kind: type, trainer: type) -> list[str]:
+    """The fields of a class of arguments that another library's trainer reads, and no class of this trainer."""
+    known = {field.name for field in fields(TrainingArguments)}
+    others = {_top(c) for c in kind.__mro__ if _is_library(c)} - {_top(c) for c in trainer.__mro__}
+    if not others:
+        return []
+    annotated = [name for c in kind.__mro__ if _top(c) in others for name in inspect.get_annotations(c)]
+    return [f.name for f in fields(kind) if f.name in set(annotated) - known]  # type: ignore[arg-type]
+
+
+def _top(kind: type) -> str:
+    return kind.__module__.partition(".")[0]
+
+
+def _is_library(kind: type) -> bool:
+    """Whether a class of arguments is installed together with a trainer that reads it, as SFTConfig is with SFTTrainer."""
+    if _top(kind) in _OWN or not issubclass(kind, TrainingArguments):
+        return False
+    module = sys.modules.get(kind.__module__)
+    if module is None:  # it has not been defined where its name says
+        return True
+    folders = str(getattr(module, "__file__", None) or "").replace("\\", "/").split("/")
+    if not {"site-packages", "dist-packages"} & set(folders):
+        return False
+    stem = next((kind.__name__.removesuffix(s) for s in _SUFFIXES if kind.__name__.endswith(s)), kind.__name__)
+    parts = kind.__module__.split(".")
+    packages = [sys.modules.get(".".join(parts[:end])) for end in range(1, len(parts) + 1)]
+    return any(f"{stem}Trainer" in dir(package) for package in packages if package is not None)
+
+
+def _each(datasets: Iterable[Any]) -> Iterator[Any]:
+    for dataset in datasets:
+        if isinstance(dataset, Mapping):
+            yield from _each(dataset.values())
+        elif dataset is not None:
+            yield dataset
+
+
+def _kinds(dataset: Any) -> Iterator[str]:
+    """What the rows of a data set are, as `Format.kind` has it; completions of conversations, rows of tokens with a mask, and rows
+    that cannot be looked at have kinds of their own."""
+    row: Any = {}
+    if not is_stream(dataset):
+        row = dataset[0] if len(dataset) else {}
+    elif hasattr(dataset, "take"):  # of `datasets`, which can be read again
+        row = next(iter(dataset.take(1)), {})
+    else:
+        yield "unknown"
+    if not isinstance(row, Mapping) or "input_ids" in row:
+        if isinstance(row, Mapping) and row.get("completion_mask") is not None:
+            yield "completion"
+        return
+    try:
+        kind = format_of(list(row)).kind if row else "text"
+    except DataError:  # refused, or read by a collator of the user's
+        kind = "unknown"
+    yield "conversation and answer" if kind == "completion" and isinstance(row["prompt"], list) else kind

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, PreTrainedConfig, set_seed
 
+from hf_hotspa.data.batches import SKIP
 from hf_hotspa.data.prepare import load_source, prepare_dataset, tokenize_rows
 from hf_hotspa.errors import HotspaConfigError, HotspaError, ModelError
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
@@ -185,7 +186,7 @@ def look(script: Any) -> None:
     """Opens what the command line names, and one row of it, so that what is wrong is said once and early.
 
     Args:
-        script: Has the fields of `ScriptArguments`.
+        script: Has the fields of `ScriptArguments`, and `hotspa_empty_rows`.
 
     Raises:
         HotspaError: there is no such model, tokenizer, file or split, or its rows have no column that is known.
@@ -206,7 +207,7 @@ def look(script: Any) -> None:
     _open_config(_folder(script.model) or script.model if script.model is not None else script.config)
     for dataset in (_rows(script), _evaluated_rows(script)):
         if dataset is not None and "input_ids" not in dataset.column_names:
-            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script))
+            tokenize_rows([dataset[0]] if len(dataset) else [{}], _tokenizer(script), script.hotspa_empty_rows == SKIP)
 
 
 def _check_dtype(name: str) -> None:
@@ -286,11 +287,11 @@ def load_data(script: Any, args: HotSPaTrainingArguments) -> tuple[Any, Any, Any
     """
     with args.main_process_first(desc="tokenising"):
         tokenizer = _tokenizer(script)
-        evaluated = _evaluated_rows(script)
+        evaluated, skips = _evaluated_rows(script), args.hotspa_skips_empty
         return (
             tokenizer,
-            prepare_dataset(_rows(script), tokenizer),
-            prepare_dataset(evaluated, tokenizer) if evaluated is not None else None,
+            prepare_dataset(_rows(script), tokenizer, skips_empty=skips),
+            prepare_dataset(evaluated, tokenizer, skips_empty=skips) if evaluated is not None else None,
         )
 
 

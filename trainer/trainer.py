@@ -27,7 +27,15 @@ from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_column
 from hf_hotspa.checkpoint.stock import StockCheckpoint
 from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.checkpoint.tensors import saved_tensors
-from hf_hotspa.data.batches import COUNTS, RowCollator, is_stream, length_facts, release_others
+from hf_hotspa.data.batches import (
+    COUNTS,
+    RowCollator,
+    is_stream,
+    length_facts,
+    release_others,
+    say_left_out,
+    without_padded_from,
+)
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights
 from hf_hotspa.errors import HotspaError, NonFiniteError
@@ -45,6 +53,7 @@ from hf_hotspa.trainer.auto import evaluation_buckets
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
+from hf_hotspa.trainer.given_arguments import refuse_fields_of_others, refuse_longer_rows
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
@@ -108,6 +117,8 @@ class SwitchedMixin(_Base):
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
         agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
+        agreement.run("arguments of the Trainer", lambda: refuse_fields_of_others(args, type(self), datasets))
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
@@ -388,8 +399,8 @@ class SwitchedMixin(_Base):
 
         def checked() -> Any:
             table = rows.table(self.train_dataset, switched.longest) if rows.collates_for(loader) else None
-            for dataset in evaluated:
-                rows.table(dataset, switched.longest)
+            tables = [rows.table(dataset, switched.longest) for dataset in evaluated if dataset is not None]
+            refuse_longer_rows(args, type(self), [table, *tables])
             self._hotspa_order = data_order(args, args.hotspa_rows_a_step, table, switched.longest)
             if self._hotspa_resumption is not None and not args.hotspa_allow_data_order_change:
                 check_data_order(self._hotspa_resumption, self._hotspa_order, loader, self._hotspa_pass)
@@ -511,14 +522,19 @@ class SwitchedMixin(_Base):
         except Exception as failure:  # of a data set, or a collator
             error = error or unreadable(failure, self.args.process_index)
             release_others(self.callback_handler.train_dataloader)
-        switched.same_batches(len(batches), error)
+        read = [without_padded_from(batch) for batch in batches]
+        if switched.same_batches(
+            len(batches), error, any(new is not old for new, old in zip(read, batches, strict=True))
+        ):
+            say_left_out()
+        batches = read
         self._hotspa_has_ended = not batches
         self._hotspa_place["batches"] += len(batches)
         batches, num_items = super().get_batch_samples(iter(batches), len(batches), device)
         if num_items is not None and not self.args.average_tokens_across_devices:  # each rank counts its own labels
             num_items = num_items * (not switched.engine.any_rank(float(num_items) == 0.0))
         cut = [batch.pop(COUNTS) for batch in batches if isinstance(batch, dict) and COUNTS in batch]
-        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else (0, 0, 0), strict=True))
+        switched.cut = dict(zip(CUT, sum(cut).tolist() if cut else [0] * len(CUT), strict=True))
         switched.step = self.state.global_step
         if len(batches) > 1 and self._hotspa_announces(batches[0]):
             switched.announce(batches, num_items if self.model_accepts_loss_kwargs else None)
@@ -527,6 +543,13 @@ class SwitchedMixin(_Base):
             devices.begin(self.state.global_step, self._hotspa_pass)
         self._hotspa_optimizer.begin_step()
         return batches, num_items
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        """As of the class behind, without the labels that `get_batch_samples` leaves out in training."""
+        read = without_padded_from(inputs)
+        if read is not inputs:
+            say_left_out()
+        return super()._prepare_inputs(read)
 
     def _hotspa_announces(self, batch: Any) -> bool:
         """Whether the loss will be the model's own: of one from logits each batch is scored by itself."""

@@ -73,6 +73,7 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
         HotspaError: the data set or its tokenizer cannot be read, a row cannot be turned into tokens, or there is none.
     """
     from hf_hotspa.data.prepare import load_source, prepare_dataset
+    from hf_hotspa.rows.features import RowRules
     from hf_hotspa.rows.scan import scan_dataset
 
     if args.rows is not None and args.rows < 1:
@@ -88,8 +89,12 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
         rows = np.random.default_rng(0).permutation(num_rows)[: args.rows]
         dataset = dataset.select(np.sort(rows))
     tokenizer = None if "input_ids" in dataset.column_names else _tokenizer(args.tokenizer or _of_model(model))
-    lengths = scan_dataset(prepare_dataset(dataset, tokenizer), disable_progress=quiet).sequence_lengths
+    prepared = prepare_dataset(dataset, tokenizer, skips_empty=True)
+    lengths = scan_dataset(prepared, rules=RowRules(skips_empty=True), disable_progress=quiet).sequence_lengths
     some = "" if len(dataset) == num_rows else f", {len(dataset):,} of {num_rows:,} rows"
+    if not lengths.all():  # which training skips or refuses
+        some += f", {int((lengths == 0).sum()):,} empty rows left out"
+        lengths = lengths[lengths > 0]
     counts = Counts.of(lengths, f"{args.dataset}{some}")
     if not counts.total:
         raise HotspaConfigError("no row has a token", where=str(args.dataset), fix="look at its columns")

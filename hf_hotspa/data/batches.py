@@ -5,9 +5,13 @@ where there is none, and cuts what is longer than the longest bucket. `MiniBatch
 size out to ranks and to batches that are accumulated, evenly or not.
 """
 
+import logging
+import os
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -15,7 +19,7 @@ import torch
 from accelerate.data_loader import DataLoaderDispatcher, SeedableRandomSampler
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-from torch.utils.data import IterableDataset, RandomSampler, Sampler
+from torch.utils.data import IterableDataset, RandomSampler, Sampler, get_worker_info
 from transformers.data import data_collator as stock
 from transformers.trainer_utils import has_length
 
@@ -28,10 +32,14 @@ try:
 except ImportError:  # an older release takes no sampler of batches: see `Rows.of_older_release`
     BatchRebalanceSampler = None  # type: ignore[assignment, misc]
 
+logger = logging.getLogger(__name__)
 
 ERROR, TRUNCATE, SPLIT, DROP = "error", "truncate", "split", "drop"
+SKIP = "skip"
+EMPTY_POLICIES = (ERROR, SKIP)
+"""What becomes of rows without anything to learn."""
 COUNTS = "hotspa_cut_rows"
-"""The key of a training batch that says how many rows were truncated, split and dropped."""
+"""The key of a training batch that says how many rows were truncated, split, dropped and empty."""
 
 _MASK = re.compile(r"(^|_)masks?$")
 _NOT_OF_LOSS = {"attention_mask", "special_tokens_mask"}
@@ -76,7 +84,8 @@ class RowCollator:
         columns: What the stock Trainer would leave of each row for the model; None for all.
         loss_columns: Numbers of rows or tokens that a token loss reads beside.
         policy: What becomes of sequences of more than `longest` tokens: error, truncate, split or drop.
-        counts: Whether the batch says how many were cut (`COUNTS`).
+        skips_empty: Whether rows that are null or empty are left out.
+        counts: Whether the batch says how many were cut, or left out (`COUNTS`).
         refused: Columns that the model would be given and that packing cannot honour.
 
     Attributes:
@@ -89,6 +98,7 @@ class RowCollator:
     columns: Collection[str] | None = None
     loss_columns: Sequence[str] = ()
     policy: str = ERROR
+    skips_empty: bool = False
     counts: bool = False
     refused: frozenset[str] = frozenset()
     longest: int | None = None
@@ -102,30 +112,41 @@ class RowCollator:
             UnsupportedError: it says something about its tokens that would be passed over.
             OverlongError: a sequence is too long, and no policy says what to do.
         """
-        if not len(examples):
+        rows = self._read(list(examples)) if len(examples) else []
+        if rows:
+            batch = self._collated(rows)
+        else:
             empty = torch.zeros((0, 1), dtype=torch.int64)
-            return dict.fromkeys(("input_ids", "labels", "attention_mask"), empty)
-        batch = self._collated(list(examples))
-        return self._cut(batch) if self.policy != ERROR and isinstance(batch, Mapping) else batch
+            batch = dict.fromkeys(("input_ids", "labels", "attention_mask"), empty)
+        if not isinstance(batch, Mapping):
+            return batch
+        counts = [0, 0, 0, len(examples) - len(rows)]
+        if self.policy != ERROR:
+            batch = self._cut(batch, counts)
+        return {**batch, COUNTS: torch.tensor(counts)} if self.counts else batch
 
-    def _collated(self, examples: list[Any]) -> Any:
+    def _read(self, examples: list[Any]) -> list[Any]:
+        """The rows that have something to learn, as tokens where they are text, with the masks that a stock collator would pass over."""
         if not isinstance(examples[0], Mapping):
             if self.collator is None:
                 raise DataError(
                     f"a row is a {type(examples[0]).__name__} instead of a mapping",
                     fix="rows must be dictionaries with 'input_ids' and, where part of the tokens counts, 'labels'",
                 )
-            return self.collator(examples)
+            return examples
         if self.tokenizer is not None and "input_ids" not in examples[0]:
-            rendered = _read(examples, lambda rows: tokenize_rows(rows, self.tokenizer))
+            rendered = _read(examples, lambda rows: tokenize_rows(rows, self.tokenizer, self.skips_empty))
             kept = [{name: e[name] for name in self.loss_columns if name in e} for e in examples]
             _refuse_two_maskings(self.collator, rendered)
             examples = [{**row, **own} for row, own in zip(rendered, kept, strict=True)]
         elif is_stock(self.collator):
             examples = [with_masks(example, number) for number, example in enumerate(examples)]
+        return [example for example in examples if not (self.skips_empty and _has_no_tokens(example))]
+
+    def _collated(self, examples: list[Any]) -> Any:
         if self.collator is None:
             return self._padded(examples)
-        if self.columns is not None:
+        if self.columns is not None and isinstance(examples[0], Mapping):
             examples = [{name: e[name] for name in e if name in self.columns} for e in examples]
         return self.collator(examples)
 
@@ -149,6 +170,8 @@ class RowCollator:
             ids[number, :length], mask[number, :length] = row.ids, 1
             labels[number, :length] = row.ids if row.labels is None else row.labels
             labels[number, row.cuts] = IGNORED_LABEL  # nothing of its document comes before it
+            if row.first and labels[number, 0] != IGNORED_LABEL:
+                say_left_out()
             begins = np.zeros(length, np.int64)
             begins[row.cuts] = row.cuts
             positions[number, :length] = np.arange(length) - np.maximum.accumulate(begins)
@@ -162,13 +185,12 @@ class RowCollator:
 
     # -- sequences that are too long ----------------------------------------------------------------------------------
 
-    def _cut(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def _cut(self, batch: Mapping[str, Any], counts: list[int]) -> dict[str, Any]:
         """Truncates, splits or drops rows of [B, L] tensors; the others have an entry for each row, or are left alone."""
         ids, longest, out = batch.get("input_ids"), self.longest, dict(batch)
-        counts = [0, 0, 0]
         if isinstance(ids, Tensor) and ids.dim() == 2 and longest is not None:
             pieces = self._pieces(batch, ids, longest, counts)
-            if any(counts):
+            if any(counts[:3]):
                 width = max((stop - first for _, first, stop in pieces), default=1)
                 rows = [row for row, _, _ in pieces]
                 for name, value in batch.items():
@@ -176,8 +198,6 @@ class RowCollator:
                         out[name] = _pieces_of(value, pieces, width, name)
                     elif isinstance(value, Tensor) and value.dim() and len(value) == len(ids):
                         out[name] = value[rows]
-        if self.counts:
-            out[COUNTS] = torch.tensor(counts)
         return out
 
     def _pieces(
@@ -217,6 +237,10 @@ def _pieces_of(value: Tensor, pieces: Sequence[tuple[int, int, int]], width: int
         if name == "position_ids":
             out[number, : stop - first] -= value[row, first].item()
     return out
+
+
+def _has_no_tokens(example: Mapping[str, Any]) -> bool:
+    return "input_ids" in example and (example["input_ids"] is None or not len(example["input_ids"]))
 
 
 def _read(examples: list[Any], read: Callable[[list[Any]], list[Any]]) -> list[Any]:
@@ -274,6 +298,39 @@ def with_masks(example: Any, row: int) -> Any:
         labels[values == 0] = IGNORED_LABEL
     rest = {name: value for name, value in example.items() if name not in masks}
     return {**rest, "labels": labels.tolist() if isinstance(ids, list) else labels}
+
+
+def without_padded_from(batch: Any) -> Any:
+    """A batch without the labels of first tokens behind padding on the left, which nothing but padding predicts.
+
+    Args:
+        batch: Tensors [B, L]; anything else comes back as it is, and so does a batch without such labels.
+    """
+    if not isinstance(batch, Mapping) or batch.get("shift_labels") is not None:
+        return batch
+    labels, mask = batch.get("labels"), batch.get("attention_mask")
+    if not (isinstance(labels, Tensor) and isinstance(mask, Tensor)):
+        return batch
+    if labels.dim() != 2 or labels.shape != mask.shape or not labels.numel():
+        return batch
+    first = (mask != 0).int().argmax(1, keepdim=True)
+    left_out = (first > 0) & (labels.gather(1, first) != IGNORED_LABEL)
+    if not bool(left_out.any()):
+        return batch
+    masked: Any = copy(batch)
+    masked["labels"] = labels.scatter(1, first, labels.gather(1, first).masked_fill(left_out, IGNORED_LABEL))
+    return masked
+
+
+@lru_cache
+def say_left_out() -> None:
+    """Says, once and on rank 0, that such labels are left out."""
+    worker = get_worker_info()
+    if os.environ.get("RANK", "0") == "0" and (worker is None or worker.id == 0):
+        logger.warning(
+            "Rows are padded on the left, and the first token after the padding has a label: it is left out, of the mean, too. The "
+            "stock Trainer would train it from the padding before it."
+        )
 
 
 def is_loss_mask(name: str) -> bool:

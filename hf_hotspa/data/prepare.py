@@ -2,8 +2,8 @@
 
 Owns the one way in which rows are read, whoever asks: the Trainer, examples and commands. `formats.py` says which columns are
 understood, `chat.py` and `chat_text.py` how conversations become tokens. Rows of `input_ids` are kept as they are (`rows.py`). Text (and a
-string completion) ends with the EOS token where the tokenizer has one and has not put it there; a chat template ends
-conversations itself. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
+string completion) ends with the EOS token where the tokenizer has one and it is not there yet; a chat template ends conversations
+itself. What a text has of the special tokens of its tokenizer already, as a chat template has written them, it gets once. Nothing is ever truncated: over-long rows are the business of `bucketing.py`. Which tokens carry labels
 is either known exactly or refused.
 
 The lengths of the rows of a file, as training has them:
@@ -22,11 +22,12 @@ from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.chat import ChatTemplate
 from hf_hotspa.rows.chat_text import Tokens
 from hf_hotspa.rows.features import IGNORED_LABEL, LABEL_COLUMNS, TOKEN_COLUMNS
+from hf_hotspa.rows.files import csv_columns, unreadable
 from hf_hotspa.rows.formats import Chat, Format, Reading, Strings, format_of
 
 logger = logging.getLogger(__name__)
 
-_VERSION = 2  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
+_VERSION = 3  # of what rows become: results of `Dataset.map` that an earlier one left in the cache are not used
 _BUILDERS = {".json": "json", ".jsonl": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
 _MASKS = ("completion_mask", "assistant_masks", "loss_mask")
 _said: set[str] = set()
@@ -34,7 +35,9 @@ _said: set[str] = set()
 _Columns = dict[str, list[list[int]]]
 
 
-def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = ()) -> Any:
+def prepare_dataset(
+    dataset: Any, tokenizer: Any, *, num_proc: int | None = None, keep: Collection[str] = (), skips_empty: bool = False
+) -> Any:
     """Tokenises a dataset; cached by `datasets`, with a progress bar.
 
     Args:
@@ -42,6 +45,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         tokenizer: The model's tokenizer. Not used for rows of `input_ids`.
         num_proc: Processes that tokenise.
         keep: Other columns to keep, where they are there.
+        skips_empty: A row that is null or empty has no tokens; else what is null is an error.
 
     Returns:
         A `datasets.Dataset` with the columns `input_ids` and, where part of it is masked, `labels`.
@@ -68,6 +72,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         check_masks(names)
         return dataset.select_columns([name for name in (*TOKEN_COLUMNS, *keep) if name in names])
     format_ = format_of(names)
+    refuse_guessed(dataset)
     say_once(format_, tokenizer)
     features = {"input_ids": List(Value("int32"))}
     if format_.masked:
@@ -78,7 +83,7 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
         batched=True,
         batch_size=256,
         with_indices=True,
-        fn_kwargs={"tokenizer": tokenizer, "version": _VERSION},
+        fn_kwargs={"tokenizer": tokenizer, "skips_empty": skips_empty, "version": _VERSION},
         remove_columns=[name for name in names if name not in kept],
         features=Features({**features, **kept}),
         num_proc=num_proc,
@@ -86,8 +91,11 @@ def prepare_dataset(dataset: Any, tokenizer: Any, *, num_proc: int | None = None
     )
 
 
-def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Mapping[str, Any]]:
-    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are.
+def tokenize_rows(
+    rows: Sequence[Mapping[str, Any]], tokenizer: Any, skips_empty: bool = False
+) -> list[Mapping[str, Any]]:
+    """Tokenises some rows, such as those of a mini-batch from a stream; rows with `input_ids` stay as they are. With
+    `skips_empty` one that is null or empty has no tokens.
 
     Raises:
         DataError: a row has none of the accepted columns, rows differ in them, or labels cannot be exact.
@@ -101,7 +109,8 @@ def tokenize_rows(rows: Sequence[Mapping[str, Any]], tokenizer: Any) -> list[Map
             raise DataError(
                 f"a row has the columns {sorted(row)}, and the first one {sorted(names)}", where=f"dataset row {number}"
             )
-    columns = _tokenize_batch({name: [row[name] for row in rows] for name in names}, list(range(len(rows))), tokenizer)
+    batch = {name: [row[name] for row in rows] for name in names}
+    columns = _tokenize_batch(batch, list(range(len(rows))), tokenizer, skips_empty)
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
@@ -131,10 +140,15 @@ def say_once(format_: Format, tokenizer: Any) -> None:
         )
     if format_.kind in ("chat", "answer") and templated:
         lines.append(ChatTemplate(tokenizer).statement() or "")
-    for line in lines:
-        if line and line not in _said:
-            _said.add(line)
-            logger.warning("%s", line)
+    for line in filter(None, lines):
+        _say(line)
+
+
+def _say(line: str) -> None:
+    """Once, and on rank 0."""
+    if os.environ.get("RANK", "0") == "0" and line not in _said:
+        _said.add(line)
+        logger.warning("%s", line)
 
 
 def check_masks(names: Collection[str]) -> None:
@@ -152,18 +166,47 @@ def check_masks(names: Collection[str]) -> None:
         )
 
 
+def refuse_guessed(dataset: Any) -> None:
+    """Refuses rows of text of a csv file whose cells `datasets` has given other types: 007 is 7 then, and True may have been true.
+
+    Args:
+        dataset: A `datasets.Dataset`, or a stream.
+
+    Raises:
+        DataError: naming the columns.
+    """
+    if getattr(getattr(dataset, "info", None), "builder_name", None) != "csv":
+        return
+    features = dataset.features
+    if features is None:  # of a stream that was mapped
+        from datasets import Dataset
+
+        features = Dataset.from_list(list(dataset.take(64))).features
+    if not features or "input_ids" in features:
+        return
+    kinds = {name: str(getattr(features[name], "dtype", "")) for name in format_of(list(features)).columns}
+    guessed = sorted(name for name, kind in kinds.items() if kind.startswith(("int", "uint", "float", "bool")))
+    if guessed:
+        raise DataError(
+            f"the columns {guessed} come from a csv file, and datasets has made {sorted({kinds[n] for n in guessed})} of their cells",
+            why="what is learned is the text that stands in the file: 007 would be trained as 7",
+            fix='read the file with hf_hotspa.data.prepare.load_source("my.csv"), which leaves cells as they are, or give load_dataset '
+            'features with Value("string")',
+        )
+
+
 def load_source(path_or_name: str, split: str = "train") -> Any:
     """Loads a dataset by what the name says.
 
     Args:
-        path_or_name: A .json, .jsonl, .parquet, .csv or .txt file (.txt: one row a line); a directory of such files of
-            one kind; a directory written by `save_to_disk`; or else a name on the hub.
+        path_or_name: A .json, .jsonl, .parquet, .csv (cells are texts) or .txt file (one row a line); a directory of such files
+            of one kind; a directory written by `save_to_disk`; or else a name on the hub.
         split: The split; slices such as ``train[:1000]`` are understood, but not for `save_to_disk` directories.
             Local files are all of the split `train`.
 
     Raises:
-        DataError: there is no such file, it cannot be read, a directory holds nothing that can be read or several kinds of
-            files, or the hub does not have it.
+        DataError: there is no such file, it is empty or cannot be read (which file, and which line), a directory holds nothing
+            that can be read or several kinds of files, or the hub does not have it.
     """
     import datasets
 
@@ -181,13 +224,7 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
             kinds = sorted({p.suffix for p in files})
             contents = f"files of the kinds {kinds}" if files else "no file that can be read"
             raise DataError(f"{path} holds {contents}", fix=f"give files of one kind of {', '.join(_BUILDERS)}")
-        try:
-            return datasets.load_dataset(builders[0], data_files={"train": list(map(str, files))}, split=split)
-        except Exception as error:  # of the split, the builder, or what reads the file
-            raise DataError(
-                f"{path} cannot be read as split {split!r}: {type(error).__name__}: {error}",
-                fix="check the split and the file: one JSON object a line, and the same columns in all rows",
-            ) from error
+        return _read_files(files, builders[0], split)
     if path.suffix in _BUILDERS or path_or_name.startswith(("/", ".", "~")) or path_or_name.count("/") > 1:
         raise DataError(f"there is no file or directory {path}", fix="check the path")
     try:
@@ -200,17 +237,49 @@ def load_source(path_or_name: str, split: str = "train") -> Any:
         ) from error
 
 
-def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, version: int = _VERSION) -> _Columns:
+def _read_files(files: list[Path], kind: str, split: str) -> Any:
+    """The rows of files of one kind; cells of a csv as the text that stands there."""
+    import datasets
+
+    try:
+        options: dict[str, Any] = {}
+        if kind == "csv":  # else 007 would be read as 7, and None as nothing
+            features = {name: datasets.Value("string") for name in csv_columns(files)}
+            options = {"features": datasets.Features(features), "na_filter": False}
+        return datasets.load_dataset(kind, data_files={"train": list(map(str, files))}, split=split, **options)
+    except DataError:
+        raise
+    except Exception as error:  # of the split, the builder, or what reads the file
+        raise unreadable(files, kind, split, error) from error
+
+
+def _tokenize_batch(
+    batch: Mapping[str, Any], rows: list[int], tokenizer: Any, skips_empty: bool = False, version: int = _VERSION
+) -> _Columns:
     """Tokens of some rows, by columns."""
     format_ = format_of(list(batch))
     records = [
         dict(zip(format_.columns, values, strict=True))
         for values in zip(*(batch[n] for n in format_.columns), strict=True)
     ]
+    if not skips_empty:
+        return _tokens(format_, records, rows, tokenizer)
+    full = [at for at, record in enumerate(records) if not format_.is_empty(record)]
+    columns: _Columns = {name: [[] for _ in rows] for name in ("input_ids", *(["labels"] if format_.masked else []))}
+    tokens = _tokens(format_, [records[at] for at in full], [rows[at] for at in full], tokenizer) if full else {}
+    for name, values in tokens.items():
+        for at, value in zip(full, values, strict=True):
+            columns[name][at] = value
+    return columns
+
+
+def _tokens(format_: Format, records: Sequence[Mapping[str, Any]], rows: Sequence[int], tokenizer: Any) -> _Columns:
     readings = [format_.read(record, row) for record, row in zip(records, rows, strict=True)]
+    specials = _Specials(tokenizer)
     if not format_.masked:
-        ids = tokenizer(readings, verbose=False)["input_ids"]
-        return {"input_ids": [_with_eos(list(i), tokenizer) for i in ids]}
+        texts = list(map(str, readings))
+        ids = tokenizer(texts, verbose=False)["input_ids"]
+        return {"input_ids": [specials.ended(specials.once(list(i), t), t) for i, t in zip(ids, texts, strict=True)]}
     readings = [_without_template(reading, tokenizer) for reading in readings]
     chats = {at: reading for at, reading in enumerate(readings) if isinstance(reading, Chat)}
     tokens: dict[int, Tokens] = {}
@@ -220,7 +289,7 @@ def _tokenize_batch(batch: Mapping[str, Any], rows: list[int], tokenizer: Any, v
     columns: _Columns = {"input_ids": [], "labels": []}
     for at, reading in enumerate(readings):
         if isinstance(reading, Strings):
-            ids, counts = _completion_of_strings(reading.prompt, reading.completion, tokenizer, rows[at])
+            ids, counts = _completion_of_strings(reading.prompt, reading.completion, specials, rows[at])
         else:
             ids, counts = tokens[at]
         columns["input_ids"].append(ids)
@@ -239,18 +308,60 @@ def _without_template(reading: Reading, tokenizer: Any) -> Reading:
     return reading
 
 
-def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: int) -> tuple[list[int], list[bool]]:
+class _Specials:
+    """The special tokens that a tokenizer puts around each text, as ids, in the place of those that a text has already."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        whole, bare = (list(tokenizer("a", add_special_tokens=s, verbose=False)["input_ids"]) for s in (True, False))
+        places = [at for at in range(len(whole) - len(bare) + 1) if whole[at : at + len(bare)] == bare]
+        begin = places[0] if places else 0
+        self.before, self.behind = whole[:begin], whole[begin + len(bare) :] if places else []
+
+    def _has_end(self, ids: list[int], text: str) -> bool:
+        """Whether a text has EOS at its end, but for the white space that chat templates write behind it."""
+        eos = self.tokenizer.eos_token
+        return eos is not None and text.rstrip().endswith(eos) and self.tokenizer.eos_token_id in ids
+
+    def doubled(self, ids: list[int], text: str) -> tuple[int, int]:
+        """How many tokens at the beginning and at the end of a text the tokenizer has added, although they were there."""
+        before, eos = len(self.before), self.tokenizer.eos_token_id
+        begins = before if ids[:before] == ids[before : 2 * before] == self.before else 0
+        ends = self.behind == ids[-1:] == [eos] and self._has_end(ids, text)
+        return begins, int(ends and ids[before:].count(eos) > text.count(self.tokenizer.eos_token))
+
+    def once(self, ids: list[int], text: str) -> list[int]:
+        """The tokens of a text, special ones once."""
+        begins, ends = self.doubled(ids, text)
+        if begins or ends:
+            _say(
+                "Texts have special tokens already that the tokenizer adds to each text, as those have that a chat template has "
+                "rendered: they are trained with one BOS and one EOS token."
+            )
+        return ids[begins : len(ids) - ends]
+
+    def ended(self, ids: list[int], text: str) -> list[int]:
+        """With the EOS token behind it, where it is not there yet."""
+        eos = self.tokenizer.eos_token_id
+        return ids if eos is None or (ids and ids[-1] == eos) or self._has_end(ids, text) else [*ids, eos]
+
+
+def _completion_of_strings(prompt: str, completion: str, specials: _Specials, row: int) -> tuple[list[int], list[bool]]:
     """Tokens of prompt and completion as one text, and which of them hold part of the completion.
 
     One text, because a tokenizer may treat the beginning of a text in its own way (a leading space, a BOS token).
     """
+    tokenizer, text = specials.tokenizer, prompt + completion
     if getattr(tokenizer, "is_fast", False):
-        out = tokenizer(prompt + completion, return_offsets_mapping=True, verbose=False)
+        out = tokenizer(text, return_offsets_mapping=True, verbose=False)
         ids = list(out["input_ids"])
-        counts = [end > max(begin, len(prompt)) for begin, end in out["offset_mapping"]]
+        first, _ = specials.doubled(ids, text)
+        ids = specials.once(ids, text)
+        offsets = out["offset_mapping"][first : first + len(ids)]
+        counts = [end > max(begin, len(prompt)) for begin, end in offsets]
     else:
-        ids = list(tokenizer(prompt + completion, verbose=False)["input_ids"])
-        begin = list(tokenizer(prompt, verbose=False)["input_ids"])
+        ids = specials.once(list(tokenizer(text, verbose=False)["input_ids"]), text)
+        begin = specials.once(list(tokenizer(prompt, verbose=False)["input_ids"]), prompt)
         if begin and begin[-1] == tokenizer.eos_token_id and not prompt.endswith(tokenizer.eos_token):
             begin.pop()  # the tokenizer ends each text with EOS
         if ids[: len(begin)] != begin:
@@ -261,13 +372,8 @@ def _completion_of_strings(prompt: str, completion: str, tokenizer: Any, row: in
                 fix="use a fast tokenizer, or put the space between them into the prompt",
             )
         counts = [i >= len(begin) for i in range(len(ids))]
-    ended = _with_eos(ids, tokenizer)
+    ended = specials.ended(ids, completion)
     counts += [True] * (len(ended) - len(counts))
     if ended and ended[-1] == tokenizer.eos_token_id:  # also where the tokenizer put it: it belongs to no character
         counts[-1] = True
     return ended, counts
-
-
-def _with_eos(ids: list[int], tokenizer: Any) -> list[int]:
-    eos = tokenizer.eos_token_id
-    return ids if eos is None or (ids and ids[-1] == eos) else [*ids, eos]

@@ -14,6 +14,7 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from hf_hotspa.errors import DataError
 from hf_hotspa.rows.features import IGNORED_LABEL, TOKEN_COLUMNS, RowRules, read_row, refuse_columns, unequal
+from hf_hotspa.rows.formats import SKIPPED
 from hf_hotspa.rows.table import SequenceTable, TableBuilder
 
 _ROWS_PER_READ = 1000
@@ -46,7 +47,7 @@ def scan_arrow(dataset: Any, rules: RowRules, disable_progress: bool) -> Sequenc
     with tqdm(total=len(dataset), desc="Scanning lengths", unit="row", disable=disable_progress) as progress:
         for first, columns in _arrow_batches(dataset):
             ids = columns["input_ids"]
-            lengths = _list_lengths(ids, "input_ids", first)
+            lengths = _list_lengths(ids, "input_ids", first, nulls_allowed=rules.skips_empty)
             if _one_document_a_row(columns, lengths):
                 builder.add(lengths, _labels_of_columns(columns, lengths, first, rules))
             else:
@@ -139,7 +140,7 @@ def _list_lengths(array: Any, key: str, first: int, nulls_allowed: bool = False)
     """Lengths of the lists of an arrow column (0 for null), after a look at its type and for missing values."""
     if array.null_count and not nulls_allowed:
         row = first + int(np.flatnonzero(np.asarray(array.is_null()))[0])
-        raise DataError(f"{key} is missing (None)", where=f"dataset row {row}", fix="remove the row")
+        raise DataError(f"{key} is missing (None)", where=f"dataset row {row}", fix=SKIPPED)
     if not _is_integer_list(array.type):
         raise DataError(
             f"column {key!r} is of type {array.type} instead of a list of integers",

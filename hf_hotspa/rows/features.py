@@ -4,7 +4,8 @@ Owns `read_row`, the only reader of rows, and `RowRules`, what it reads them by.
 
 * ``labels`` (or ``label_ids``) of the same length, not yet shifted, -100 where a token does not count. Without them every
   token but the first counts;
-* ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never trained;
+* ``attention_mask``: 1 for tokens, 0 for padding at the beginning or the end, which is cut off. Padding is never trained, and no
+  token is trained from it;
 * ``position_ids`` that begin again at 0, ``seq_lengths`` (``seq_lens``), ``cu_seqlens`` (``cu_seq_lens``, ``cu_seq_lens_q``)
   or ``seq_idx``, where the row is packed already: each of its documents is then a sequence of its own.
 
@@ -21,6 +22,7 @@ from numpy.typing import NDArray
 
 from hf_hotspa.errors import DataError, UnsupportedError
 from hf_hotspa.rows.columns import number_columns
+from hf_hotspa.rows.formats import SKIPPED
 
 IGNORED_LABEL = -100
 LABEL_COLUMNS = ("labels", "label_ids")
@@ -43,6 +45,7 @@ class RowRules:
         reads_mask: False where the collator leaves `attention_mask` out (`DataCollatorWithFlattening`).
         pads_left: The collator would pad rows on the left.
         absolute_positions: The model knows where a row begins, so padding on the left would shift it.
+        skips_empty: A row whose `input_ids` are missing (None) has no tokens, which is no error.
         refused: Columns that the model would be given, and that packing cannot honour.
         columns: Other columns that a loss of the user's own reads.
     """
@@ -52,6 +55,7 @@ class RowRules:
     reads_mask: bool = True
     pads_left: bool = False
     absolute_positions: bool = False
+    skips_empty: bool = False
     refused: frozenset[str] = frozenset()
     columns: tuple[str, ...] = ()
 
@@ -60,7 +64,7 @@ class RowRules:
         return repr((*(getattr(self, name) for name in _PLAIN), sorted(self.refused)))
 
 
-_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions")
+_PLAIN = ("labels_are_ids", "unlabelled_id", "reads_mask", "pads_left", "absolute_positions", "skips_empty")
 DEFAULT_RULES = RowRules()
 
 
@@ -110,7 +114,7 @@ def integer_array(value: Any, key: str, row: int) -> NDArray[np.int64]:
     where = f"dataset row {row}, column {key!r}"
     fix = f"{key} must be a flat list, array or tensor of integers"
     if value is None:
-        raise DataError(f"{key} is missing (None)", where=where, fix=fix)
+        raise DataError(f"{key} is missing (None)", where=where, fix=SKIPPED if key == "input_ids" else fix)
     if hasattr(value, "detach"):  # a tensor, recognised without importing torch
         value = value.detach().cpu().numpy()
     try:
@@ -148,6 +152,8 @@ def read_row(example: Any, row: int, rules: RowRules = DEFAULT_RULES) -> Row:
             where=f"dataset row {row}",
             fix="tokenise the dataset first: hf_hotspa.data.prepare.prepare_dataset",
         )
+    if rules.skips_empty and example["input_ids"] is None:
+        return Row(_NO_CUTS, None, _NO_CUTS, 0, 0)
     if rules.refused:
         refuse_columns((name for name in example if example[name] is not None), rules)
     ids = integer_array(example["input_ids"], "input_ids", row)
@@ -182,32 +188,23 @@ def refuse_columns(names: Iterator[str] | list[str], rules: RowRules) -> None:
         )
 
 
-def check_left_padding(rules: RowRules, lengths: NDArray[np.int64], first_labelled: int | None) -> None:
-    """Refuses a collator that pads on the left where that would change what is trained.
+def check_left_padding(rules: RowRules, lengths: NDArray[np.int64]) -> None:
+    """Refuses a collator that pads on the left where that would shift positions.
 
     Args:
         rules: The rules; without `pads_left` nothing is refused.
         lengths: Tokens of the rows. Rows of one length are not padded at all.
-        first_labelled: A row whose first token carries a label; None where there is none.
 
     Raises:
-        UnsupportedError: the first token of rows would be trained from padding, or positions would be shifted.
+        UnsupportedError: the model has absolute positions.
     """
     lengths = lengths[lengths > 0]
-    if not rules.pads_left or not len(lengths) or lengths.min() == lengths.max():
-        return
-    if rules.absolute_positions:
-        why = "the positions of a row would begin after its padding, which depends on the other rows of its batch"
-    elif first_labelled is not None:
-        why = "the first token of a row carries a label, and the stock Trainer would train it from padding before it"
-    else:
-        return
-    raise UnsupportedError(
-        "the data collator pads on the left",
-        where="" if first_labelled is None else f"dataset row {first_labelled}",
-        why=why,
-        fix="set tokenizer.padding_side = 'right'; here rows are packed and none is padded",
-    )
+    if rules.pads_left and rules.absolute_positions and len(lengths) and lengths.min() != lengths.max():
+        raise UnsupportedError(
+            "the data collator pads on the left",
+            why="the positions of a row would begin after its padding, which depends on the other rows of its batch",
+            fix="set tokenizer.padding_side = 'right'; here rows are packed and none is padded",
+        )
 
 
 def _column(example: Mapping[str, Any], key: str, num_tokens: int, row: int) -> NDArray[np.int64]:
@@ -281,13 +278,6 @@ def _unpadded(
                 where=f"dataset row {row}",
                 why="the stock Trainer would train the model to write padding",
                 fix="set labels to -100 wherever attention_mask is 0",
-            )
-        if begin and labels[begin] != IGNORED_LABEL:
-            raise UnsupportedError(
-                f"the first token after padding on the left (position {begin}) has a label",
-                where=f"dataset row {row}",
-                why="the stock Trainer would train it from the padding before it",
-                fix="set its label to -100, pad on the right, or do not pad",
             )
     if begin and rules.absolute_positions and not positions:
         raise UnsupportedError(

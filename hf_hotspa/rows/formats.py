@@ -7,6 +7,7 @@ have in them, and how the fields of a message are made uniform. Knows no tokeniz
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Integral
 from typing import Any
 
 from hf_hotspa.errors import DataError
@@ -33,6 +34,9 @@ _ROLES = {
     "function_call": "function_call",
 }
 _REASONING = ("reasoning_content", "reasoning", "thinking")
+
+SKIPPED = "remove the row, or have rows that are empty skipped and counted: hotspa_empty_rows=skip"
+"""What to do about a row that is empty."""
 
 Messages = list[dict[str, Any]]
 
@@ -75,18 +79,27 @@ class Format:
         columns: The columns that are read, where a row has them.
         kind: `chat`, `completion` (after a prompt), `answer` (to a question; strings), or `text`.
         read: A row and its number -> what it says. Raises `DataError`.
+        required: The columns without which a row says nothing; the last one holds what is learned.
         unused: Other columns that this module would understand, and that are not looked at.
     """
 
     columns: tuple[str, ...]
     kind: str
     read: Callable[[Mapping[str, Any], int], Reading]
+    required: tuple[str, ...]
     unused: tuple[str, ...] = ()
 
     @property
     def masked(self) -> bool:
         """Whether part of a row may carry no label."""
         return self.kind != "text"
+
+    def is_empty(self, row: Mapping[str, Any]) -> bool:
+        """Whether something that is required is null, or what is to be learned is an empty text or conversation."""
+        learned = row[self.required[-1]]
+        if self.kind == "chat" and isinstance(learned, str) and learned.strip() in ("", "[]", "null"):
+            return True
+        return any(row[name] is None for name in self.required) or (isinstance(learned, str | list) and not learned)
 
 
 def format_of(names: Sequence[str]) -> Format:
@@ -99,15 +112,16 @@ def format_of(names: Sequence[str]) -> Format:
     extras = tuple(name for name in (*_SYSTEMS, "tools", "chat_template_kwargs") if name in names)
     format_: Format | None = None
     if chat:
-        format_ = Format((chat, *extras), "chat", lambda row, number: _read_chat(row, chat, number))
+        format_ = Format((chat, *extras), "chat", lambda row, number: _read_chat(row, chat, number), (chat,))
     elif "prompt" in names and "completion" in names:
-        format_ = Format(("prompt", "completion", *extras), "completion", _read_completion)
+        both = ("prompt", "completion")
+        format_ = Format((*both, *extras), "completion", _read_completion, both)
     else:
         question = _one_of([asked for asked, answers in _ANSWERS.items() if set(answers) & set(names)], names)
         if question:
             format_ = _pair(question, names, extras)
         elif "text" in names:
-            format_ = Format(("text",), "text", _read_text)
+            format_ = Format(("text",), "text", _read_text, ("text",))
     if format_ is None:
         raise _not_understood(names)
     unused = [*_CHATS, "prompt", "completion", *_ANSWERS, "output", "answer", "response", "text"]
@@ -134,7 +148,7 @@ def _pair(question: str, names: Sequence[str], extras: tuple[str, ...]) -> Forma
     def read(row: Mapping[str, Any], number: int) -> Chat:
         return _read_pair(row, number, question, answer, context)
 
-    return Format((*columns, answer, *extras), "answer", read)
+    return Format((*columns, answer, *extras), "answer", read, (question, answer))
 
 
 def _one_of(candidates: Sequence[str], names: Sequence[str]) -> str | None:
@@ -159,8 +173,7 @@ def _not_understood(names: Sequence[str]) -> DataError:
 
 
 def _read_text(row: Mapping[str, Any], number: int) -> str:
-    check_string(row["text"], "text", number)
-    return str(row["text"])
+    return text_of(row["text"], "text", number)
 
 
 def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
@@ -171,9 +184,8 @@ def _read_chat(row: Mapping[str, Any], key: str, number: int) -> Chat:
 
 def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
     prompt, completion = row["prompt"], row["completion"]
-    if isinstance(prompt, str):
-        check_string(completion, "completion", number)
-        return Strings(prompt, completion)
+    if isinstance(prompt, str | Integral):
+        return Strings(text_of(prompt, "prompt", number), text_of(completion, "completion", number))
     before = _with_system(read_messages(prompt, "prompt", number), row, number)
     messages = [*before, *read_messages(completion, "completion", number)]
     weights = [_weight(message, "completion", number) for message in messages]
@@ -181,12 +193,11 @@ def _read_completion(row: Mapping[str, Any], number: int) -> Strings | Chat:
 
 
 def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, context: str | None) -> Chat:
-    check_string(row[question], question, number)
-    check_string(row[answer], answer, number)
+    ask, said = text_of(row[question], question, number), text_of(row[answer], answer, number)
     given = row[context] if context is not None else None
     if given is not None:
-        check_string(given, str(context), number)
-    asked = f"{row[question]}\n\n{given}" if given else row[question]
+        given = text_of(given, str(context), number)
+    asked = f"{ask}\n\n{given}" if given else ask
     messages: Messages = []
     for pair in row.get("history") or ():
         if not (isinstance(pair, Sequence) and len(pair) == 2 and all(isinstance(part, str) for part in pair)):
@@ -194,11 +205,11 @@ def _read_pair(row: Mapping[str, Any], number: int, question: str, answer: str, 
                 "'history' holds something else than pairs of a question and its answer", where=f"dataset row {number}"
             )
         messages += [{"role": "user", "content": pair[0]}, {"role": "assistant", "content": pair[1]}]
-    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": row[answer]}]
+    messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": said}]
     plain = None
     if len(messages) == 2:
-        parts = [_system(row) or "", f"### Instruction:\n{row[question]}", f"### Input:\n{given}" if given else ""]
-        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), row[answer])
+        parts = [_system(row) or "", f"### Instruction:\n{ask}", f"### Input:\n{given}" if given else ""]
+        plain = Strings("\n\n".join([*filter(None, parts), "### Response:\n"]), said)
     messages = _with_system(messages, row, number)
     return Chat(messages, _turns(messages, [True] * len(messages), 0), plain=plain, **_rendering(row, number))
 
@@ -259,7 +270,7 @@ def read_messages(value: Any, key: str, number: int) -> Messages:
             f"{key} is no conversation",
             where=where,
             fix=f"give {key} as a list of messages such as {{'role': 'user', 'content': 'Hello'}} or "
-            "{'from': 'human', 'value': 'Hello'}",
+            "{'from': 'human', 'value': 'Hello'}" + ("" if value else f"; or {SKIPPED}"),
         )
     return [message for message in messages if message is not None]
 
@@ -363,11 +374,21 @@ def _without_none(value: Any) -> Any:
     return [_without_none(inner) for inner in value] if isinstance(value, list) else value
 
 
-def check_string(value: Any, key: str, number: int) -> None:
-    """Raises DataError where a column holds no text."""
-    if not isinstance(value, str):
-        raise DataError(
-            f"{key} is a {type(value).__name__} instead of a string",
-            where=f"dataset row {number}",
-            fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages",
-        )
+def text_of(value: Any, key: str, number: int) -> str:
+    """The text of a column; of an integer the digits, which say all of it.
+
+    Raises:
+        DataError: it holds something else: what stood for a decimal number, a boolean or nothing cannot be told.
+    """
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, bool) and isinstance(value, Integral):
+        return str(int(value))
+    if value is None:
+        raise DataError(f"{key} is a NoneType instead of a string", where=f"dataset row {number}", fix=SKIPPED)
+    raise DataError(
+        f"{key} is a {type(value).__name__} instead of a string",
+        where=f"dataset row {number}",
+        fix=f"give {key} as a string, prompt and completion both as strings or both as lists of messages; load_source reads "
+        "the cells of a csv file as the texts that they are",
+    )

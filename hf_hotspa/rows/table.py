@@ -114,8 +114,7 @@ class TableBuilder:
     def __init__(self) -> None:
         self._chunks = [(_none(),) * 5]  # lengths, label counts, mask offsets, cuts, and how many cuts a row has
         self._bits: list[NDArray[np.uint8]] = [np.zeros(0, np.uint8)]
-        self._num_bits = self._num_rows = 0
-        self._first_labelled: int | None = None
+        self._num_bits = 0
 
     def add_rows(self, rows: Iterable[Row]) -> None:
         """Adds rows that have been read."""
@@ -126,25 +125,13 @@ class TableBuilder:
         if any(row.labels is not None for row in rows):
             masks = [np.ones(len(r.ids), np.bool_) if r.labels is None else r.labels != IGNORED_LABEL for r in rows]
             is_label = np.concatenate(masks)
-        self._note_labels(
-            row.labels is not None and len(row.ids) > 0 and row.labels[0] != IGNORED_LABEL for row in rows
-        )
         lengths = np.array([len(row.ids) for row in rows], np.int64)
         num_cuts = np.array([len(row.cuts) for row in rows], np.int64)
         self._add(lengths, is_label, np.concatenate([row.cuts for row in rows]), num_cuts)
 
     def add(self, lengths: NDArray[np.int64], is_label: NDArray[np.bool_] | None) -> None:
         """Adds rows of one document each; `is_label` has one entry for each of their tokens, None when all count."""
-        if is_label is not None:
-            starts = np.cumsum(lengths) - lengths
-            self._note_labels(length > 0 and is_label[start] for start, length in zip(starts, lengths, strict=True))
         self._add(lengths, is_label, _none(), np.zeros(len(lengths), np.int64))
-
-    def _note_labels(self, carries: Iterable[Any]) -> None:
-        """Remembers the first row whose first token carries a label."""
-        if self._first_labelled is None:
-            at = next((index for index, carried in enumerate(carries) if carried), None)
-            self._first_labelled = None if at is None else self._num_rows + at
 
     def _add(
         self,
@@ -171,13 +158,12 @@ class TableBuilder:
             bits = np.packbits(is_label[np.repeat(masked, lengths)])
             self._bits.append(bits)
             self._num_bits += 8 * len(bits)
-        self._num_rows += len(lengths)
         self._chunks.append((lengths, counts, offsets, cuts, num_cuts))
 
     def table(self, rules: RowRules) -> SequenceTable:
         """The rows added so far."""
         columns = (np.concatenate(parts).astype(np.int64) for parts in zip(*self._chunks, strict=True))
         lengths, counts, offsets, cuts, num_cuts = columns
-        check_left_padding(rules, lengths, self._first_labelled)
+        check_left_padding(rules, lengths)
         cut_ends = np.cumsum(num_cuts) if len(cuts) else _none()
         return SequenceTable(lengths, counts, offsets, np.concatenate(self._bits), cuts, cut_ends)

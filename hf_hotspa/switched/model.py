@@ -88,7 +88,7 @@ from hf_hotspa.switched.requests import (
 )
 from hf_hotspa.switched.stale_weights import guard, release
 
-LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped")
+LOGIT_BYTES, CUT = 4 << 30, ("num_truncated", "num_split", "num_dropped", "num_empty")
 
 
 class SwitchedModel(DistributedDataParallel):
@@ -354,13 +354,14 @@ class SwitchedModel(DistributedDataParallel):
         """What the steps before say of the gradients to come; a resumed run needs its `state_dict` for the same bits."""
         return self._gradients
 
-    def same_batches(self, number: int, error: HotspaError | None = None) -> None:
-        """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective.
+    def same_batches(self, number: int, error: HotspaError | None = None, flag: bool = False) -> bool:
+        """Says how many batches this rank has got for the coming step, or what is wrong with them. Collective. Returns whether
+        some rank has given the flag.
 
         Raises:
             HotspaError: on every rank: that of one of them, or that they have different numbers.
         """
-        self._meet(f"train {number} batches", error)
+        return any(self._meet(f"train {number} batches", error, flag))
 
     # -- ranks together -----------------------------------------------------------------------------------------------
 

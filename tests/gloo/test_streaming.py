@@ -51,6 +51,38 @@ def make_stream(kind):
     return {"unsized": Stream, "sized": SizedStream}[kind](rows)
 
 
+def with_empty_rows(rank, world_size, folder, stream):
+    """The losses, and how many rows were left out of each mini-batch."""
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+    from tests.unit.test_prepare import byte_tokenizer
+
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token = "<eos>"
+    rows = [{"text": None if row % 3 == 0 else "" if row % 8 == 1 else "word " * (row % 7 + 1)} for row in range(24)]
+    dataset = datasets.Dataset.from_list(rows)
+    dataset = dataset.to_iterable_dataset() if stream else dataset
+    args = HotSPaTrainingArguments(
+        output_dir=folder, hotspa_mini_batch_size=6, hotspa_strategies={1: "dp1:64", 2: "dp2:16,tp2:64"}[world_size],
+        hotspa_empty_rows="skip", hotspa_report=False, max_steps=4, **COMMON,
+    )  # fmt: skip
+    model = tiny_model("llama_gqa_bias", vocab_size=400)
+    trainer = HotSPaTrainer(model, args, train_dataset=dataset, processing_class=tokenizer)
+    trainer.train()
+    logs = [log for log in trainer.state.log_history if "loss" in log]
+    return [(log["loss"], log.get("hotspa/empty", 0.0)) for log in logs]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_empty_rows_are_skipped_and_counted_on_all_ranks(tmp_path, stream):
+    [alone] = run_ranks(1, with_empty_rows, str(tmp_path / "1"), stream)
+    one, other = run_ranks(2, with_empty_rows, str(tmp_path / "2"), stream)
+    assert one == other
+    assert sum(count for _, count in alone) == sum(row % 3 == 0 or row % 8 == 1 for row in range(24))
+    assert [count for _, count in one] == [count for _, count in alone]
+    assert [loss for loss, _ in one] == pytest.approx([loss for loss, _ in alone], rel=2e-5)
+
+
 CASES = {
     "unsized": {"max_steps": 9},  # more than two epochs
     "sized": {"max_steps": -1, "num_train_epochs": 2},

@@ -116,7 +116,35 @@ def _own_arguments_saved(kit: Kit) -> Seen:
     return {"temperature": found.temperature, "steps": found.max_steps, "kind": isinstance(found, _OwnArguments)}
 
 
+def _own_arguments_read(kit: Kit) -> Seen:
+    class Reads(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, optimizer: Any = None, **kwargs: Any) -> None:
+            optimizer.param_groups[0]["weight_decay"] = args.temperature
+
+    own: Any = _OwnArguments(**{**COMMON, "output_dir": str(kit.folder / "out")}, temperature=0.7)
+    own.per_device_train_batch_size = MINI_BATCH // kit.world_size
+    own.hotspa_strategies, own.hotspa_report = STRATEGIES[kit.world_size], False
+    return kit.train(kit.trainer(args=own, callbacks=[Reads()]))
+
+
+def _arguments_of_a_library(kit: Kit) -> Seen:
+    @dataclass
+    class TunedConfig(TrainingArguments):
+        loss_type: str = "nll"
+        max_length: int | None = 1024
+
+    TunedConfig.__module__ = "tuned.config"  # as of one that is installed with a TunedTrainer
+    given: Any = TunedConfig(**{**COMMON, "output_dir": str(kit.folder / "out")}, loss_type="dft")
+    return kit.train(kit.trainer(args=given))
+
+
 MOVES: tuple[Move, ...] = (
+    Move("a subclass of `TrainingArguments` of one's own, whose fields a callback reads", _own_arguments_read),
+    Move(
+        "the arguments of another library's trainer (TRL's `SFTConfig`), with a field that asks for something", _arguments_of_a_library,
+        refused="TunedConfig has loss_type='dft'",
+        instead="what stands in its place is in the message and in the [table of TRL's fields](migration.md#from-trls-sfttrainer)",
+    ),
     Move("`Trainer(model, args, collator, rows)`: arguments by their place", _by_place),
     Move("`len` and `total_batch_size` of the data loaders", _loaders),
     Move("`dataset` of the evaluation data loaders, with `dataloader_persistent_workers=True`", _data_sets),

@@ -64,6 +64,35 @@ def of_language_modeling(**changes: Any) -> Any:
     return lambda: DataCollatorForLanguageModeling(tokenizer(side, pad), **{"mlm": False, **changes})
 
 
+class LeftWithoutFirst(DataCollatorForLanguageModeling):
+    """What ours makes of a batch that is padded on the left, for the stock Trainer."""
+
+    def torch_call(self, examples: Any) -> Any:
+        batch = super().torch_call(examples)
+        for row, mask in enumerate(batch["attention_mask"]):
+            if (first := int(mask.argmax())) > 0:
+                batch["labels"][row, first] = -100
+        return batch
+
+
+def padding_left(kit: Kit, rows: Any = None, **changes: Any) -> Seen:
+    kind = LeftWithoutFirst if kit.stock else DataCollatorForLanguageModeling
+    args = kit.arguments(eval_strategy="steps", eval_steps=2, **changes)
+    rows = unlabelled(kit) if rows is None else rows
+    collator = kind(tokenizer("left"), mlm=False)
+    return kit.train(
+        kit.trainer(args=args, train_dataset=rows, eval_dataset=unlabelled(kit)[:9], data_collator=collator)
+    )
+
+
+def padding_left_stream(kit: Kit) -> Seen:
+    from datasets import Dataset
+
+    stream = Dataset.from_list(unlabelled(kit)).to_iterable_dataset()
+    changes = {"accelerator_config": {"dispatch_batches": False}, "label_smoothing_factor": 0.1}
+    return padding_left(kit, stream, **changes)
+
+
 def with_evaluation(kit: Kit) -> Seen:
     rows = unlabelled(kit)
     collator = of_language_modeling(pad=2)()
@@ -163,10 +192,11 @@ MOVES: tuple[Move, ...] = (
     ),
     Move(
         "`DataCollatorForLanguageModeling(mlm=False)` padding on the left, rows of unequal lengths",
-        train(unlabelled, of_language_modeling(side="left")),
-        refused="the data collator pads on the left",
-        instead='the stock `Trainer` trains first tokens from padding; set `tokenizer.padding_side = "right"`',
+        padding_left,
+        ours="the first token behind padding is left out of the loss and its mean, and a line says so; compared with the stock "
+        "`Trainer` on labels without it, as it would train that token from padding",
     ),
+    Move("the same with a stream, and label smoothing", padding_left_stream, ours="as above"),
     Move(
         "`DataCollatorForLanguageModeling(mlm=True)`",
         train(unlabelled, of_language_modeling(mlm=True)),

@@ -1,9 +1,12 @@
 """`HotSPaTrainingArguments` and what `HotSPaTrainer` takes: parsed, or refused by name with what to use instead."""
 
 import copy
+import importlib
 import pickle
+import sys
 from dataclasses import dataclass, field
 
+import datasets
 import pytest
 import torch
 from transformers import (
@@ -18,9 +21,10 @@ from hf_hotspa.errors import HotspaConfigError, LaunchError, OverlongError, Stra
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, completed, named
 from hf_hotspa.trainer.launcher import recompute_argument
 from hf_hotspa.trainer.optimizers import ELEMENTWISE_OPTIMIZERS
-from hf_hotspa.trainer.trainer import HotSPaTrainer
+from hf_hotspa.trainer.trainer import HotSPaTrainer, switched
 from tests.families import tiny_model
 from tests.oracle import random_rows, relative_error
+from tests.unit.test_prepare import PLAIN, byte_tokenizer
 
 
 def make_arguments(tmp_path, **options):
@@ -267,6 +271,90 @@ def test_arguments_of_transformers_are_completed(tmp_path, monkeypatch):
     assert HotSPaTrainer(tiny_model("llama_gqa_bias")).args.output_dir == "tmp_trainer"
 
 
+SFT = {
+    "max_length": (int, 1024), "packing": (bool, False), "loss_type": (str, "nll"), "completion_only_loss": (object, None),
+    "assistant_only_loss": (bool, False), "padding_free": (bool, False), "dataset_num_proc": (object, None), "own_thing": (float, 0.0),
+}  # fmt: skip
+PAIR = [{"prompt": "2+2=", "completion": " four"}] * 3
+CHAT = [{"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yes"}]}] * 3
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A library that is installed, with a trainer and arguments of its own; and one without a trainer."""
+    lines = ["from dataclasses import dataclass", "from transformers import Trainer, TrainingArguments"]
+    for name in ("NotedArguments", "OtherConfig"):
+        own = [f"    {field}: {kind.__name__} = {value!r}" for field, (kind, value) in SFT.items()]
+        lines += ["@dataclass", f"class {name}(TrainingArguments):", *own]
+    lines += ["class OtherTrainer(Trainer): pass"]
+    folder = tmp_path / "site-packages" / "otherlibrary"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(folder.parent)
+    yield importlib.import_module("otherlibrary")
+    del sys.modules["otherlibrary"]
+
+
+def made(kind, folder, rows=(), trainer=HotSPaTrainer, **fields):
+    fields = {
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "max_steps": 1,
+        "save_strategy": "no",
+        **fields,
+    }
+    tokenizer = byte_tokenizer(PLAIN)
+    tokenizer.pad_token = "<eos>"
+    model = tiny_model("llama_gqa_bias", vocab_size=400)
+    given = kind(output_dir=str(folder), **fields)
+    given.hotspa_strategies, given.hotspa_report = "dp1:256", False
+    return trainer(model, given, train_dataset=rows or PAIR, processing_class=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("rows", "fields", "refused"),
+    [
+        (PAIR, {}, ""),
+        (PAIR, {"max_length": None, "padding_free": True, "dataset_num_proc": 4, "completion_only_loss": True}, ""),
+        (PAIR, {"loss_type": "dft"}, r"OtherConfig has loss_type='dft'.*token_loss.*switched"),
+        (PAIR, {"packing": True, "own_thing": 0.5}, r"packing=True, own_thing=0.5.*HotSPaTrainingArguments"),
+        (PAIR, {"completion_only_loss": False}, "completion_only_loss=False"),
+        ([{"text": "a"}] * 3, {"completion_only_loss": False}, ""),
+        (CHAT, {}, "assistant_only_loss=False"),
+        (CHAT, {"assistant_only_loss": True}, ""),
+        (PAIR, {"max_length": 9}, r"max_length=9 .*row 0 has 10 tokens.*hotspa_overlong='truncate'"),
+        (PAIR, {"max_length": 10}, ""),
+        (datasets.Dataset.from_list(PAIR).to_iterable_dataset(), {}, "max_length=1024 .*not known"),
+        (datasets.Dataset.from_list(PAIR).to_iterable_dataset(), {"max_length": None}, ""),
+    ],
+)  # fmt: skip
+def test_fields_of_the_arguments_of_another_trainer(tmp_path, library, rows, fields, refused):
+    if refused:
+        with pytest.raises(UnsupportedError, match=refused):
+            made(library.OtherConfig, tmp_path, rows, **fields).train()
+    else:
+        made(library.OtherConfig, tmp_path, rows, **fields).train()
+
+
+def test_whose_fields_are_whose(tmp_path, library):
+    asks = {"loss_type": "dft", "packing": True, "own_thing": 0.5, "max_length": 3}
+    made(library.NotedArguments, tmp_path, **asks).train()  # comes with no trainer: callbacks read it, or nobody
+
+    @dataclass
+    class Own(library.OtherConfig):
+        packing: bool = True
+        shown: float = 0.7
+
+    with pytest.raises(UnsupportedError, match="Own has packing=True [|]"):
+        made(Own, tmp_path)
+    Own.__module__ = library.OtherConfig.__module__ = "nowhere.config"  # of a library that is not there any more
+    with pytest.raises(UnsupportedError, match="Own has packing=True, shown=0.7"):
+        made(Own, tmp_path)
+    library.OtherConfig.__module__ = "otherlibrary"
+    made(library.OtherConfig, tmp_path, trainer=switched(library.OtherTrainer), own_thing=0.5)  # reads its own
+
+
 @pytest.mark.parametrize("optim", sorted({o.value for o in OptimizerNames} - {o.value for o in ELEMENTWISE_OPTIMIZERS}))
 def test_every_other_optimizer_is_refused_with_its_reason(tmp_path, optim):
     with pytest.raises(UnsupportedError) as caught:
@@ -340,6 +428,15 @@ def test_policies_are_counted_in_the_log(tmp_path):
         assert {k: v for k, v in log.items() if k.split("/")[-1] in ("truncated", "split", "dropped")} == counts
     with pytest.raises(OverlongError, match="dataset row 1"):
         make_trainer(tmp_path, rows=rows).train()
+    rows[1]["input_ids"], rows[0] = [6] * 30, {"input_ids": None}
+    for strategies in ("dp1:64@128", "auto"):
+        trainer = make_trainer(
+            tmp_path, rows=rows, hotspa_empty_rows="skip", hotspa_mini_batch_size=3, max_steps=1, logging_steps=1,
+            hotspa_strategies=strategies,
+        )  # fmt: skip
+        trainer.train()
+        [log] = [log for log in trainer.state.log_history if "loss" in log]
+        assert (log["hotspa/empty"], trainer.last_report.num_rows) == (1.0, 2)
 
 
 SUPPORTED: list[dict[str, object]] = [

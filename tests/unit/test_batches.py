@@ -28,10 +28,14 @@ from hf_hotspa.data.batches import (
     is_stock,
     is_stream,
     kept_columns,
+    say_left_out,
     seeded,
     with_masks,
+    without_padded_from,
 )
 from hf_hotspa.errors import DataError, TokenRangeError, UnsupportedError
+from hf_hotspa.rows.features import RowRules
+from hf_hotspa.rows.scan import scan_dataset
 from tests.training_runs import make_trainer
 from tests.unit.test_prepare import EOS, PLAIN, TALK, byte_tokenizer
 
@@ -226,6 +230,35 @@ def test_a_collator_of_the_users_gets_what_the_stock_one_would():
     assert not is_stock(lambda examples: {})
 
 
+# -- padding on the left ------------------------------------------------------------------------------------------------
+
+
+def test_first_labels_behind_padding_on_the_left_are_left_out(caplog):
+    tokenizer = byte_tokenizer()
+    tokenizer.pad_token_id, tokenizer.padding_side = EOS, "left"
+    rows = [{"input_ids": [1, 2, 3]}, {"input_ids": [4, 5]}, {"input_ids": [6]}]
+    batch = DataCollatorForLanguageModeling(tokenizer, mlm=False)(rows)
+    found = without_padded_from(batch)
+    assert batch["labels"].tolist() == [[1, 2, 3], [NO, 4, 5], [NO, NO, 6]]
+    assert found["labels"].tolist() == [[1, 2, 3], [NO, NO, 5], [NO, NO, NO]]
+    assert type(found) is type(batch)
+    assert without_padded_from(found) is found
+    for other in (
+        [1],
+        {"labels": torch.ones(3)},
+        {"labels": batch["labels"]},
+        {**batch, "shift_labels": batch["labels"]},
+    ):
+        assert without_padded_from(other) is other
+    empty = RowCollator()([])
+    assert without_padded_from(empty) is empty
+    caplog.clear()
+    say_left_out.cache_clear()
+    padded = [{"input_ids": [0, 1, 2], "attention_mask": [0, 1, 1], "labels": [NO, 1, 2]}] * 2
+    assert collated(padded)["labels"] == [[1, 2]] * 2  # the first column counts for nothing
+    assert caplog.text.count("padded on the left") == 1
+
+
 # -- what is longer than the longest bucket ----------------------------------------------------------------------------
 
 LONG = [{"input_ids": [1, 2, 3, 4, 5], "labels": [NO, 2, 3, 4, 5]}, {"input_ids": [6, 7]}, {"input_ids": [8, 9, 10]}]
@@ -240,24 +273,24 @@ def cut(rows, policy, longest=2, **options):
 def test_policies_cut_rows_and_count_them():
     assert cut(LONG, TRUNCATE) == {
         "input_ids": [[1, 2], [6, 7], [8, 9]], "attention_mask": [[1, 1]] * 3, "labels": [[NO, 2], [6, 7], [8, 9]],
-        COUNTS: [2, 0, 0],
+        COUNTS: [2, 0, 0, 0],
     }  # fmt: skip
     assert cut(LONG, SPLIT) == {
         "input_ids": [[1, 2], [3, 4], [5, 0], [6, 7], [8, 9], [10, 0]],
         "attention_mask": [[1, 1], [1, 1], [1, 0], [1, 1], [1, 1], [1, 0]],
         "labels": [[NO, 2], [3, 4], [5, NO], [6, 7], [8, 9], [10, NO]],
-        COUNTS: [0, 2, 0],
+        COUNTS: [0, 2, 0, 0],
     }  # fmt: skip
     assert cut(LONG, DROP) == {
-        "input_ids": [[6, 7]], "attention_mask": [[1, 1]], "labels": [[6, 7]], COUNTS: [0, 0, 2],
+        "input_ids": [[6, 7]], "attention_mask": [[1, 1]], "labels": [[6, 7]], COUNTS: [0, 0, 2, 0],
     }  # fmt: skip
-    assert cut(LONG, DROP, longest=5)[COUNTS] == [0, 0, 0]
+    assert cut(LONG, DROP, longest=5)[COUNTS] == [0, 0, 0, 0]
     assert cut(LONG, DROP, longest=5)["input_ids"] == collated(LONG)["input_ids"]
 
 
 def test_a_batch_of_which_nothing_is_left():
     batch = cut([LONG[0]], DROP)
-    assert (batch["input_ids"], batch["labels"], batch[COUNTS]) == ([], [], [0, 0, 1])
+    assert (batch["input_ids"], batch["labels"], batch[COUNTS]) == ([], [], [0, 0, 1, 0])
     collator = RowCollator(policy=DROP, longest=2)
     assert {name: tuple(value.shape) for name, value in collator([LONG[0]]).items()} == {
         "input_ids": (0, 1), "attention_mask": (0, 1), "labels": (0, 1),
@@ -291,9 +324,46 @@ def test_batches_of_the_users_are_cut_too():
 
 def test_rows_of_several_documents_are_not_cut():
     rows = [{"input_ids": [1, 2, 3, 4], "seq_lengths": [2, 2]}]
-    assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0]
+    assert cut(rows, SPLIT, longest=4)[COUNTS] == [0, 0, 0, 0]
     with pytest.raises(UnsupportedError, match="hotspa_overlong=split with rows of several documents"):
         cut(rows, SPLIT, longest=3)
+
+
+EMPTY = [
+    ({"text": None}, {"text": ""}, {"text": "ab"}),
+    ({"messages": None}, {"messages": []}, {"messages": TALK}),
+    ({"messages": "[]"}, {"messages": None}, {"messages": TALK}),
+    ({"prompt": None, "completion": "a"}, {"prompt": "a", "completion": ""}, {"prompt": "a", "completion": "b"}),
+    ({"question": "a", "answer": None}, {"question": "a", "answer": ""}, {"question": "a", "answer": "b"}),
+    ({"input_ids": None}, {"input_ids": []}, {"input_ids": [5, 6]}),
+]
+
+
+@pytest.mark.parametrize("rows", EMPTY, ids=lambda rows: "-".join(rows[0]))
+def test_rows_that_are_empty_are_an_error_or_skipped_and_counted(rows):
+    tokenizer = byte_tokenizer(template=PLAIN)
+    tokenizer.pad_token_id = EOS
+    for some in (rows, rows[:2]):
+        found = RowCollator(tokenizer=tokenizer, skips_empty=True, counts=True)(some)
+        assert found[COUNTS].tolist() == [0, 0, 0, 2]
+        assert len(found["input_ids"]) == len(some) - 2
+    alone = RowCollator(tokenizer=tokenizer)([rows[2]])
+    found = RowCollator(tokenizer=tokenizer, skips_empty=True)(rows)
+    assert {name: value.tolist() for name, value in found.items()} == {
+        name: value.tolist() for name, value in alone.items()
+    }
+    null = next(row for row in rows if None in row.values())
+    with pytest.raises(DataError, match=r"row 0.*hotspa_empty_rows=skip"):
+        RowCollator(tokenizer=tokenizer)([null])
+    collator = DataCollatorForSeq2Seq(tokenizer)
+    assert len(RowCollator(collator, tokenizer, skips_empty=True)(rows)["input_ids"]) == 1
+    if "input_ids" in rows[0]:
+        table = scan_dataset(
+            datasets.Dataset.from_list(list(rows)), rules=RowRules(skips_empty=True), disable_progress=True
+        )
+        assert table.lengths.tolist() == [0, 0, 2]
+        with pytest.raises(DataError, match="input_ids is missing.*row 0.*hotspa_empty_rows"):
+            scan_dataset(datasets.Dataset.from_list(list(rows)), disable_progress=True)
 
 
 def test_while_the_longest_is_not_known_nothing_is_cut():

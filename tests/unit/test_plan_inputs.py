@@ -91,6 +91,13 @@ def test_rows_of_tokens_need_no_tokenizer_and_packed_ones_are_their_documents(
     assert f"9 sequences of {path}, 3 of 4 rows; 27 tokens" in capsys.readouterr().out
 
 
+def test_empty_rows_are_left_out(capsys: pytest.CaptureFixture[str], texts: str, tokenizer: str) -> None:
+    with Path(texts).open("a") as file:
+        file.write('{"text": null}\n{"text": ""}\n')
+    assert main(["lengths", "--dataset", texts, "--tokenizer", tokenizer]) == 0
+    assert f"8 sequences of {texts}, 2 empty rows left out; {sum(WORDS) + 8} tokens" in capsys.readouterr().out
+
+
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str], texts: str) -> None:
     assert "no file or directory missing.jsonl" in refusal(capsys, "lengths", "--dataset", "missing.jsonl")
     assert "--rows 0" in refusal(capsys, "lengths", "--dataset", texts, "--rows", "0")

@@ -109,6 +109,34 @@ def test_text_gets_one_eos_and_no_labels():
     assert adding.decode(prepare([{"text": "ab"}], adding)[0]["input_ids"]) == "<bos>ab<eos>"
 
 
+@pytest.mark.parametrize("adds", [False, True])
+@pytest.mark.parametrize("text", ["<bos>ab<eos>", "<bos>ab", "ab<eos>", "ab", "<bos>ab<eos>\n", "<bos>a<eos>b<bos>"])
+def test_special_tokens_that_a_text_has_are_not_doubled(adds, text, caplog):
+    tokenizer = byte_tokenizer(adds_bos_and_eos=adds)
+    expected = "<bos>" * (adds and not text.startswith("<bos>")) + text
+    expected += "" if "<eos>" in text[-6:] else "<eos>"
+    for stream in (False, True):
+        [row] = tokenize_rows([{"text": text}], tokenizer) if stream else prepare([{"text": text}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == expected
+        prompt, separator, completion = text.partition("a")
+        [row] = prepare([{"prompt": prompt + separator, "completion": completion}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == expected
+        assert trained(tokenizer, row) == expected.partition("a")[2]
+    doubles = adds and (text.startswith("<bos>") or "<eos>" in text[-6:])
+    assert caplog.text.count("special tokens already") == doubles
+
+
+def test_a_prefix_of_several_special_tokens_is_not_doubled():
+    """As GLM's `[gMASK]<sop>`, and a text with one of its own twice."""
+    tokenizer = byte_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<bos> <user> $A", special_tokens=[("<bos>", 257), ("<user>", 258)]
+    )
+    for text, expected in (("<bos><user>a", "<bos><user>a"), ("a", "<bos><user>a"), ("<bos><user><bos><user>a",) * 2):
+        [row] = prepare([{"text": text}], tokenizer)
+        assert tokenizer.decode(row["input_ids"]) == f"{expected}<eos>"
+
+
 def test_nothing_is_truncated():
     tokenizer = byte_tokenizer()
     tokenizer.model_max_length = 8
@@ -199,6 +227,25 @@ def test_prompt_and_completion_with_a_slow_tokenizer():
     (row,) = prepare([{"prompt": "ab", "completion": "cd"}], SlowCharacters())
     assert row["labels"][:4] == [-100, -100, ord("c"), ord("d")]
     assert row["labels"][4:] == row["input_ids"][4:] == [SlowCharacters().eos_token_id]
+
+
+class EndsItself(SlowCharacters):
+    """Puts EOS behind each text, also where one is."""
+
+    def build_inputs_with_special_tokens(self, token_ids_0, token_ids_1=None):
+        return [*token_ids_0, self.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "completion"), [("ab", "cd"), ("ab", "cd<eos>"), ("ab<eos>", "cd"), ("a<eos>\n", "c")]
+)
+def test_a_slow_tokenizer_that_ends_texts(prompt, completion):
+    tokenizer = EndsItself()
+    (row,) = prepare([{"prompt": prompt, "completion": completion}], tokenizer)
+    whole = prompt + completion.removesuffix("<eos>")
+    assert row["input_ids"] == [*tokenizer(whole, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
+    learned = [label for label in row["labels"] if label != -100]
+    assert learned == [*map(ord, completion.removesuffix("<eos>")), tokenizer.eos_token_id]
 
 
 def test_prompt_and_completion_messages():
@@ -293,3 +340,94 @@ def test_sources_that_are_not_there(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", offline)
     with pytest.raises(DataError, match="'someone/corpus' is no local path.*ConnectionError: offline"):
         load_source("someone/corpus")
+
+
+@pytest.mark.parametrize(
+    ("cells", "quoted"),
+    [(["3", "007"], False), (["True", "false"], False), (["None", "NA"], False), (["1.50", "2."], False), (["", "null"], True)],
+)  # fmt: skip
+def test_cells_of_a_csv_are_the_texts_that_stand_there(tmp_path, cells, quoted):
+    tmp_path = folder(tmp_path)
+    for name in ("a.csv", "b.csv"):
+        rows = "".join(f'1e3,"{cell}"\n' if quoted else f"1e3,{cell}\n" for cell in cells)
+        (tmp_path / name).write_text(f"question,answer\n{rows}")
+    for source, times in ((tmp_path / "a.csv", 1), (tmp_path, 2)):
+        assert list(load_source(str(source))) == [{"question": "1e3", "answer": cell} for cell in cells] * times
+    rows = prepare_dataset(load_source(str(tmp_path / "a.csv")), byte_tokenizer(PLAIN))
+    assert [trained(byte_tokenizer(), row) for row in rows] == [f"{cell}<end>" for cell in cells]
+
+
+def test_what_another_reader_made_of_the_cells_of_a_csv_is_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("question,input,answer,id\nx,,007,1\ny,,3,2\n")
+    source = {"path": "csv", "data_files": str(tmp_path / "a.csv"), "split": "train"}
+    dataset = datasets.load_dataset(**source).remove_columns("input")
+    stream = datasets.load_dataset(**source, streaming=True).remove_columns("input")
+    for given in (dataset, dataset.select([1]), stream, stream.map(lambda row: row)):
+        with pytest.raises(DataError, match=r"\['answer'\] come from a csv.*int64.*load_source"):
+            module.refuse_guessed(given)
+    with pytest.raises(DataError, match="come from a csv"):
+        prepare(dataset, byte_tokenizer(PLAIN))
+    as_text = dataset.cast_column("answer", datasets.Value("string"))
+    prepare(as_text, byte_tokenizer(PLAIN))  # he has said what is learned
+    module.refuse_guessed(dataset.map(lambda row: {"input_ids": [1]}))
+
+
+def test_integers_of_other_rows_are_their_digits():
+    tokenizer = byte_tokenizer()
+    for row in ({"prompt": 2, "completion": 40}, {"prompt": "2", "completion": "40"}):
+        (found,) = prepare([row], tokenizer)
+        assert (tokenizer.decode(found["input_ids"]), trained(tokenizer, found)) == ("240<eos>", "40<eos>")
+    for value in (True, 1.5):
+        with pytest.raises(DataError, match=f"completion is a {type(value).__name__} instead of a string"):
+            prepare([{"prompt": "2", "completion": value}], tokenizer)
+
+
+def folder(path):
+    """A new one, beside the cache of `datasets`."""
+    (path / "rows").mkdir()
+    return path / "rows"
+
+
+GOOD = '{"text": "a"}\n'
+
+
+@pytest.mark.parametrize(
+    ("name", "contents", "message"),
+    [
+        ("a.jsonl", GOOD + '{"text": "b\n' + GOOD, r"a\.jsonl, line 2, is no JSON: Unterminated string"),
+        ("a.jsonl", GOOD + "\n" + '{"text": "b"', r"a\.jsonl, line 3, is no JSON: Expecting"),
+        ("a.jsonl", GOOD + "[1]\n", r"a\.jsonl, line 2, is no JSON object: \[1\]"),
+        ("a.jsonl", "[1]\n[2]\n", r"a\.jsonl, line 1, is no JSON object"),
+        ("a.json", '[{"text": "a"},\n{"text": "b"\n]', r"a\.json, line 3, is no JSON"),
+        ("a.json", '[{"text": "a"}, 3]', r"a\.json: element 1 of the list is no JSON object"),
+        ("a.json", "[]", r"a\.json: the file is empty"),
+        ("a.jsonl", "", r"a\.jsonl: the file is empty"),
+        ("a.jsonl", "\n \n", r"a\.jsonl: the file is empty"),
+        ("a.csv", "", r"a\.csv: the file is empty"),
+        ("a.csv", "text,id\n", r"a\.csv: the file is empty"),
+        ("a.txt", "", r"a\.txt: the file is empty"),
+        ("a.parquet", "", r"a\.parquet: the file is empty"),
+        ("a.csv", "text,id\na,1\nb,c,2\n", r"a\.csv is no csv file:.*in line 3, saw 3.*double quotes"),
+        ("a.csv", "text,id\na,b,1\nb,c,2\n", r"a\.csv: a row has more cells than the header has names, \['text', 'id'\]"),
+    ],
+)  # fmt: skip
+def test_a_broken_or_empty_file_is_named_with_the_line(tmp_path, name, contents, message):
+    tmp_path = folder(tmp_path)
+    (tmp_path / name).write_text(contents)
+    with pytest.raises(DataError, match=message):
+        load_source(str(tmp_path / name))
+    good = {"json": "[" + GOOD + "]", "jsonl": GOOD, "csv": "text,id\na,1\n"}.get(name.split(".")[1])
+    if good and "empty" not in message:  # of several files, the one that is broken
+        (tmp_path / f"0.{name.split('.')[1]}").write_text(good)
+        with pytest.raises(DataError, match=message):
+            load_source(str(tmp_path))
+
+
+def test_csv_files_of_a_folder_have_the_same_columns(tmp_path):
+    tmp_path = folder(tmp_path)
+    (tmp_path / "a.csv").write_text("text,id\na,1\n")
+    (tmp_path / "b.csv").write_text("text,source\nb,x\n")
+    with pytest.raises(DataError, match=r"b\.csv has the columns \['text', 'source'\], and .*a\.csv \['text', 'id'\]"):
+        load_source(str(tmp_path))
+    with pytest.raises(DataError, match="cannot be read as split 'test'.*Unknown split"):
+        load_source(str(tmp_path / "a.csv"), split="test")

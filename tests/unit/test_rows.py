@@ -91,8 +91,7 @@ def test_labels_of_a_language_modeling_collator():
         ({}, {"attention_mask": [1, 1]}, DataError, "3 input_ids and 2 attention_mask"),
         ({}, {"attention_mask": [[1, 1, 1]]}, DataError, "2 dimensions"),
         ({}, {"attention_mask": [1, 1, 0], "labels": [1, 2, 3]}, UnsupportedError, "position 2 is padding.*row 4"),
-        ({}, {"attention_mask": [0, 1, 1], "labels": [-100, 2, 3]}, UnsupportedError, "position 1. has a label"),
-        ({"labels_are_ids": True}, {"attention_mask": [0, 1, 1]}, UnsupportedError, "position 1. has a label"),
+        ({}, {"attention_mask": [0, 0, 1], "labels": [-100, 2, 3]}, UnsupportedError, "position 1 is padding.*row 4"),
         ({"reads_mask": False}, {"attention_mask": [1, 1, 0]}, UnsupportedError, "leaves their attention_mask out"),
         ({"absolute_positions": True}, {"attention_mask": [0, 1, 1]}, UnsupportedError, "has absolute positions"),
         ({"refused": frozenset(["inputs_embeds"])}, {"inputs_embeds": [1]}, UnsupportedError, "'inputs_embeds'"),
@@ -195,12 +194,17 @@ def test_collators_that_pad_on_the_left():
     assert len(scan_dataset(unequal, rules=rules, disable_progress=True)) == 2
     with pytest.raises(UnsupportedError, match="pads on the left.*positions of a row"):
         scan_dataset(unequal, rules=RowRules(pads_left=True, absolute_positions=True), disable_progress=True)
-    unequal[1]["labels"] = [4, 5]
-    with pytest.raises(UnsupportedError, match="pads on the left.*row 1.*padding before it"):
-        scan_dataset(unequal, rules=rules, disable_progress=True)
-    with pytest.raises(UnsupportedError, match="row 1"):
-        scan_dataset(datasets.Dataset.from_list(unequal), rules=rules, disable_progress=True)
-    scan_dataset([unequal[1], unequal[1]], rules=rules, disable_progress=True)  # nothing is padded
+    unequal[1]["labels"] = [4, 5]  # the first one counts for nothing
+    for dataset in (unequal, datasets.Dataset.from_list(unequal)):
+        table = scan_dataset(dataset, rules=rules, disable_progress=True)
+        assert table.label_counts.tolist() == [2, 1]
+
+
+def test_the_first_token_behind_padding_is_trained_from_nothing():
+    row = {"input_ids": [9, 1, 2], "attention_mask": [0, 1, 1], "labels": [-100, 1, 2]}
+    assert SequenceTable.of_rows([read_row(row, 0)]).label_counts.tolist() == [1]
+    of_ids = read_row(row, 0, RowRules(labels_are_ids=True, unlabelled_id=9))
+    assert of_ids.targets_of(0, 2)[1] == 1
 
 
 def test_policies_look_at_documents():

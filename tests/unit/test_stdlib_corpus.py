@@ -1,10 +1,12 @@
 """The corpus of the examples: offline, the same each time, with the long tail that it is there for."""
 
 import importlib.util
+import json
 import multiprocessing
 import platform
 from pathlib import Path
 
+import datasets
 import pytest
 
 from hf_hotspa.data.prepare import prepare_dataset
@@ -73,6 +75,33 @@ def test_tokenizer_is_lossless_cached_and_reproducible(tmp_path):
     assert other.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
     with pytest.raises(ValueError, match="at least 258"):
         corpus.build_tokenizer(200, cache_dir=tmp_path)
+
+
+CLOCK = {"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}
+CALL = {"name": "clock", "arguments": {"zone": "UTC"}}
+WRITTEN = '<tool_call>{"name": "clock", "arguments": {"zone": "UTC"}}</tool_call>'
+
+
+@pytest.mark.parametrize("call", [CALL, {"function": CALL}, {"function": {**CALL, "arguments": '{"zone": "UTC"}'}}])
+@pytest.mark.parametrize("tools", [[CLOCK], json.dumps([CLOCK]), None])
+def test_the_chat_template_of_the_demo_writes_all_of_a_conversation(tmp_path, monkeypatch, call, tools):
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    tokenizer = corpus.build_tokenizer(400, cache_dir=tmp_path, **SMALL)
+    tokenizer.chat_template = corpus.CHAT_TEMPLATE
+    messages = [
+        {"role": "system", "content": "Be short."},
+        {"role": "user", "content": "What time is it?"},
+        {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "I ask."},
+        {"role": "tool", "content": "12:00", "name": "clock"},
+        {"role": "assistant", "content": "Noon."},
+    ]
+    (row,) = prepare_dataset([{"messages": messages, "tools": tools}], tokenizer)
+    expected = "" if tools is None else f"<|tools|>\n{json.dumps(CLOCK)}\n"
+    expected += f"<|system|>\nBe short.\n<|user|>\nWhat time is it?\n<|assistant|>\n<think>\nI ask.\n</think>\n\n{WRITTEN}{corpus.EOS}"
+    expected += f"\n<|tool|>\n12:00\n<|assistant|>\nNoon.{corpus.EOS}\n"
+    assert tokenizer.decode(row["input_ids"]) == expected
+    learned = tokenizer.decode([label for label in row["labels"] if label != -100])
+    assert learned == f"<think>\nI ask.\n</think>\n\n{WRITTEN}{corpus.EOS}Noon.{corpus.EOS}"
 
 
 def _build(cache_dir):
