@@ -70,6 +70,7 @@ from hf_hotspa.trainer.resuming import (
     next_pass,
 )
 from hf_hotspa.trainer.start import Ranks, Watchers, own_loss, refuse_behind, start
+from hf_hotspa.versions import library_facts
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -99,7 +100,7 @@ class SwitchedMixin(_Base):
         self._hotspa_model: SwitchedModel | None = None
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
-        agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        agreement.check({}, None, "arguments of the Trainer", facts=library_facts() | argument_facts(args))
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
