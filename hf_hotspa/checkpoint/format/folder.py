@@ -18,7 +18,7 @@ import os
 import re
 import socket
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hf_hotspa.checkpoint.format.disk import Disk, directory_mode
@@ -31,6 +31,7 @@ logger = logging.getLogger(__name__)
 LOCK = LOCK_NAME
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
+_CLOCK_S = 1.0
 _LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has buried the process
 
 
@@ -48,6 +49,16 @@ def checkpoints(folder: Path) -> list[Path]:
             if match and entry.is_dir(follow_symlinks=False):
                 numbered.append((int(match[1]), entry.name))
     return [folder / name for _, name in sorted(numbered, reverse=True)]
+
+
+def latest_first(found: Iterable[Path]) -> list[Path]:
+    """Checkpoints by when they were written, the latest first, as the stock Trainer rotates them: those of an earlier run may
+    have higher steps. By step where all times are within a second, as where a file system has none."""
+    by_step = sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    times = {path: path.stat().st_mtime for path in by_step}
+    if not times or max(times.values()) - min(times.values()) < _CLOCK_S:
+        return by_step
+    return sorted(by_step, key=times.__getitem__, reverse=True)  # equal times stay by step
 
 
 def check_step(path: Path, manifest: Manifest) -> None:
@@ -216,7 +227,8 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes older checkpoints until `limit` good ones are left. Never raises for what the disk refuses.
+        """Removes checkpoints, those first that were written first, until `limit` good ones are left. Never raises for what
+        the disk refuses.
 
         Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
         one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
@@ -229,12 +241,12 @@ class RunFolder:
         if limit is None or limit < 1:
             return
         try:
-            kept = {newest, *keep}
-            good = [path for path in checkpoints(self.path) if path in kept and self.verified(path)]
+            kept, there = {newest, *keep}, latest_first(checkpoints(self.path))
+            good = [path for path in there if path in kept and self.verified(path)]
             if newest not in good:
                 return
             victims = []
-            for path in checkpoints(self.path):
+            for path in there:
                 if path in kept:
                     continue
                 if len(good) >= limit:
