@@ -85,6 +85,13 @@ def reused(kit: Kit) -> Seen:
     return {**seen, **{f"resumed {k}": v for k, v in kit.train(trainer, resume_from_checkpoint=True).items()}}
 
 
+def odd_generation_config(kit: Kit) -> Seen:
+    """A model whose generation config transformers loads and does not write: the stock Trainer raises at its first save."""
+    model = kit.model()
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.6
+    return kit.train(kit.trainer(model=model, args=kit.arguments(save_strategy="steps", save_steps=2)))
+
+
 class StopAt(TrainerCallback):
     """Ends a run early, as a job that is cut short."""
 
@@ -248,6 +255,12 @@ MOVES: tuple[Move, ...] = (
     Move("files of a checkpoint: configs, weights, tokenizer", model_files),
     Move("`save_total_limit=1`", saved(save_total_limit=1)),
     Move("`save_total_limit=2` in the folder of an earlier run with higher steps", reused),
+    Move(
+        "saving a generation config that transformers refuses to write",
+        odd_generation_config,
+        refused=r"generation_config.json cannot be written",
+        instead="repair it (here `do_sample=True`): the stock `Trainer` raises at its first save",
+    ),
     Move('`save_strategy="epoch"`', saved(save_strategy="epoch", max_steps=-1, num_train_epochs=1)),
     Move(
         '`save_strategy="best"`',
