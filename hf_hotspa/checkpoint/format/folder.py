@@ -53,10 +53,10 @@ def checkpoints(folder: Path) -> list[Path]:
     return [folder / name for _, name in sorted(numbered, reverse=True)]
 
 
-def latest_first(found: Iterable[Path]) -> list[Path]:
+def latest_first(folders: Iterable[Path]) -> list[Path]:
     """Checkpoints by when they were written, the latest first, as the stock Trainer rotates them: those of an earlier run may
     have higher steps. By step where all times are within a second, as where a file system has none."""
-    by_step = sorted(found, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    by_step = sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
     times = {path: path.stat().st_mtime for path in by_step}
     if not times or max(times.values()) - min(times.values()) < _CLOCK_S:
         return by_step
