@@ -120,7 +120,7 @@ class SwitchOverheadCallback(TrainerCallback):
     `hotspa/phases`, `hotspa/<strategy>/compute_s`; with a time model `hotspa/predicted_s` (of all phases) and `hotspa/prediction_error` (errors of phases, which do not cancel, as a share of
     the measured seconds) and `hotspa/predicted_gain` (seconds of the best single strategy that fits by those of the
     phases: above 1 switching pays); where devices are watched `hotspa/slowest_pace` (of the rank that computes longest, times the
-    median) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
+    ranks that are not slow) and `hotspa/slow_devices` (how many are called slow); and counts since the last log of rows that a policy changed: `hotspa/truncated`, `hotspa/split`,
     `hotspa/dropped` and `hotspa/empty`.
     """
 
@@ -223,7 +223,7 @@ class SwitchOverheadCallback(TrainerCallback):
                 f"too, {sums['load_return_s'] / seconds:.1%}; {sums['hidden_s']:.1f} s more hidden behind computation"
             )
             if totals.slow and totals.slowest is not None:
-                title += f"; rank {totals.slowest[0]} computed {totals.slowest[1]:.1f} times as long as the median"
+                title += f"; rank {totals.slowest[0]} computed {totals.slowest[1]:.1f} times as long as ranks that are not slow"
             tqdm.write(_table(title, totals.by_strategy, seconds))
 
 

@@ -25,12 +25,11 @@ from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST
 from hf_hotspa.search.planning import Setup, make_estimate, make_plan
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
-from hf_hotspa.versions import version_of
+from hf_hotspa.versions import LIBRARIES, version_of
 
 USAGE_ERROR = 2
 TRAIN = "train"
 _MACHINES = "such as h100-80g, l40s or 4090 (`hf-hotspa hardware` lists them), or a YAML or JSON file"
-_LIBRARIES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
 class _Version(argparse.Action):
@@ -40,7 +39,8 @@ class _Version(argparse.Action):
         super().__init__(option_strings, dest, nargs=0, help=help)
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> None:
-        print(f"hf-hotspa {version_of('hf-hotspa')} ({', '.join(map(_installed, _LIBRARIES))})")
+        ours, *others = map(_installed, (*LIBRARIES, "peft"))
+        print(f"{ours} ({', '.join(others)})")
         parser.exit()
 
 

@@ -133,6 +133,12 @@ class CheckpointError(HotspaError):
     code = "HSP-210"
 
 
+class UnsavableError(CheckpointError):
+    """Something beside the weights cannot be written, whatever the disk: no save will succeed with it."""
+
+    code = "HSP-213"
+
+
 class DamagedCheckpointError(HotspaError):
     """A checkpoint is incomplete, was changed after it was written, or is none; nothing was loaded from it."""
 

@@ -1,7 +1,11 @@
 """Which releases of this package and of others are at work."""
 
+import platform
 import sys
 from importlib.metadata import PackageNotFoundError, version
+
+LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "tokenizers", "datasets")
+"""What every run works with."""
 
 
 def version_of(name: str) -> str | None:
@@ -12,3 +16,15 @@ def version_of(name: str) -> str | None:
         return version(name)
     except PackageNotFoundError:
         return None
+
+
+def library_facts(*more: str) -> dict[str, str]:
+    """The releases that all ranks must share, for an agreement: another one may plan, read or compute something else.
+
+    Python counts by its minor version: its sums of floats changed with one.
+
+    Args:
+        more: Distributions beside `LIBRARIES`.
+    """
+    facts = {f"version of {name}": version_of(name) or "not installed" for name in (*LIBRARIES, *more)}
+    return facts | {"version of Python": ".".join(platform.python_version_tuple()[:2])}

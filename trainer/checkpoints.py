@@ -1,13 +1,15 @@
 """The checkpoints of a run: what each holds, which are there, what a save that fails means, and which ones stay.
 
 `transformers.Trainer` says when a checkpoint is due and which one is the best; here they are committed, perhaps a few steps
-later. A save that fails is a warning; only several in a row end training.
+later. A save that the disk refuses is a warning; only several in a row end training. What no disk could take is found before the
+first step (`try_files`).
 """
 
 import dataclasses
 import json
 import logging
 import shutil
+import tempfile
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from copy import deepcopy
@@ -24,7 +26,7 @@ from transformers.utils import PushInProgress
 
 from hf_hotspa.checkpoint.export import export
 from hf_hotspa.checkpoint.format.disk import Disk, FileRecord, tensor_file
-from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name
+from hf_hotspa.checkpoint.format.folder import RunFolder, checkpoint_name, unsavable
 from hf_hotspa.checkpoint.format.manifest import (
     BUFFERS,
     STATE,
@@ -61,13 +63,13 @@ from hf_hotspa.checkpoint.tensors import (
     versions,
 )
 from hf_hotspa.engine.engine import HotSPaEngine
-from hf_hotspa.errors import CheckpointError, HotspaError
+from hf_hotspa.errors import CheckpointError, HotspaError, UnsavableError
 from hf_hotspa.model.specs import dtype_name
 from hf_hotspa.parallel.adapters import is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.model_source import write_configs
+from hf_hotspa.trainer.model_source import argument_files, side_files, write_each
 
 
 class CheckpointContents:
@@ -182,7 +184,7 @@ class CheckpointContents:
         """Config, generation config and tokenizer, as transformers writes them, and what a resumed run needs of the model's
         buffers. The other ranks may be writing files of weights meanwhile."""
         model, disk = self._model, self._folder.disk
-        write_configs(model, temporary, self._tokenizer)
+        write_each(side_files(model, self._tokenizer), temporary)
         records = disk.adopt(temporary, {STATE_FOLDER, *weights})
         if is_adapted(model) or self._args.save_only_model:  # an adapter's buffers are the base model's
             return records
@@ -275,7 +277,7 @@ class Checkpoints:
         self._try(state, save)
 
     def _try(self, state: TrainerState, action: Callable[[CheckpointWriter], None]) -> None:
-        """The failure of a save does not end training, unless it happens again and again."""
+        """The disk's failure of a save does not end training, unless it happens again and again."""
         writer = self.writer
         if writer is None:
             return
@@ -285,7 +287,7 @@ class Checkpoints:
         except CheckpointError as error:
             state.best_model_checkpoint = self._best_before
             self._failed += 1
-            if self._failed > self._args.hotspa_max_failed_saves:
+            if isinstance(error, UnsavableError) or self._failed > self._args.hotspa_max_failed_saves:
                 raise
             if self._args.process_index == 0:
                 logger.warning("%s | training goes on; failed saves in a row: %d", error, self._failed)
@@ -313,23 +315,39 @@ def contents_of(trainer: Any, folder: RunFolder) -> CheckpointContents:
 
 
 def _texts(trainer: Any, share: Share) -> dict[str, str]:
-    """The JSON files that one rank writes for all."""
+    """The JSON files that one rank writes for all.
+
+    Raises:
+        UnsavableError: something is no JSON; it is named.
+    """
+    state, args = trainer.state, trainer.args
+
+    def made(name: str, make: Callable[[], Any]) -> Any:
+        try:
+            json.dumps(value := make())
+        except HotspaError:
+            raise
+        except Exception as failure:
+            raise unsavable(name, Path(args.output_dir), failure) from failure
+        return value
+
     callbacks: dict[str, Any] = {}
-    state = trainer.state
     for callback in [*trainer.callback_handler.callbacks, trainer.control]:
         if isinstance(callback, ExportableState):
-            callbacks.setdefault(type(callback).__name__, []).append(callback.state())
+            name = type(callback).__name__
+            callbacks.setdefault(name, []).append(made(f"the state of the callback {name}", callback.state))
     state.stateful_callbacks = {n: states if len(states) > 1 else states[0] for n, states in callbacks.items()}
+    of_trainer = made(TRAINER_STATE, lambda: dataclasses.asdict(state))
     texts = {
-        TRAINER_STATE: json.dumps(dataclasses.asdict(state), indent=2, sort_keys=True) + "\n",
-        TRAINING_ARGUMENTS: trainer.args.to_json_string() + "\n",
+        TRAINER_STATE: json.dumps(of_trainer, indent=2, sort_keys=True) + "\n",
+        TRAINING_ARGUMENTS: made(TRAINING_ARGUMENTS, args.to_json_string) + "\n",
     }
-    if not trainer.args.save_only_model:
+    if not args.save_only_model:
         assert trainer.optimizer is not None
-        scheduler = trainer.lr_scheduler
+        scheduler, kind = trainer.lr_scheduler, type(trainer.lr_scheduler).__name__
         saved: dict[str, Any] = {
-            "optimizer": optimizer_to_json(trainer.optimizer, share),
-            "scheduler": {"class": type(scheduler).__name__, "state": scheduler.state_dict()},
+            "optimizer": made("the state of the optimizer", lambda: optimizer_to_json(trainer.optimizer, share)),
+            "scheduler": {"class": kind, "state": made(f"the state of the scheduler {kind}", scheduler.state_dict)},
             "data": {"order": trainer._hotspa_order, "epoch": state.epoch, "mini_batches": state.global_step},
             "hotspa": trainer.hotspa_state(),
         }
@@ -337,6 +355,29 @@ def _texts(trainer: Any, share: Share) -> dict[str, str]:
             saved["base model"] = trainer._hotspa_base.of(trainer.switched.engine, trainer.model)
         texts[STATE] = json.dumps(saved) + "\n"
     return texts
+
+
+def try_files(trainer: Any) -> None:
+    """Writes once, into a folder that does not stay, what a save writes beside tensors: what makes every save fail is found
+    before the first step.
+
+    Raises:
+        UnsavableError: something cannot be written, whatever the disk; it is named.
+    """
+    args, engine = trainer.args, trainer.switched.engine
+    if args.process_index:
+        return
+    optimizer = None if args.save_only_model else trainer.optimizer
+    _texts(
+        trainer, share_of(engine.master, optimizer, saved_vector(engine.description.vector, is_adapted(trainer.model)))
+    )
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            write_each(side_files(trainer.model, tokenizer_of(trainer)) | argument_files(args), Path(folder))
+    except HotspaError:
+        raise
+    except Exception as failure:  # of a disk that is not that of checkpoints
+        logger.info("files beside weights were not tried: %s", failure)
 
 
 _WORK = ".hub"

@@ -9,7 +9,8 @@ import logging
 import os
 import uuid
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_hotspa.checkpoint.format.disk import Disk
+from hf_hotspa.checkpoint.format.folder import is_of_disk, unsavable
 from hf_hotspa.checkpoint.format.manifest import MODEL_WEIGHTS, TRAINING_ARGUMENTS
 from hf_hotspa.checkpoint.model_files import ModelWeights
+from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.loading import has_weights, open_model
 from hf_hotspa.errors import CheckpointError, HotspaConfigError, ModelError
@@ -132,8 +135,7 @@ class ModelSource:
             try:
                 if self._args.should_save:
                     self._write(model, engine, target, weights)
-                    write_configs(model, target, tokenizer)
-                    (target / TRAINING_ARGUMENTS).write_text(self._args.to_json_string() + "\n")
+                    write_beside(side_files(model, tokenizer) | argument_files(self._args), target)
                     Disk().sync_directory(target)
             except Exception as failure:  # of the disk, or of a tokenizer
                 raise model_not_saved(target, failure) from failure
@@ -173,14 +175,92 @@ def model_not_saved(target: Path, failure: Exception) -> CheckpointError:
     )
 
 
-def write_configs(model: PreTrainedModel, target: Path, tokenizer: Any) -> None:
+SideFiles = dict[str, Callable[[Path], object]]
+"""Files beside weights, by their names for messages: each writes itself into a folder."""
+
+
+def side_files(model: PreTrainedModel, tokenizer: Any) -> SideFiles:
     """Config, generation config and tokenizer (None for none), as transformers writes them; or the config of the adapter."""
+    files: SideFiles = {}
     if is_adapted(model):
-        save_config(model, target)
+        files["adapter_config.json"] = lambda folder: save_config(model, folder)
     else:
         model.config.architectures, model.config.dtype = [type(model).__name__], dtype_name(model.dtype)
-        model.config.save_pretrained(target)
+        files["config.json"] = model.config.save_pretrained
         if model.can_generate():
-            model.generation_config.save_pretrained(target)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(target)
+            files["generation_config.json"] = model.generation_config.save_pretrained
+    return files | tokenizer_files(tokenizer)
+
+
+def tokenizer_files(tokenizer: Any) -> SideFiles:
+    """Those of the tokenizer or processor; none for None."""
+    return {} if tokenizer is None else {f"{type(tokenizer).__name__} (processing_class)": tokenizer.save_pretrained}
+
+
+def argument_files(args: HotSPaTrainingArguments) -> SideFiles:
+    """The arguments as JSON, and pickled where the stock Trainer is to read them."""
+    files: SideFiles = {
+        TRAINING_ARGUMENTS: lambda folder: (folder / TRAINING_ARGUMENTS).write_text(args.to_json_string() + "\n")
+    }
+    if args.hotspa_stock_checkpoints:
+        files[PICKLED_ARGUMENTS] = lambda folder: (folder / PICKLED_ARGUMENTS).write_bytes(pickled(args))
+    return files
+
+
+def write_each(files: SideFiles, target: Path) -> None:
+    """Writes files beside weights.
+
+    Raises:
+        UnsavableError: one cannot be written, whatever the disk.
+    """
+    for name, write in files.items():
+        try:
+            write(target)
+        except Exception as failure:
+            if is_of_disk(failure, target):
+                raise
+            raise unsavable(name, target, failure) from failure
+
+
+def write_beside(files: SideFiles, target: Path) -> None:
+    """Writes files beside weights that are there. What cannot be written whatever the disk is named in a warning and left out:
+    the weights count more."""
+    for name, write in files.items():
+        try:
+            write(target)
+        except Exception as failure:
+            if is_of_disk(failure, target):
+                raise
+            logger.warning(
+                "the weights are saved in %s, but not %s: %s: %s", target, name, type(failure).__name__, failure
+            )
+
+
+def save_whole(model: PreTrainedModel, target: Path, state_dict: dict[str, Any] | None) -> None:
+    """`save_pretrained`; where it fails because of a config, all but that."""
+    try:
+        model.save_pretrained(target, state_dict=state_dict)
+    except Exception as failure:
+        if is_of_disk(failure, target):
+            raise
+        with _without_configs(model):
+            model.save_pretrained(target, state_dict=state_dict)
+        write_beside(side_files(model, None), target)
+
+
+@contextmanager
+def _without_configs(model: Any) -> Iterator[None]:
+    """Configs of this model write nothing in `save_pretrained`."""
+    configs = [*getattr(model, "peft_config", {}).values(), model.config, getattr(model, "generation_config", None)]
+    kinds: set[Any] = {type(config) for config in configs if config is not None}
+    own = {kind: vars(kind).get("save_pretrained") for kind in kinds}
+    for kind in kinds:
+        kind.save_pretrained = lambda *args, **kwargs: None
+    try:
+        yield
+    finally:
+        for kind, method in own.items():
+            if method is None:
+                del kind.save_pretrained
+            else:
+                kind.save_pretrained = method

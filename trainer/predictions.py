@@ -44,7 +44,7 @@ from hf_hotspa.trainer.auto import (
     searched_strategies,
     trained_config,
 )
-from hf_hotspa.versions import version_of
+from hf_hotspa.versions import LIBRARIES, version_of
 
 logger = logging.getLogger(__name__)
 
@@ -157,7 +157,6 @@ def _cached(model: PreTrainedModel, args: HotSPaTrainingArguments, strategies: l
     return calibration if calibration is not None and calibration.covers(strategies) else None
 
 
-_LIBRARIES = ("hf-hotspa", "torch", "transformers", "accelerate", "datasets")
 _FLAGS = (
     "strategies", "overlong", "planner", "pipeline_schedule", "context_parallel", "expert_capacity",
     "stragglers",
@@ -181,7 +180,7 @@ def run_facts(
     single = predictions.single if predictions is not None else None
     return RunFacts(
         world_size=engine.world_size,
-        versions={name.replace("-", "_"): version_of(name) or "not installed" for name in _LIBRARIES}
+        versions={name.replace("-", "_"): version_of(name) or "not installed" for name in LIBRARIES}
         | {"python": platform.python_version()},
         machine={
             "device": engine.device.type,

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import has_length
 
 from hf_hotspa.checkpoint.format.disk import read_object
-from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
+from hf_hotspa.checkpoint.format.folder import check_step, checkpoints, latest_first
 from hf_hotspa.checkpoint.format.manifest import (
     ADAPTER_WEIGHTS,
     BUFFERS,
@@ -65,7 +65,7 @@ def find_checkpoint(
     """The checkpoint to go on from, the same on all ranks. Collective.
 
     Args:
-        asked: True for the newest of the folder that verifies, or the path of one.
+        asked: True for the one of the highest step in the folder that verifies, as transformers takes it, or the path of one.
 
     Raises:
         ResumeError: on every rank: there is none.
@@ -84,6 +84,10 @@ def find_checkpoint(
         if resumption is not None and not reasons:
             if args.process_index == 0:
                 logger.info("resuming from %s", path)
+                if (latest := latest_first(checkpoints(folder))[0]) != path:
+                    logger.warning(
+                        "%s has the highest step and is resumed from; %s was written later", path, latest.name
+                    )
             return resumption
         if args.process_index == 0:
             logger.warning("%s is skipped: %s", path, reasons[0])

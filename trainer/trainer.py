@@ -23,9 +23,8 @@ from hf_hotspa.callbacks.report import ReportCallback
 from hf_hotspa.callbacks.settings import SettingsCallback
 from hf_hotspa.callbacks.switch_overhead import SwitchOverheadCallback
 from hf_hotspa.callbacks.trace import TraceCallback
-from hf_hotspa.checkpoint.format.manifest import TRAINING_ARGUMENTS, rank_columns
+from hf_hotspa.checkpoint.format.manifest import rank_columns
 from hf_hotspa.checkpoint.stock import StockCheckpoint
-from hf_hotspa.checkpoint.stock_writing import PICKLED_ARGUMENTS, pickled
 from hf_hotspa.checkpoint.tensors import saved_tensors
 from hf_hotspa.data.batches import (
     COUNTS,
@@ -51,10 +50,17 @@ from hf_hotspa.switched.stale_weights import structure_only
 from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
 from hf_hotspa.trainer.auto import evaluation_buckets
 from hf_hotspa.trainer.batches import Rows
-from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
+from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
 from hf_hotspa.trainer.given_arguments import refuse_fields_of_others, refuse_longer_rows
-from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
+from hf_hotspa.trainer.model_source import (
+    ModelSource,
+    argument_files,
+    model_not_saved,
+    save_whole,
+    tokenizer_files,
+    write_beside,
+)
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, text_of
 from hf_hotspa.trainer.predictions import run_facts
 from hf_hotspa.trainer.preemption import (
@@ -90,6 +96,7 @@ from hf_hotspa.trainer.start import (
     start,
     unless_stock,
 )
+from hf_hotspa.versions import library_facts
 
 _Base: Any = Trainer if TYPE_CHECKING else object
 
@@ -116,7 +123,8 @@ class SwitchedMixin(_Base):
         self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
-        agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        facts = library_facts() | argument_facts(args)
+        agreement.check({}, None, "arguments of the Trainer", facts=facts)
         datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
         agreement.run("arguments of the Trainer", lambda: refuse_fields_of_others(args, type(self), datasets))
         self._hotspa_ranks.make_output_dir()
@@ -128,7 +136,7 @@ class SwitchedMixin(_Base):
         self._hotspa_resumption: Resumption | StockCheckpoint | None = None
         self._hotspa_state, self._hotspa_order = dict[str, Any](), dict[str, Any]()
         self._hotspa_place, self._hotspa_pass = next_pass({}, 0), 1
-        self._hotspa_has_ended = self._hotspa_skips = self._hotspa_began = False
+        self._hotspa_has_ended = self._hotspa_skips = self._hotspa_began = self._hotspa_tried = False
         self._hotspa_step_loss = 0.0
         model = opened(self, model, kwargs, agreement)
         super().__init__(model, args, **kwargs)
@@ -361,7 +369,7 @@ class SwitchedMixin(_Base):
 
     def _prepare_for_training(self, max_steps: int, train_dataloader: Any, resume_from_checkpoint: Any) -> Any:
         switched = self._hotspa_start(train_dataloader)
-        switched.trains, switched.looks = True, False
+        switched.trains, switched.looks, self._hotspa_tried = True, False, False
         watchers = self._hotspa_watchers
         watchers.begin()
         self.load_hotspa_state(self._hotspa_state)
@@ -506,6 +514,9 @@ class SwitchedMixin(_Base):
             self._hotspa_place = next_pass(self._hotspa_place, epoch, self._hotspa_has_ended)
         self._hotspa_has_ended = False
         self.switched.engine.agreement.run("beginning of an epoch", self._hotspa_check_hooks)
+        if not self._hotspa_tried and self.args.save_strategy != SaveStrategy.NO:  # callbacks have begun, too
+            self.switched.engine.agreement.run("start of training", lambda: try_files(self))
+            self._hotspa_tried = True
         super()._run_epoch(**kwargs)
 
     def _hotspa_check_hooks(self) -> None:
@@ -721,12 +732,8 @@ class SwitchedMixin(_Base):
             try:
                 target.mkdir(parents=True, exist_ok=True)
                 with as_built(bare_model(self.model)[0]):
-                    self.model.save_pretrained(target, state_dict=state_dict)
-                if tokenizer_of(self) is not None:
-                    tokenizer_of(self).save_pretrained(target)
-                (target / TRAINING_ARGUMENTS).write_text(self.args.to_json_string() + "\n")
-                if self.args.hotspa_stock_checkpoints:
-                    (target / PICKLED_ARGUMENTS).write_bytes(pickled(self.args))
+                    save_whole(self.model, target, state_dict)
+                write_beside(tokenizer_files(tokenizer_of(self)) | argument_files(self.args), target)
             except HotspaError:
                 raise
             except Exception as failure:  # of the disk, or of a tokenizer

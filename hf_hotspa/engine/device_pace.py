@@ -8,7 +8,7 @@ every rank measured, and all ranks come to the same result.
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from hf_hotspa.layout.placement import Layout
 from hf_hotspa.layout.vector import EMBEDDING, ParameterVector
@@ -24,9 +24,27 @@ _COMPUTE, _OTHERS, _PRODUCTS, _LEFT_OUT = (
 )
 
 
-def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[float, ...]:
-    """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights."""
+class _Share(NamedTuple):
+    """The part of a replica's work that a rank has; `least` and `most` are bounds where costs were not measured."""
+
+    cost: float
+    least: float
+    most: float
+
+
+_GRADIENT_OF_TABLE = 8
+"""One part in so many of what a head of its size computes is what an embedding may take to sum its gradient."""
+
+
+def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> tuple[_Share, ...]:
+    """The part of a replica's work that each rank has: of its stage's cost by its shard of the stage's weights.
+
+    Parameters say little about a head, which takes less beside layers that are small, and nothing about an embedding."""
     costs = vector.stage_costs.of_ranks(strategy.pp, strategy.v)
+    least, most = list(costs), list(costs)
+    if vector.measured is None:
+        least[-1] = max(least[-1] - vector.head_cost, 1)
+        most[0] += sum(s.numel for s in vector.segments if s.unit == EMBEDDING) // _GRADIENT_OF_TABLE
     coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
     # a look-up in a table of embeddings is nearly free, unless the head multiplies with it, too
     computed = [s.index for s in vector.segments if s.unit != EMBEDDING or any(p.in_head for p in vector.specs_of(s))]
@@ -34,7 +52,8 @@ def rank_shares(vector: ParameterVector, strategy: Strategy, layout: Layout) -> 
     held: dict[tuple[int, int], int] = defaultdict(int)
     for coord, size in zip(coords, sizes, strict=True):
         held[coord.dp, coord.pp] += size
-    return tuple(costs[c.pp] * size / held[c.dp, c.pp] for c, size in zip(coords, sizes, strict=True))
+    parts = [(c.pp, size / held[c.dp, c.pp]) for c, size in zip(coords, sizes, strict=True)]
+    return tuple(_Share(costs[pp] * part, least[pp] * part, most[pp] * part) for pp, part in parts)
 
 
 class DevicePace:
@@ -84,12 +103,15 @@ class DevicePace:
             ]
             coords = [strategy.coord(rank) for rank in range(strategy.world_size)]
             seconds = [max(row[index][_COMPUTE] - row[index][_OTHERS], 0.0) for row in measured]
-            costs = [replicas[coord.dp] * share for coord, share in zip(coords, shares, strict=True)]
+            works = [float(replicas[coord.dp]) for coord in coords]
             if self.giving is not None:
                 products, left = ([row[index][i] for row in measured] for i in (_PRODUCTS, _LEFT_OUT))
                 tokens = [sum(sum(p.lengths) for p in packs) for packs in planned[ran.strategy].replicas]
                 of_ranks = [tokens[coord.dp] for coord in coords]
                 times = self.giving.measured(ran.strategy, seconds, products, left, of_ranks)
-                costs = [cost * more for cost, more in zip(costs, times, strict=True)]
-            work.append(PhaseWork(ran.strategy, tuple(seconds), tuple(costs), tuple(coord.pp for coord in coords)))
+                works = [done * more for done, more in zip(works, times, strict=True)]
+            costs = [[done * part for part in share] for done, share in zip(works, shares, strict=True)]
+            cost, least, most = zip(*costs, strict=True)
+            peers = tuple(coord.pp for coord in coords)
+            work.append(PhaseWork(ran.strategy, tuple(seconds), cost, peers, least, most))
         return work

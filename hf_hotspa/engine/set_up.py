@@ -21,11 +21,12 @@ from hf_hotspa.layout.vector import ParameterVector
 from hf_hotspa.model.model_check import check_model, model_facts
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.specs import ModelDescription, describe_model
-from hf_hotspa.parallel.adapters import bare_model
+from hf_hotspa.parallel.adapters import bare_model, is_adapted
 from hf_hotspa.parallel.agreement import Agreement
 from hf_hotspa.parallel.mesh import ProcessGroups
 from hf_hotspa.parallel.router_loss import recordable_routers
 from hf_hotspa.strategy import Bucket, check_buckets
+from hf_hotspa.versions import library_facts
 
 
 def describe(
@@ -44,6 +45,11 @@ def describe(
     Raises:
         HotspaError: on every rank: what a rank found wrong, or what differs between ranks.
     """
+    libraries = [
+        name for name, used in {"peft": is_adapted(model), "deepspeed": options.offload_master}.items() if used
+    ]
+    # before anything is found wrong: that may be because of another release
+    agreement.check({}, None, "set-up", facts=library_facts(*libraries))
 
     def described() -> ModelDescription:
         description = describe_model(model, options.compute_dtype, options.attention_dropout)

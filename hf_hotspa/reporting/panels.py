@@ -219,7 +219,7 @@ def memory_panel(run: RunLog) -> Panel:
 
 
 def devices_panel(run: RunLog) -> Panel:
-    """How long each rank computes, as a multiple of the median: a strip for each."""
+    """How long each rank computes, as a multiple of what ranks that are not slow take: a strip for each."""
     name, title = "devices", "Pace of each device"
     known = [(record.step, record.report) for record in run.steps if record.report.paces is not None]
     if not known:
@@ -231,11 +231,16 @@ def devices_panel(run: RunLog) -> Panel:
     ]
     if size > _MOST_STRIPS:
         rows = sorted(rows, key=lambda row: -max(v or 0.0 for v in row.values))[:_MOST_STRIPS]
-    body = svg.heat("Seconds of computation by rank, times the median", [float(step) for step, _ in known], rows, 3.0)
+    body = svg.heat(
+        "Seconds of computation by rank, times those of ranks that are not slow",
+        [float(step) for step, _ in known],
+        rows,
+        3.0,
+    )
     slow = sorted({rank for _, report in known for rank in report.slow})
     called = f"Called slow at some time: rank {', '.join(map(str, slow))}." if slow else "No device was called slow."
     most = f" Of {size} ranks the {_MOST_STRIPS} with the longest steps are shown." if size > _MOST_STRIPS else ""
-    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times the median. {called}{most}"
+    note = f"Seconds without waiting for others, by the cost of what the rank ran; full colour is 3 times as long. {called}{most}"
     return Panel(name, title, len(known), body, note)
 
 

@@ -1,17 +1,19 @@
 """Finding slow devices at run time, from seconds that every rank knows anyway.
 
 A rank's seconds are those of its computation without waiting for others, and lengths differ from step to step; so they
-are divided by the predicted cost of the packs that the rank ran, and compared with the ranks that did the same part of
-the model (the same pipeline stage, where there are several). 1 is the pace of the median, 3 a device that takes three
-times as long. The rule is the paper's (arXiv 2401.11469, section III-A): what is known of a rank changes only when its own
+are divided by the predicted cost of what the rank ran, and compared with those of all ranks: 1 is the pace of the ranks that are
+not slow, 3 a device that takes three times as long. These are the fastest ranks, up to the first gap (`usual_pace`), and no
+median: a slow majority would be the measure of itself. Ranks that did the same part of the model (a pipeline stage) are compared
+first; a whole stage is slow where it is by the costs that speak most for it, as the predictions of embedding and head are rough.
+The rule is the paper's (arXiv 2401.11469, section III-A): what is known of a rank changes only when its own
 runtime changed by more than 10 %, in either direction, so that a recovery is found like an onset. Beyond the paper, a
-change counts when two mini-batches in a row show it, and a device that is slow stays slow until it is well below the
+change counts when two mini-batches in a row show it alike, and a device that is slow stays slow until it is well below the
 limit (hysteresis). The first run of a strategy pays for memory and kernels and says nothing.
 
 Every rank makes the same observations and comes to the same state; `state_dict` goes into checkpoints. No torch.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median_low
 from typing import Any
@@ -21,8 +23,12 @@ from hf_hotspa.typed import reading_state
 CHANGE = 0.10
 """The paper's significant change of a runtime."""
 SLOW, RECOVERED = 1.3, 1.15
-"""From the first on, times the pace of the median, a device is called slow, and no longer below the second."""
-LEAST_LOST_S = 0.01
+"""From the first on, times the pace of those that are not slow, a device is called slow, and no longer below the second."""
+CLEAR = 1.5
+"""So many times as long as a minority of ranks the next one must take for the minority to be the measure."""
+ALIKE = 1.25
+"""Two mini-batches agree on a pace where they differ by less: what a busy machine does to them is no pace."""
+LEAST_LOST_S = 0.03
 """A device that loses less than this a mini-batch is not called slow: scheduling noise of small models."""
 
 
@@ -34,25 +40,43 @@ class PhaseWork:
         seconds: Of each rank, without waiting.
         costs: Predicted, of what each rank ran, in any unit; 0 for a rank that ran nothing.
         peers: For each rank a number; ranks of one number did comparable work.
+        least: What the costs are at least, beside those of ranks of another number; the costs themselves when empty.
+        most: The same, at most.
     """
 
     strategy: str
     seconds: tuple[float, ...]
     costs: tuple[float, ...]
     peers: tuple[int, ...]
+    least: tuple[float, ...] = ()
+    most: tuple[float, ...] = ()
+
+
+def usual_pace(paces: Iterable[float]) -> float:
+    """The median of the ranks that are not slow: the fastest ones, up to the first gap; of all where there is none."""
+    ordered = sorted(paces)
+    for count in range(1, len(ordered)):
+        if ordered[count] >= ordered[count - 1] * (SLOW if 2 * count >= len(ordered) else CLEAR):
+            return median_low(ordered[:count])
+    return median_low(ordered)
 
 
 def expected_seconds(work: PhaseWork) -> tuple[float, ...]:
-    """What each rank would have taken at the pace of the median of its peers; 0 where there is nothing to compare."""
-    ran = [rank for rank, cost in enumerate(work.costs) if cost > 0.0 and work.seconds[rank] > 0.0]
-    pace = {}
-    for number in {work.peers[rank] for rank in ran}:
-        peers = [rank for rank in ran if work.peers[rank] == number]
-        # a stage of one rank is compared with the other stages
-        compared = peers if len(peers) > 1 else ran
-        pace[number] = median_low(work.seconds[rank] / work.costs[rank] for rank in compared)
-    there = frozenset(ran)
-    return tuple(pace[work.peers[r]] * cost if r in there else 0.0 for r, cost in enumerate(work.costs))
+    """What each rank would have taken at the pace of those that are not slow; 0 for one that ran nothing."""
+    seconds, costs, most = work.seconds, work.costs, work.most or work.costs
+    least, groups = work.least or costs, dict[int, list[int]]()
+    for rank, cost in enumerate(costs):
+        if cost > 0.0 and seconds[rank] > 0.0:
+            groups.setdefault(work.peers[rank], []).append(rank)
+    usual = {number: usual_pace(seconds[r] / costs[r] for r in ranks) for number, ranks in groups.items()}
+    # a group is measured by the least that it may have had to do, and judged by the most
+    fastest = usual_pace(usual[number] * costs[r] / least[r] for number, (r, *_) in groups.items()) if groups else 0.0
+    expected = [0.0] * len(costs)
+    for number, ranks in groups.items():
+        is_slow = usual[number] * costs[ranks[0]] >= SLOW * fastest * most[ranks[0]]
+        for rank in ranks:
+            expected[rank] = fastest * most[rank] if is_slow else usual[number] * costs[rank]
+    return tuple(expected)
 
 
 @dataclass(frozen=True)
@@ -61,7 +85,7 @@ class SlowEvent:
 
     Args:
         step: The mini-batch after which it is known, counted from 1.
-        slow: Rank -> how many times the median it takes, of those that became slow.
+        slow: Rank -> how many times as long it takes as those that are not slow, of those that became slow.
         recovered: The ranks that are slow no longer.
     """
 
@@ -70,7 +94,10 @@ class SlowEvent:
     recovered: tuple[int, ...]
 
     def __str__(self) -> str:
-        said = [f"rank {rank} computes {pace:.1f} times as long as the median" for rank, pace in self.slow.items()]
+        said = [
+            f"rank {rank} computes {pace:.1f} times as long as ranks that are not slow"
+            for rank, pace in self.slow.items()
+        ]
         said += [f"rank {rank} has recovered" for rank in self.recovered]
         return "; ".join(said)
 
@@ -82,7 +109,7 @@ class SlowDevices:
         num_ranks: Of the world.
 
     Attributes:
-        known: The pace of each rank, 1 for the median: as it was found at the last change.
+        known: The pace of each rank, 1 for one that is not slow: as it was found at the last change.
         slow: The ranks that are called slow.
         num_refreshes: How often `known` changed.
     """
@@ -137,7 +164,7 @@ class SlowDevices:
         if abs(pace / kept - 1.0) <= CHANGE:
             self._changed[rank] = None
             return False
-        if last is None or (last > kept) != (pace > kept):
+        if last is None or (last > kept) != (pace > kept) or max(last, pace) > ALIKE * min(last, pace):
             self._changed[rank] = pace
             return False
         # the milder of the two: one outlier behind a small change is none

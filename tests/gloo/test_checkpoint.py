@@ -5,6 +5,7 @@ Whole runs that are killed again and again are in test_kills.py.
 
 import argparse
 import contextlib
+import ctypes
 import errno
 import json
 import logging
@@ -23,7 +24,7 @@ from hf_hotspa.checkpoint.format.disk import Disk
 from hf_hotspa.checkpoint.format.folder import LOCK, RunFolder, check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import verify
 from hf_hotspa.commands.checkpoints import add_parsers
-from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError
+from hf_hotspa.errors import CheckpointError, CheckpointLockError, HotspaConfigError, HotspaError, UnsavableError
 from tests.checkpoints import FaultyDisk, die, memory_folder, tiny_manifest, write_rank
 from tests.families import FAMILIES, tiny_model
 from tests.harness import run_ranks
@@ -194,6 +195,113 @@ def test_what_one_rank_cannot_write_is_said_by_all(tmp_path):
     assert leftovers(tmp_path) == []
 
 
+class Raises:
+    """A processing class whose files cannot be written."""
+
+    def save_pretrained(self, folder):
+        raise RuntimeError("the vocabulary is not there")
+
+
+def odd_generation_config(trainer):
+    trainer.model.generation_config.do_sample, trainer.model.generation_config.temperature = False, 0.6
+
+
+UNSAVABLE = {
+    "generation_config.json": odd_generation_config,
+    "config.json": lambda trainer: setattr(trainer.model.config, "note", {1}),
+    "Raises (processing_class)": lambda trainer: setattr(trainer, "processing_class", Raises()),
+    "the state of the callback NoJson": lambda trainer: trainer.add_callback(NoJson()),
+    "the state of the scheduler Odd": lambda trainer: setattr(trainer, "lr_scheduler", Odd(trainer.create_optimizer())),
+}
+
+
+class Odd(torch.optim.lr_scheduler.LambdaLR):
+    """A schedule whose state is no JSON."""
+
+    def __init__(self, optimizer):
+        super().__init__(optimizer, lambda step: 1.0)
+
+    def state_dict(self):
+        return {"handle": object()}
+
+
+class OddAtStep2(TrainerCallback):
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if state.global_step == 2:
+            model.generation_config.do_sample, model.generation_config.temperature = False, 0.6
+
+
+def unsavable_runs(rank, world, folder):
+    """What became of runs that save what cannot be saved, of one where it comes later, and of those that save at the end alone."""
+    found = {}
+    for number, (name, change) in enumerate(UNSAVABLE.items()):
+        trainer = make_trainer(f"{folder}/{number}", world, max_steps=2)
+        change(trainer)
+        with pytest.raises(UnsavableError) as caught:
+            train(trainer)
+        found[name] = str(caught.value), trainer.state.global_step
+    trainer = make_trainer(f"{folder}/later", world, max_steps=4, callbacks=[OddAtStep2()])
+    with pytest.raises(UnsavableError) as caught:
+        train(trainer)
+    found["later"] = str(caught.value), trainer.state.global_step
+    handler = Warnings()
+    logging.getLogger("hf_hotspa").addHandler(handler)
+    for number, name in enumerate(list(UNSAVABLE)[:3]):
+        trainer = make_trainer(f"{folder}/at the end", world, max_steps=2, save_strategy="no")
+        UNSAVABLE[name](trainer)
+        train(trainer)
+        trainer.save_model(f"{folder}/model-{number}")
+        said = [text for text in handler.messages if f"but not {name}: " in text]
+        found[f"{name} at the end"] = len(said), trainer.state.global_step
+    logging.getLogger("hf_hotspa").removeHandler(handler)
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_what_no_disk_could_take_is_named_before_the_first_step(tmp_path, world):
+    for rank, found in enumerate(run_ranks(world, unsavable_runs, str(tmp_path))):
+        for name in UNSAVABLE:
+            text, steps = found[name]
+            assert f"HSP-213 Unsavable: {name} cannot be written" in text
+            assert steps == 0
+        text, steps = found["later"]
+        assert "generation_config.json cannot be written: ValueError" in text
+        assert steps == 2  # at once
+        for name in list(UNSAVABLE)[:3]:
+            assert found[f"{name} at the end"] == (1 if rank == 0 else 0, 2)
+    assert [path.name for path in checkpoints(tmp_path / "later")] == ["checkpoint-1"]
+    for number, there in enumerate(
+        ({"config.json"}, {"generation_config.json"}, {"config.json", "generation_config.json"})
+    ):
+        left = {path.name for path in (tmp_path / f"model-{number}").iterdir()}
+        assert {"model.safetensors", "training_args.json", *there} <= left
+
+
+def full_disk(rank, world, folder):
+    """A run on a disk of 1.5 MB: some checkpoints fit, and no other."""
+    libc = ctypes.CDLL(None)
+    target = os.fsencode(folder)
+    if libc.unshare(0x20000) or libc.mount(None, b"/", None, ctypes.c_ulong(0x4000 | 0x40000), None):
+        return None
+    if libc.mount(b"tmpfs", target, b"tmpfs", ctypes.c_ulong(0), b"size=1500k"):
+        return None
+    trainer = make_trainer(folder, world, hotspa_max_failed_saves=2)
+    with pytest.raises(CheckpointError) as caught:
+        train(trainer)
+    return type(caught.value), str(caught.value), trainer.state.global_step, [p.name for p in checkpoints(Path(folder))]
+
+
+def test_a_disk_that_is_full_ends_training_after_some_saves(tmp_path):
+    found = run_ranks(1, full_disk, str(tmp_path))[0]
+    if found is None:
+        pytest.skip("this process may not mount")
+    kind, text, steps, left = found
+    assert kind is CheckpointError
+    assert "No space left on device" in text
+    assert steps == len(left) + 3 >= 4
+    assert left == [f"checkpoint-{step}" for step in range(len(left), 0, -1)]
+
+
 def test_too_many_failed_saves_end_training(tmp_path):
     trainer = make_trainer(str(tmp_path), 1, hotspa_max_failed_saves=2)
     refuse_steps(trainer, range(3, 99))
@@ -212,11 +320,16 @@ def limited_file_size(rank, world, folder):
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, resource.RLIM_INFINITY))
     with open(os.devnull, "w") as nowhere, contextlib.redirect_stdout(nowhere):  # it may be a file, too
         losses = one_run(rank, world, folder, None, {"max_steps": 2})
-    return losses, [message for message in handler.messages if "HSP-210" in message]
+        said = [message for message in handler.messages if "HSP-210" in message]
+        trainer = make_trainer(folder, world, hotspa_max_failed_saves=2)
+        with pytest.raises(CheckpointError, match=r"HSP-210.*File too large") as caught:
+            train(trainer)
+    return losses, said, (type(caught.value), trainer.state.global_step)
 
 
 def test_a_limit_of_the_system(tmp_path):
-    for rank, (losses, messages) in enumerate(run_ranks(2, limited_file_size, str(tmp_path))):
+    for rank, (losses, messages, ended) in enumerate(run_ranks(2, limited_file_size, str(tmp_path))):
+        assert ended == (CheckpointError, 3)
         assert list(losses) == [1, 2]
         assert len(messages) == (2 if rank == 0 else 0)
         assert all("File too large" in message for message in messages)

@@ -3,15 +3,20 @@
 Rows may differ: as with the stock Trainer each rank trains those that it reads (test_stock_equal.py). One world of three ranks tries one difference after another: rank 1 is the odd one, and no innocent rank is named.
 """
 
+import platform
+
 import pytest
 import torch
 from torch.utils.data import IterableDataset
 from transformers import TrainerCallback
 
+from hf_hotspa import versions
 from hf_hotspa.errors import HotspaError
 from tests.families import tiny_model
 from tests.harness import run_ranks
+from tests.lora import tiny_lora
 from tests.oracle import random_rows
+from tests.worlds import make_engine
 
 pytestmark = pytest.mark.gloo
 
@@ -184,3 +189,37 @@ def cropped(rank, world_size, folder):
 def test_rows_drawn_by_each_rank_are_fine(tmp_path):
     first, second = run_ranks(2, cropped, str(tmp_path))
     assert first == second
+
+
+def other_releases(rank, world_size, folder):
+    """What is said where rank 1 has another release of a library: by the Trainer's constructor, and by an engine without one."""
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    arguments = HotSPaTrainingArguments(output_dir=folder, **COMMON | {"hotspa_strategies": "dp3:64"})
+    real = versions.version_of
+    plain, lora, messages = tiny_model("llama_gqa_bias"), tiny_lora("llama_gqa_bias"), {}
+    ways = {name: lambda: HotSPaTrainer(model=plain, args=arguments) for name in (*versions.LIBRARIES, "Python")}
+    ways |= {f"{name} of an engine": lambda: make_engine(plain, "dp3:64") for name in (*versions.LIBRARIES, "Python")}
+    ways["peft of an engine"] = lambda: make_engine(lora, "dp3:64")
+    for name, made in ways.items():
+        library = name.split()[0]
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == ODD and library == "Python":
+                patch.setattr(platform, "python_version_tuple", lambda: ("9", "9", "9"))
+            elif rank == ODD:
+                patch.setattr(versions, "version_of", lambda name, odd=library: "9.9.9" if name == odd else real(name))
+            with pytest.raises(HotspaError) as caught:
+                made()
+        messages[name] = str(caught.value)
+    return messages
+
+
+def test_another_release_on_a_rank_is_named_in_the_first_agreement(tmp_path):
+    found = run_ranks(3, other_releases, str(tmp_path))
+    assert found[1] == found[0] == found[2]
+    assert len(found[0]) == 2 * (len(versions.LIBRARIES) + 1) + 1
+    for name, message in found[0].items():
+        assert f"rank 1 differs from the others in the version of {name.split()[0]}: " in message
+        assert "9.9" in message.split("on rank 1")[0]
+        assert ("set-up" if "engine" in name else "arguments of the Trainer") in message

@@ -157,3 +157,16 @@ def test_balance_cuts_while_a_stage_is_slow_and_goes_on_bit_for_bit(tmp_path: An
         assert found == {step: loss for step, loss in losses.items() if step > point}
         assert of_layers == layers[point:]
         assert contents(newest(tmp_path / f"b{point}")) == contents(newest(tmp_path / "a"))
+
+
+def is_slow_node(step: int, rank: int) -> float:
+    return 4.0 if rank >= 2 and SLOW_FROM <= step < SLOW_UNTIL else 1.0
+
+
+def test_a_slow_node_that_holds_a_whole_stage_is_found_and_has_fewer_layers(tmp_path: Any) -> None:
+    """Both ranks of the second stage of dp2pp2: nobody who does the same is faster."""
+    options = {"max_steps": STEPS, "hotspa_strategies": "dp2pp2:60", "hotspa_mini_batch_size": 12}
+    runs = [(str(tmp_path), None, {**options, "hotspa_stragglers": "balance", "save_strategy": "no"})]
+    by_rank = [runs_of_rank[0] for runs_of_rank in run_ranks(4, balanced_runs, runs, is_slow_node, layers_here)]
+    assert all(slow == [()] * 3 + [(2, 3)] * 4 + [()] * 2 for _, _, slow in by_rank)
+    assert [layers for _, layers, _ in by_rank] == 2 * [[2] * 4 + [3] * 4 + [2]] + 2 * [[2] * 4 + [1] * 4 + [2]]

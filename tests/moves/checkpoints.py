@@ -1,6 +1,7 @@
 """Moves: checkpoints."""
 
 import json
+import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -68,6 +69,27 @@ def best(**changes: Any) -> Any:
         return {**seen, "folders": folders(kit), "saved": loaded(kit.folder / "saved")}
 
     return run
+
+
+def reused(kit: Kit) -> Seen:
+    """A new run in the folder of an earlier one, whose checkpoints have higher steps; then it goes on."""
+    options = {"save_strategy": "steps", "save_total_limit": 2}
+    for last in (4, 2):
+        for name in folders(kit):  # written long ago
+            os.utime(kit.folder / "out" / name, (0, 10**9 + int(name.rpartition("-")[2])))
+        everyone(kit)
+        seen = kit.train(kit.trainer(args=kit.arguments(max_steps=last, save_steps=last // 2, **options)))
+        everyone(kit)
+    seen["folders"] = folders(kit)
+    trainer = kit.trainer(args=kit.arguments(max_steps=3, save_steps=1, **options))
+    return {**seen, **{f"resumed {k}": v for k, v in kit.train(trainer, resume_from_checkpoint=True).items()}}
+
+
+def odd_generation_config(kit: Kit) -> Seen:
+    """A model whose generation config transformers loads and does not write: the stock Trainer raises at its first save."""
+    model = kit.model()
+    model.generation_config.do_sample, model.generation_config.temperature = False, 0.6
+    return kit.train(kit.trainer(model=model, args=kit.arguments(save_strategy="steps", save_steps=2)))
 
 
 class StopAt(TrainerCallback):
@@ -232,6 +254,13 @@ MOVES: tuple[Move, ...] = (
     Move("`save_only_model=True`", saved(save_only_model=True)),
     Move("files of a checkpoint: configs, weights, tokenizer", model_files),
     Move("`save_total_limit=1`", saved(save_total_limit=1)),
+    Move("`save_total_limit=2` in the folder of an earlier run with higher steps", reused),
+    Move(
+        "saving a generation config that transformers refuses to write",
+        odd_generation_config,
+        refused=r"generation_config.json cannot be written",
+        instead="repair it (here `do_sample=True`): the stock `Trainer` raises at its first save",
+    ),
     Move('`save_strategy="epoch"`', saved(save_strategy="epoch", max_steps=-1, num_train_epochs=1)),
     Move(
         '`save_strategy="best"`',

@@ -310,8 +310,9 @@ def check_rotation(path, steps, damaged, best, limit, touched, earlier_run):
     hurt = {steps[i] for i in damaged if i < len(steps) - 1}
     for step in hurt:
         damage(path / f"checkpoint-{step}")
-    for step in steps:  # times say nothing
-        os.utime(path / f"checkpoint-{step}", (0, touched.randint(0, 10**9)))
+    times = {step: touched.choice([touched.randint(0, 10**9), 10**6]) for step in steps}  # some of them equal
+    for step, time in times.items():
+        os.utime(path / f"checkpoint-{step}", (0, time))
     (path / "checkpoint-99").mkdir()  # of some other program
     if earlier_run:
         run.unlock()
@@ -329,9 +330,28 @@ def check_rotation(path, steps, damaged, best, limit, touched, earlier_run):
         assert left - {99} == set(steps)
         return
     protected = {steps[-1]} | {steps[best] for _ in keep if steps[best] not in hurt}
-    whole = [step for step in sorted(steps, reverse=True) if step not in hurt]
+    whole = [step for step in sorted(steps, key=lambda step: (times[step], step), reverse=True) if step not in hurt]
     others = [step for step in whole if step not in protected]
     assert good == protected | set(others[: max(limit - len(protected), 0)])
+
+
+def test_checkpoints_of_an_earlier_run_go_first_whatever_their_steps(tmp_path, new_run):
+    old, new = [100, 200, 300], [1, 2]
+    run = new_run()
+    for step in (*old, *new):
+        write_checkpoint(run, step)
+    for time, step in enumerate((*old, *new)):
+        os.utime(tmp_path / "run" / f"checkpoint-{step}", (0, 10**9 + 2 * time))
+    run.rotate(tmp_path / "run" / "checkpoint-2", 3, [tmp_path / "run" / "checkpoint-100"])
+    assert names(tmp_path / "run") == ["checkpoint-1", "checkpoint-100", "checkpoint-2"]
+
+
+def test_steps_decide_where_times_are_all_alike(tmp_path, new_run):
+    run = new_run()
+    for step in (3, 10, 9):
+        os.utime(write_checkpoint(run, step), (0, 10**9 + step / 100))
+    run.rotate(tmp_path / "run" / "checkpoint-9", 2)
+    assert names(tmp_path / "run") == ["checkpoint-10", "checkpoint-9"]
 
 
 def test_the_last_one_is_read_back_before_the_others_go(tmp_path, new_run):

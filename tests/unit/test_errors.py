@@ -42,6 +42,7 @@ CODES = {
     "CheckpointError": "HSP-210",
     "DamagedCheckpointError": "HSP-211",
     "CheckpointLockError": "HSP-212",
+    "UnsavableError": "HSP-213",
     "ResumeError": "HSP-220",
     "DataError": "HSP-301",
     "OverlongError": "HSP-302",

@@ -12,18 +12,19 @@ One process of a run (rank 0) works with this class. No torch.
 """
 
 import contextlib
+import errno
 import json
 import logging
 import os
 import re
 import socket
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from hf_hotspa.checkpoint.format.disk import Disk, directory_mode
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, STATE_FOLDER, Manifest, read_manifest, verify
-from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError
+from hf_hotspa.errors import CheckpointError, CheckpointLockError, DamagedCheckpointError, UnsavableError
 from hf_hotspa.process_lock import LOCK_NAME, ProcessLock
 
 logger = logging.getLogger(__name__)
@@ -31,6 +32,8 @@ logger = logging.getLogger(__name__)
 LOCK = LOCK_NAME
 _CHECKPOINT = re.compile(r"checkpoint-(\d{1,15})")
 _LEFTOVER = re.compile(r"\.(tmp|old|del)-(checkpoint-\d{1,15})-[A-Za-z0-9]+")
+_OF_SYSTEM = re.compile(r"\(os error \d+\)")  # as libraries in Rust tell of a disk
+_CLOCK_S = 1.0
 _LOCK_PATIENCE_S = 5.0  # a killed run's lock is free as soon as the system has buried the process
 
 
@@ -48,6 +51,16 @@ def checkpoints(folder: Path) -> list[Path]:
             if match and entry.is_dir(follow_symlinks=False):
                 numbered.append((int(match[1]), entry.name))
     return [folder / name for _, name in sorted(numbered, reverse=True)]
+
+
+def latest_first(folders: Iterable[Path]) -> list[Path]:
+    """Checkpoints by when they were written, the latest first, as the stock Trainer rotates them: those of an earlier run may
+    have higher steps. By step where all times are within a second, as where a file system has none."""
+    by_step = sorted(folders, key=lambda path: int(path.name.removeprefix("checkpoint-")), reverse=True)
+    times = {path: path.stat().st_mtime for path in by_step}
+    if not times or max(times.values()) - min(times.values()) < _CLOCK_S:
+        return by_step
+    return sorted(by_step, key=times.__getitem__, reverse=True)  # equal times stay by step
 
 
 def check_step(path: Path, manifest: Manifest) -> None:
@@ -216,7 +229,8 @@ class RunFolder:
         return True
 
     def rotate(self, newest: Path, limit: int | None, keep: Collection[Path] = ()) -> None:
-        """Removes older checkpoints until `limit` good ones are left. Never raises for what the disk refuses.
+        """Removes checkpoints, those first that were written first, until `limit` good ones are left. Never raises for what
+        the disk refuses.
 
         Only checkpoints that verify count as left. The newest one and those to keep are never removed; when the newest
         one would be the only one left, it is read back first. Directories without a manifest of ours are not touched.
@@ -229,12 +243,12 @@ class RunFolder:
         if limit is None or limit < 1:
             return
         try:
-            kept = {newest, *keep}
-            good = [path for path in checkpoints(self.path) if path in kept and self.verified(path)]
+            kept, there = {newest, *keep}, latest_first(checkpoints(self.path))
+            good = [path for path in there if path in kept and self.verified(path)]
             if newest not in good:
                 return
             victims = []
-            for path in checkpoints(self.path):
+            for path in there:
                 if path in kept:
                     continue
                 if len(good) >= limit:
@@ -254,8 +268,30 @@ class RunFolder:
             logger.warning("older checkpoints in %s could not be removed: %s", self.path, error)
 
 
+def is_of_disk(error: BaseException, folder: Path) -> bool:
+    """Whether a disk has refused a save into a folder, which another save may survive; not a file elsewhere, or a serialiser."""
+    if not isinstance(error, OSError) or error.errno is None:
+        return bool(_OF_SYSTEM.search(str(error)))
+    if error.filename is None:
+        return error.errno != errno.ENOENT
+    named = Path(os.fsdecode(error.filename)) if isinstance(error.filename, str | bytes) else folder
+    return named.is_relative_to(folder) or folder.is_relative_to(named)
+
+
+def unsavable(what: str, folder: Path, error: BaseException) -> UnsavableError:
+    """What to raise for what no disk could take."""
+    return UnsavableError(
+        f"{what} cannot be written: {type(error).__name__}: {error}",
+        where=str(folder),
+        why="no save can succeed with it, and earlier checkpoints are untouched",
+        fix="repair what is named; without saves (save_strategy='no') it is not needed",
+    )
+
+
 def write_error(what: str, path: Path, error: BaseException) -> CheckpointError:
-    """What to raise for a save that the disk refused."""
+    """What to raise for a save that failed: `UnsavableError` where the disk has not refused it."""
+    if not is_of_disk(error, path):
+        return unsavable("something that is saved beside the weights", path, error)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
     return CheckpointError(
         f"{what}: {reason}",
