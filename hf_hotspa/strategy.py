@@ -251,6 +251,7 @@ class Strategy:
             (pp > 1 and not model.has_pp_plan, no_plan.format("pipeline", "pp")),
             (pp > 1, model.pp_unsupported_reason),
             (pp > layers, f"pp{pp} is more than the {layers} layers"),
+            (self.rc > layers, f"+rc{self.rc} is more than the {layers} layers"),
             (self.num_stages > layers, f"pp{pp}+v{self.v} has {self.num_stages} stages, more than the {layers} layers"),
         )
         return next((reason for applies, reason in reasons if applies and reason), None)

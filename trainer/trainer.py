@@ -40,11 +40,11 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.stale_weights import structure_only
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
-from hf_hotspa.trainer.auto import evaluation_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, evaluation_buckets, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
+from hf_hotspa.trainer.given_arguments import check_values
 from hf_hotspa.trainer.model_source import ModelSource, model_not_saved
 from hf_hotspa.trainer.optimizers import DeepSpeedLR, MasterOptimizer, check_elementwise, text_of
 from hf_hotspa.trainer.predictions import run_facts
@@ -99,7 +99,7 @@ class SwitchedMixin(_Base):
         self._hotspa_model: SwitchedModel | None = None
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
-        agreement.check({}, None, "arguments of the Trainer", facts=argument_facts(args))
+        agreement.run("arguments of the Trainer", lambda: check_values(args), facts=lambda _: argument_facts(args))
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
@@ -228,12 +228,12 @@ class SwitchedMixin(_Base):
             asked = asked.lower() == "true"
         # before anything that ranks do together because of an argument: it may have been changed since the Trainer was made
         facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
-        self._hotspa_ranks.agreement().check({}, None, "start of training", facts=facts)
+        agreement = self._hotspa_ranks.agreement()
+        agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts)
         folder, checkpoints = Path(self._get_output_dir(None)), self._hotspa_checkpoints
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 checkpoints.into(folder).lock()
-            agreement = self._hotspa_ranks.agreement()
             self._hotspa_resumption = find_checkpoint(asked, folder, self.args, agreement) if asked else None
             path = str(self._hotspa_resumption.path) if self._hotspa_resumption else None
             output: TrainOutput = super().train(path, *args, **kwargs)
