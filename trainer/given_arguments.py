@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Collection, Mapping
 from copy import copy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from difflib import get_close_matches
 from numbers import Integral, Real
 from typing import Any
@@ -159,21 +159,24 @@ _NUMBERS: Mapping[str, _Number] = {
 }
 
 
-def check_values(args: TrainingArguments) -> None:
+def check_values(args: Any) -> None:
     """Refuses numbers that are none, or that no training can use, before anything is made of them.
+
+    Args:
+        args: `TrainingArguments`, or what a command line gives for them.
 
     Raises:
         HotspaConfigError: naming the argument, its value and what to use.
     """
-    for field in fields(args):
-        value, rule = getattr(args, field.name, None), _NUMBERS.get(field.name)
-        if rule is None or (value is None and field.default is None):
+    for name, rule in _NUMBERS.items():
+        value = getattr(args, name, None)
+        if value is None and getattr(type(args), name, None) is None:  # its default, or there is no such argument
             continue
-        if field.name == "num_train_epochs" and _NUMBERS["max_steps"].takes(args.max_steps) and args.max_steps > 0:
+        if name == "num_train_epochs" and _NUMBERS["max_steps"].takes(args.max_steps) and args.max_steps > 0:
             continue  # which nothing reads
         if not rule.takes(value):
             text = "; this is text (YAML reads 1e-3 so: write 0.001)" if isinstance(value, str) else ""
-            raise HotspaConfigError(f"{field.name} is {value!r:.200}", fix=f"{rule.fix or rule}{text}")
+            raise HotspaConfigError(f"{name} is {value!r:.200}", fix=f"{rule.fix or rule}{text}")
     options = vars(args)["lr_scheduler_kwargs"]
     for name, value in options.items() if isinstance(options, dict) else ():
         if isinstance(value, float) and not math.isfinite(value):
