@@ -10,19 +10,23 @@ import json
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 from hf_hotspa.commands import checkpoints, formulas, inputs, reports
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.costs.model_config import preset_names
-from hf_hotspa.errors import HotspaConfigError, HotspaError
+from hf_hotspa.errors import HotspaConfigError, HotspaError, printable
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, AUTO, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
 from hf_hotspa.packing.weight_versions import PIPEDREAM, PIPELINE_MODES, SYNCHRONOUS, PipeDream
 from hf_hotspa.reporting.pictures import SUFFIX
-from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST
+from hf_hotspa.reporting.terminal import CleanOutput
+from hf_hotspa.search.histogram import DISTRIBUTIONS, LONGEST, MOST_SEQUENCES
 from hf_hotspa.search.planning import Setup, make_estimate, make_plan
+from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.search.tables import calibration_text, estimate_text, plan_text, save_plot
 from hf_hotspa.strategy import Bucket
 from hf_hotspa.versions import LIBRARIES, version_of
@@ -135,7 +139,7 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
     inputs.add_data_arguments(rows, parser)
     parser.add_argument(
         "--longest",
-        type=int,
+        type=inputs.whole(UNLIMITED_TOKENS - 1),
         metavar="TOKENS",
         help=f"the longest sequence that must fit; by default that of the histogram, or {LONGEST} (the model's "
         "positions, if fewer) for named lengths",
@@ -147,10 +151,18 @@ def _add_plan(commands: Any, setup: argparse.ArgumentParser) -> None:
         help="hotspa_overlong: what becomes of sequences above --longest (default: %(default)s)",
     )
     parser.add_argument(
-        "--mini-batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
+        "--mini-batch",
+        type=inputs.whole(MOST_SEQUENCES),
+        default=512,
+        metavar="SEQUENCES",
+        help="of one optimizer step (default: %(default)s)",
     )
     parser.add_argument(
-        "--max-buckets", type=int, default=3, metavar="N", help="at most so many (default: %(default)s)"
+        "--max-buckets",
+        type=inputs.whole(MOST_PHASES),
+        default=3,
+        metavar="N",
+        help=f"at most so many, up to {MOST_PHASES} (default: %(default)s)",
     )
     parser.add_argument("--plot", metavar=f"FILE{SUFFIX}", help="the histogram with the edges of buckets")
 
@@ -160,7 +172,13 @@ def _add_estimate(commands: Any, setup: argparse.ArgumentParser) -> None:
     parser.set_defaults(answer=_estimate)
     parser.add_argument("--hardware", help=f"{_MACHINES}; gives the limit")
     parser.add_argument("--strategy", required=True, help="such as dp4tp2pp4")
-    parser.add_argument("--pack-tokens", type=int, required=True, metavar="TOKENS", help="tokens of a pack")
+    parser.add_argument(
+        "--pack-tokens",
+        type=inputs.whole(UNLIMITED_TOKENS - 1),
+        required=True,
+        metavar="TOKENS",
+        help="tokens of a pack",
+    )
     parser.add_argument(
         "--pipeline-mode",
         default=SYNCHRONOUS,
@@ -179,7 +197,10 @@ def _add_calibrate(commands: Any, model: argparse.ArgumentParser) -> None:
     )
     parser.set_defaults(answer=_calibrate)
     parser.add_argument(
-        "--processes", type=int, metavar="N", help="started where no launcher did (default: GPUs, else cores)"
+        "--processes",
+        type=inputs.whole(),
+        metavar="N",
+        help="started where no launcher did (default: GPUs, else cores)",
     )
     parser.add_argument("--dtype", help="of weights and activations (default: that of the config, else float32)")
     parser.add_argument("--output", metavar="FILE", help="also write the calibration here")
@@ -209,12 +230,14 @@ def _print(result: Any, args: argparse.Namespace, text: Callable[[Any], str]) ->
 def _plan(args: argparse.Namespace) -> None:
     if args.plot and not args.plot.endswith(SUFFIX):
         raise HotspaConfigError(f"--plot draws SVG, and the file is {args.plot!r}", fix=f"end its name in {SUFFIX}")
+    inputs.file_to_write("--plot", args.plot)
     setup = _setup(args)  # first: what is wrong with it is said before a data set is read
     lengths = args.lengths if args.dataset is None else inputs.data_counts(args, args.model)
     plan = make_plan(setup, lengths, args.longest, args.mini_batch, args.max_buckets, args.overlong)
+    _print(plan, args, plan_text)
     if args.plot:
         save_plot(plan, args.plot)
-    _print(plan, args, plan_text)
+        print(f"picture: {args.plot}", file=sys.stderr if args.json else sys.stdout)
 
 
 def _estimate(args: argparse.Namespace) -> None:
@@ -229,6 +252,7 @@ def _estimate(args: argparse.Namespace) -> None:
 def _calibrate(args: argparse.Namespace) -> None:
     from hf_hotspa.commands.calibrate import run  # imports torch
 
+    inputs.file_to_write("--output", args.output)
     calibration = run(args.model, args.processes, args.dtype, args.force, quiet=args.json)
     if calibration is None:  # a rank that has nothing to say
         return
@@ -253,14 +277,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return train.main(words[1:])
     args = _parser().parse_args(words)
     try:
-        code: int | None = args.answer(args)
-        sys.stdout.flush()
+        with redirect_stdout(cast(Any, CleanOutput(sys.stdout))):
+            code: int | None = args.answer(args)
+            sys.stdout.flush()
         return code or 0
     except BrokenPipeError:  # the reader has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (HotspaError, OSError) as error:
-        print(f"hf-hotspa: {error}", file=sys.stderr)
+        print(f"hf-hotspa: {printable(str(error))}", file=sys.stderr)
         return USAGE_ERROR
 
 

@@ -5,6 +5,15 @@ between ranks as plain dictionaries (`to_dict` / `from_dict`), so that every ran
 failing rank raised. This file imports nothing.
 """
 
+_ACTING = (*range(9), *range(11, 32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+_AS_TEXT = {code: ascii(chr(code))[1:-1] for code in (*_ACTING, *range(0xD800, 0xE000))}
+
+
+def printable(text: str) -> str:
+    """The text with all characters as escapes that a terminal acts on, but for tabs and ends of lines, or cannot show: what
+    stands in a file may come from anywhere."""
+    return text.translate(_AS_TEXT)
+
 
 class HotspaError(Exception):
     """Base of all errors of the package.
@@ -35,11 +44,11 @@ class HotspaError(Exception):
             HotspaError._by_code[cls.code] = cls
 
     def __str__(self) -> str:
-        return " | ".join(self._parts())
+        return printable(" | ".join(self._parts()))
 
     def lines(self) -> str:
         """The message with a line for each of its parts, for a terminal."""
-        return "\n  ".join(self._parts())
+        return printable("\n  ".join(self._parts()))
 
     def _parts(self) -> list[str]:
         named = (("Where", self.where), ("Why", self.why), ("Fix", self.fix))

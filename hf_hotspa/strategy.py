@@ -18,7 +18,7 @@ Plain data, no torch.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 
 from hf_hotspa.errors import LaunchError, StrategyError
@@ -251,6 +251,7 @@ class Strategy:
             (pp > 1 and not model.has_pp_plan, no_plan.format("pipeline", "pp")),
             (pp > 1, model.pp_unsupported_reason),
             (pp > layers, f"pp{pp} is more than the {layers} layers"),
+            (self.rc > layers, f"+rc{self.rc} is more than the {layers} layers"),
             (self.num_stages > layers, f"pp{pp}+v{self.v} has {self.num_stages} stages, more than the {layers} layers"),
         )
         return next((reason for applies, reason in reasons if applies and reason), None)
@@ -268,6 +269,21 @@ def strategies_of(world_size: int) -> Iterator[Strategy]:
 def legal_strategies(world_size: int, model: ModelShape) -> list[Strategy]:
     """The strategies of a world size that can run the model."""
     return [s for s in strategies_of(world_size) if s.unsupported_reason(model) is None]
+
+
+def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
+    """The strategies that divide experts over the ranks of a stage of given ones: every ep above 1 that divides these ranks
+    and runs the model, with their other degrees and options.
+
+    Those whose chunks or units of layers do not go with ep are left out.
+    """
+    candidates = (
+        replace(strategy, ep=ep)
+        for strategy in strategies
+        for ep in range(2, min(strategy.stage_size, model.num_experts) + 1)
+        if strategy.ep == 1 and not strategy.z and not strategy.ck and strategy.stage_size % ep == 0
+    )
+    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
 
 
 def strategies_with_options(world_size: int, model: ModelShape) -> list[Strategy]:
@@ -410,7 +426,8 @@ def check_buckets(buckets: tuple[Bucket, ...], world_size: int, model: ModelShap
             else strategy.unsupported_reason(model)
         )
         if why:
-            legal = ", ".join(map(str, legal_strategies(world_size, model)))
+            whole = legal_strategies(world_size, model)
+            legal = ", ".join(map(str, [*whole, *expert_strategies(whole, model)]))
             raise StrategyError(
                 f"strategy {strategy} cannot run",
                 why=why,

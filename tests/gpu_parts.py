@@ -22,8 +22,8 @@ from hf_hotspa.engine.transport import ProcessGroupTransport, TransferHandle
 from hf_hotspa.model.specs import describe_model
 from hf_hotspa.parallel import backends
 from hf_hotspa.parallel.agreement import Agreement
-from hf_hotspa.search.offers import context_strategies, expert_strategies
-from hf_hotspa.strategy import Strategy, legal_strategies, strategies_with_options
+from hf_hotspa.search.offers import context_strategies
+from hf_hotspa.strategy import Strategy, expert_strategies, legal_strategies, strategies_with_options
 from tests.checkpoints import memory_folder
 from tests.families import MIXTURE, tiny_model
 from tests.gloo import test_faults, test_switch_gloo

@@ -8,23 +8,31 @@ import dataclasses
 import functools
 import inspect
 import logging
-from dataclasses import dataclass, field, fields
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from transformers import TrainingArguments
 
 from hf_hotspa.costs.context import WAYS
 from hf_hotspa.data.batches import EMPTY_POLICIES, ERROR, SKIP
-from hf_hotspa.errors import HotspaConfigError, HotspaError, UnsupportedError, check_choice
+from hf_hotspa.errors import HotspaConfigError, HotspaError, StrategyError, UnsupportedError, check_choice
 from hf_hotspa.layout.gradients import ACCUMULATION_DTYPES, FP32, WIRE_DTYPES, GradientDtypes
 from hf_hotspa.layout.gradients import AUTO as AUTO_DTYPE
-from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.packing.bucketing import OVERLONG_POLICIES
 from hf_hotspa.packing.pipeline_order import SCHEDULES
+from hf_hotspa.parallel.adapters import bare_model
 from hf_hotspa.plan.planner import PLANNERS
-from hf_hotspa.strategy import Bucket, check_launch, parse_buckets
+from hf_hotspa.strategy import Bucket, Strategy, check_launch, parse_buckets
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedMapping, map_config, read_config, take_fsdp, with_batch_size
-from hf_hotspa.trainer.given_arguments import CHANGED, explain_arguments, refuse_arguments, warn_of_misspelt
+from hf_hotspa.trainer.given_arguments import (
+    CHANGED,
+    check_values,
+    explain_arguments,
+    refuse_arguments,
+    refuse_misspelt,
+    warn_of_misspelt,
+)
 from hf_hotspa.trainer.launcher import check_processes, recompute_argument, refuse_launcher_settings, wants_bf16
 from hf_hotspa.trainer.mode_arguments import PipelineModeArguments, StragglerArguments
 from hf_hotspa.trainer.optimizers import check_optimizer_name, text_of
@@ -34,20 +42,6 @@ logger = logging.getLogger(__name__)
 
 OFFLOADS = ("none", "master")
 """The values of `hotspa_offload`."""
-
-_AT_LEAST = {
-    "hotspa_longest": (1, "use at least 1 token, or leave it out"),
-    "hotspa_max_buckets": (1, "use 3, say"),
-    "hotspa_mini_batch_size": (1, "use at least 1"),
-    "hotspa_staging_mb": (1, "use at least 1; 16 is fast"),
-    "hotspa_memory_limit_mb": (1, "leave it out for no limit"),
-    "hotspa_max_failed_saves": (0, "use 0 to stop at the first one"),
-    "hotspa_trace_steps": (0, "use 0 for no trace, or some; 3 is the default"),
-    "hotspa_skip_non_finite": (0, "use 0 to skip none, or a small number"),
-    "hotspa_expert_capacity": (0, "use 0 for no limit, or 1.25, say"),
-    "hotspa_resize_period": (0, "use some mini-batches, or 0 for a pass"),
-}
-"""Flag -> the least value, and what to use instead of a smaller one."""
 
 AUTO = "auto"
 """The value of `hotspa_strategies` that leaves the choice to the program."""
@@ -277,10 +271,16 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     fsdp_stage = 0  # of ZeRO, that `fsdp` comes to
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """As of any class. Here, since a dataclass of the user's that is made of this one has an `__init__` of its own."""
+        refuse_misspelt(cls, kwargs)
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
         show_errors_once()
         warn_of_misspelt([f.name for f in fields(self)])
         self._check_types()
+        check_values(self)  # before transformers compares them, and meets other processes
         refuse_launcher_settings()
         given: Any = vars(self)["deepspeed"]
         self._deepspeed: DeepSpeedMapping | None = self._map_deepspeed(given)
@@ -292,6 +292,7 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
 
     def complete(self) -> None:
         """Checks everything and fills in what follows from it. The attributes of `TrainingArguments` are set up."""
+        check_values(self)
         self.bf16 = bool(vars(self)["bf16"]) or wants_bf16()  # untyped in transformers
         check_processes(self.world_size)
         if not self.hotspa_strategies:
@@ -300,16 +301,22 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
                 fix="use auto, or give strategy:longest sequence[@tokens per pack], shortest first, such as "
                 f"dp{self.world_size}:2048@8192 for plain data parallelism on these {self.world_size} processes",
             )
+        evaluating = evaluation_strategy(self.hotspa_eval_strategy)
         if not self.hotspa_auto:
             check_launch(self.hotspa_buckets, self.world_size)
+            evaluation_buckets(self.hotspa_eval_strategy, given_buckets(self))
+        elif (
+            evaluating is not None and evaluating.world_size != self.world_size
+        ):  # auto chooses among those of this world
+            raise HotspaConfigError(
+                f"hotspa_eval_strategy is {self.hotspa_eval_strategy!r}, which needs {evaluating.world_size} processes, and "
+                f"{self.world_size} are running",
+                fix=_EVALUATED_BY,
+            )
         for flag in fields(self):
             if flag.name.startswith("hotspa_") and "choices" in flag.metadata:
                 check_choice(flag.name, getattr(self, flag.name), flag.metadata["choices"])
         self.check_stragglers(self.world_size, self.full_determinism)
-        if not 0 < self.hotspa_switch_timeout <= LONGEST_TIMEOUT_S:
-            raise HotspaConfigError(
-                f"hotspa_switch_timeout is {self.hotspa_switch_timeout}", fix="use some minutes; 120 is the default"
-            )
         if self.hotspa_attention_dropout not in (None, 0):
             raise HotspaConfigError(
                 f"hotspa_attention_dropout is {self.hotspa_attention_dropout}",
@@ -327,9 +334,6 @@ class HotSPaTrainingArguments(PipelineModeArguments, StragglerArguments, Trainin
         self.check_pipeline_mode(self.hotspa_buckets)
         if (mapping := self.hotspa_deepspeed) is not None:
             self._deepspeed = with_batch_size(mapping, vars(self), self.world_size)
-        for name, (least, fix) in _AT_LEAST.items():
-            if (value := getattr(self, name)) is not None and value < least:
-                raise HotspaConfigError(f"{name} is {value}", fix=fix)
         if self.hotspa_mini_batch_size is not None:
             shares = self.world_size * vars(self)["gradient_accumulation_steps"]  # untyped in transformers
             self.per_device_train_batch_size = -(-self.hotspa_mini_batch_size // shares)
@@ -457,6 +461,84 @@ def argument_facts(args: HotSPaTrainingArguments) -> dict[str, str]:
     }
 
 
+# -- which strategies run which lengths -------------------------------------------------------------------------------
+
+LONGEST, PER_BUCKET = "longest", "buckets"
+"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
+
+_EVALUATED_BY = f"use {LONGEST}, {PER_BUCKET}, or one of the strategies of the run, such as dp4"
+
+
+def evaluation_strategy(choice: str) -> Strategy | None:
+    """The strategy that `hotspa_eval_strategy` names; None where it names none.
+
+    Raises:
+        HotspaConfigError: it is no strategy.
+    """
+    if choice in (LONGEST, PER_BUCKET):
+        return None
+    try:
+        return Strategy.parse(choice)
+    except StrategyError as error:
+        raise HotspaConfigError(f"hotspa_eval_strategy is {choice!r:.200}", why=error.what, fix=_EVALUATED_BY) from None
+
+
+def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+    """Which strategy evaluates which lengths.
+
+    Args:
+        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
+            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
+
+    Raises:
+        HotspaConfigError: `choice` is none of these.
+    """
+    last, strategy = max(buckets, key=lambda bucket: bucket.longest), evaluation_strategy(choice)
+    if choice == PER_BUCKET:
+        return tuple(buckets)
+    if strategy is None:
+        return (Bucket(last.strategy, last.longest, last.pack_tokens),)
+    # what the arguments ask of all strategies of the engine may be left out
+    own = next((b for b in buckets if b.strategy == strategy.recomputing(b.strategy.rc).sharded(b.strategy.z)), None)
+    if own is None:
+        pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
+        raise HotspaConfigError(
+            f"hotspa_eval_strategy is {choice!r}, which is not in hotspa_strategies",
+            why="weights can only be loaded into strategies whose plans were made at the start",
+            fix=f"use {LONGEST}, {PER_BUCKET}, or one of {pool}",
+        )
+    return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
+
+
+def given_buckets(args: HotSPaTrainingArguments, model: Any = None) -> tuple[Bucket, ...]:
+    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
+    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves. Neighbours
+    that are the same strategy then become one.
+
+    Args:
+        model: Once it is known: `activation_checkpointing` of every n-th layer may have an n above the number of its layers.
+
+    Raises:
+        StrategyError: buckets that are no neighbours become the same strategy.
+    """
+    every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
+    if every and model is not None:
+        every = min(every, getattr(bare_model(model)[0].config.get_text_config(), "num_hidden_layers", every))
+    stage = max(args.fsdp_stage, deepspeed.stage if deepspeed is not None else 0)
+    buckets = list[Bucket]()
+    for bucket in args.hotspa_buckets:
+        strategy = bucket.strategy.recomputing(every).sharded(stage)
+        low = buckets.pop().low if buckets and buckets[-1].strategy == strategy else bucket.low
+        if any(other.strategy == strategy for other in buckets):
+            raise StrategyError(
+                f"two length ranges of hotspa_strategies are trained under {strategy}",
+                why="activation_checkpointing adds +rc to all strategies, and a sharded optimizer +z",
+                fix="join these ranges, or leave the argument out and write the options into hotspa_strategies",
+            )
+        buckets.append(replace(bucket, strategy=strategy, low=low))
+    return tuple(buckets)
+
+
 # -- what a script passes to a Trainer --------------------------------------------------------------------------------
 
 
@@ -506,7 +588,7 @@ def completed(args: TrainingArguments | None) -> HotSPaTrainingArguments:
     """
     show_errors_once()
     if isinstance(args, HotSPaTrainingArguments):
-        return args
+        return args  # its values are checked with the other ranks
     if args is None:
         return HotSPaTrainingArguments(output_dir="tmp_trainer")  # as the stock Trainer
     if not isinstance(args, TrainingArguments):

@@ -31,7 +31,7 @@ from hf_hotspa.costs.sizes import ModelSizes
 from hf_hotspa.costs.time import TimeModel
 from hf_hotspa.engine.memory import device_limit
 from hf_hotspa.engine.out_of_memory import FILE, fewest_tokens, largest_packs
-from hf_hotspa.errors import HotspaConfigError, StrategyError
+from hf_hotspa.errors import HotspaConfigError
 from hf_hotspa.layout.stages import StageCosts
 from hf_hotspa.model.model_check import model_facts
 from hf_hotspa.model.options import EngineOptions
@@ -61,7 +61,7 @@ def searched_strategies(shape: ModelShape, args: HotSPaTrainingArguments, *, may
     Args:
         may_divide: Whether the loss can be computed of parts of sequences (cp).
     """
-    every = args.hotspa_recompute_every
+    every = min(args.hotspa_recompute_every, shape.num_layers)
     options = strategies_with_options(args.world_size, shape)
     noisy = args.neftune_noise_alpha is not None  # noise on the embeddings of whole rows
     plain = list(dict.fromkeys(s.recomputing(every) for s in options if not (s.sp and noisy)))
@@ -120,62 +120,6 @@ def engine_options(
         stage_costs=stage_costs,
         pair_costs={tp: time.pair_cost(tp) for tp in time.layers} if time is not None else {},
     )
-
-
-LONGEST, PER_BUCKET = "longest", "buckets"
-"""Values of `hotspa_eval_strategy` beside a strategy of the pool."""
-
-
-def evaluation_buckets(choice: str, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-    """Which strategy evaluates which lengths.
-
-    Args:
-        choice: `longest`: all lengths under the strategy of the longest bucket, which fits them all; `buckets`: each
-            length as it is trained; or one strategy of the pool, for all lengths up to the longest bucket.
-
-    Raises:
-        HotspaConfigError: `choice` is none of these.
-    """
-    last = max(buckets, key=lambda bucket: bucket.longest)
-    if choice == PER_BUCKET:
-        return tuple(buckets)
-    if choice == LONGEST:
-        return (Bucket(last.strategy, last.longest, last.pack_tokens),)
-    strategy = Strategy.parse(choice)
-    # what the arguments ask of all strategies of the engine may be left out
-    own = next((b for b in buckets if b.strategy == strategy.recomputing(b.strategy.rc).sharded(b.strategy.z)), None)
-    if own is None:
-        pool = ", ".join(dict.fromkeys(str(bucket.strategy) for bucket in buckets))
-        raise HotspaConfigError(
-            f"hotspa_eval_strategy is {choice!r}, which is not in hotspa_strategies",
-            why="weights can only be loaded into strategies whose plans were made at the start",
-            fix=f"use {LONGEST}, {PER_BUCKET}, or one of {pool}",
-        )
-    return (Bucket(own.strategy, last.longest, max(own.pack_tokens, last.longest)),)
-
-
-def given_buckets(args: HotSPaTrainingArguments) -> tuple[Bucket, ...]:
-    """The buckets of `hotspa_strategies`; with `activation_checkpointing` their strategies recompute (`+rc`), with the stages
-    2 and 3 of a DeepSpeed config, or `fsdp`, they are sharded (`+z2`, `+z3`), where they do not say so themselves. Neighbours
-    that are the same strategy then become one.
-
-    Raises:
-        StrategyError: buckets that are no neighbours become the same strategy.
-    """
-    every, deepspeed = args.hotspa_recompute_every, args.hotspa_deepspeed
-    stage = max(args.fsdp_stage, deepspeed.stage if deepspeed is not None else 0)
-    buckets = list[Bucket]()
-    for bucket in args.hotspa_buckets:
-        strategy = bucket.strategy.recomputing(every).sharded(stage)
-        low = buckets.pop().low if buckets and buckets[-1].strategy == strategy else bucket.low
-        if any(other.strategy == strategy for other in buckets):
-            raise StrategyError(
-                f"two length ranges of hotspa_strategies are trained under {strategy}",
-                why="activation_checkpointing adds +rc to all strategies, and a sharded optimizer +z",
-                fix="join these ranges, or leave the argument out and write the options into hotspa_strategies",
-            )
-        buckets.append(replace(bucket, strategy=strategy, low=low))
-    return tuple(buckets)
 
 
 _MIB = 1 << 20
@@ -304,7 +248,7 @@ def prepare_auto(
     vector = description.vector.with_measured(measured_costs(calibration, description, args))
     description = replace(description, vector=vector)
     limit, source = memory_limit(args, agreement)
-    most_tokens = _tokens_before_out_of_memory(args, agreement)
+    most_tokens = _tokens_before_out_of_memory(args, agreement, description.shape.num_layers)
     cost = cost_model(calibration, description, args)
 
     def planned(among: list[Strategy]) -> Plan:
@@ -361,12 +305,14 @@ def _agreed_inputs(
     )
 
 
-def _tokens_before_out_of_memory(args: HotSPaTrainingArguments, agreement: Agreement) -> dict[Strategy, int]:
+def _tokens_before_out_of_memory(
+    args: HotSPaTrainingArguments, agreement: Agreement, layers: int
+) -> dict[Strategy, int]:
     """The most tokens of a pack of strategies that ran out of memory before, on any node: these may have disks of their
     own. Collective."""
     own = agreement.run("auto strategies", lambda: json.dumps(largest_packs(args.output_dir)))
     known = fewest_tokens([json.loads(text) for text in agreement.texts(own)])
-    every = args.hotspa_recompute_every
+    every = min(args.hotspa_recompute_every, layers)
     most_tokens = {strategy.recomputing(every): tokens for strategy, tokens in known.items()}
     if most_tokens and args.process_index == 0:
         packs = ", ".join(map(str, most_tokens))

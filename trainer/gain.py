@@ -26,7 +26,8 @@ from hf_hotspa.strategy import Bucket
 from hf_hotspa.switched.documents import FLAT_COLUMNS, ROW_COLUMNS, Document, Documents, Exchange, read_batch
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.requests import facts_of, pairs_in
-from hf_hotspa.trainer.auto import engine_options, given_buckets
+from hf_hotspa.trainer.arguments import given_buckets
+from hf_hotspa.trainer.auto import engine_options
 
 if TYPE_CHECKING:
     from hf_hotspa.trainer.trainer import SwitchedMixin
@@ -177,7 +178,7 @@ def _switching(trainer: "SwitchedMixin") -> Side:
     """The strategies of the run; under `auto` each mini-batch chooses as the next one of the run would."""
     auto = trainer._hotspa_watchers.auto
     if not trainer.args.hotspa_auto:
-        return Side(SWITCHING, given_buckets(trainer.args))
+        return Side(SWITCHING, given_buckets(trainer.args, trainer.model))
     if auto is None or auto.chooser is None:
         raise HotspaConfigError("nothing was trained, so no strategies were chosen", fix="call train() first")
     chooser = auto.chooser

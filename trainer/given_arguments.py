@@ -1,21 +1,27 @@
-"""Arguments that a script gives and that are unknown, cannot be honoured, ask for nothing, or are another trainer's: each is said, with what to use instead."""
+"""Arguments that a script gives and that are unknown, no values, cannot be honoured, ask for nothing, or are another trainer's: each is
+said, with what to use instead."""
 
 import inspect
 import logging
+import math
 import os
 import sys
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from copy import copy
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any
 
 from transformers import TrainingArguments
 
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.data.batches import is_stream
 from hf_hotspa.errors import DataError, HotspaConfigError, UnsupportedError
+from hf_hotspa.model.options import LONGEST_TIMEOUT_S
 from hf_hotspa.rows.formats import format_of
 from hf_hotspa.rows.table import SequenceTable
+from hf_hotspa.search.search import MOST_PHASES
 from hf_hotspa.trainer.launcher import OWN_LAYOUTS
 
 logger = logging.getLogger(__name__)
@@ -58,6 +64,128 @@ def warn_of_misspelt(fields: Collection[str]) -> None:
 
 def _name(flag: str) -> str:
     return flag.lstrip("-").replace("-", "_")
+
+
+def refuse_misspelt(cls: Any, given: Mapping[str, Any]) -> None:
+    """Refuses keyword arguments that a class of arguments does not take.
+
+    Raises:
+        TypeError: as Python would, with the name that was meant.
+    """
+    known = inspect.signature(cls.__init__).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in known.values()):
+        return
+    for name in given:
+        if name not in known:
+            near = nearest(name, known)
+            meant = f"; did you mean {near}?" if near else ""
+            raise TypeError(f"{cls.__name__} got an unexpected keyword argument {name!r}{meant}")
+
+
+@dataclass(frozen=True)
+class _Number:
+    """What an argument may be.
+
+    Args:
+        least: The least value.
+        most: The largest; infinite values are only taken where it is infinite.
+        whole: Whether it is an int.
+        fix: What to use, where the numbers do not say it.
+    """
+
+    least: float = -sys.float_info.max
+    most: float = sys.float_info.max
+    whole: bool = False
+    fix: str = ""
+
+    def takes(self, value: Any) -> bool:
+        """Whether the value is one, perhaps of numpy or torch; NaN never is."""
+        number = value.item() if getattr(value, "ndim", None) == 0 else value
+        kind: Any = Integral if self.whole else Real
+        return isinstance(number, kind) and bool(self.least <= number <= self.most)
+
+    def __str__(self) -> str:
+        bounds = [
+            f"at least {self.least:.15g}" if self.least > -sys.float_info.max else "",
+            f"at most {self.most:.15g}" if self.most < sys.float_info.max else "",
+        ]
+        text = f"use a {'whole' if self.whole else 'finite'} number"
+        range_ = " and ".join(filter(None, bounds))
+        return f"{text} of {range_}" if range_ else text
+
+
+_FROM_0, _FINITE = _Number(0), _Number()
+_BETA = _Number(0, math.nextafter(1, 0), fix="use a number of at least 0 and below 1")
+_COUNT, _WHOLE = _Number(1, whole=True), _Number(whole=True)
+_SECONDS = _Number(math.nextafter(0, 1), LONGEST_TIMEOUT_S, fix="use some minutes, in seconds")
+
+# of transformers' the values that train, of ours what means something; where the stock Trainer can do with a value that looks
+# odd (max_grad_norm=-1 clips nothing), so can this one
+_NUMBERS: Mapping[str, _Number] = {
+    "learning_rate": _FROM_0,
+    "weight_decay": _FROM_0,
+    "adam_beta1": _BETA,
+    "adam_beta2": _BETA,
+    "adam_epsilon": _FROM_0,
+    "max_grad_norm": _Number(-math.inf, math.inf, fix="use the largest norm, or 0 to clip nothing"),
+    "num_train_epochs": _FROM_0,
+    "max_steps": _WHOLE,
+    "warmup_steps": _FROM_0,
+    "warmup_ratio": _Number(0, 1),
+    "label_smoothing_factor": _Number(0, 1),
+    "neftune_noise_alpha": _Number(0, fix="use 5, say, or leave it out"),
+    "logging_steps": _FINITE,
+    "eval_steps": _FINITE,
+    "save_steps": _FINITE,
+    "eval_delay": _Number(-math.inf, math.inf, fix="use the steps or epochs before the first evaluation"),
+    "save_total_limit": _WHOLE,
+    "per_device_train_batch_size": _COUNT,
+    "per_device_eval_batch_size": _COUNT,
+    "gradient_accumulation_steps": _COUNT,
+    "eval_accumulation_steps": _COUNT,
+    "dataloader_num_workers": _Number(0, whole=True),
+    "dataloader_prefetch_factor": _COUNT,
+    "seed": _Number(0, 2**32 - 1, whole=True),
+    "data_seed": _WHOLE,
+    "ddp_timeout": _SECONDS,
+    "hotspa_longest": _Number(1, UNLIMITED_TOKENS - 1, whole=True),
+    "hotspa_max_buckets": _Number(1, MOST_PHASES, whole=True, fix=f"use 3, say, and at most {MOST_PHASES}"),
+    "hotspa_mini_batch_size": _Number(1, 2**31 - 1, whole=True),
+    "hotspa_staging_mb": _Number(1, whole=True, fix="use at least 1; 16 is fast"),
+    "hotspa_memory_limit_mb": _Number(1, whole=True, fix="leave it out for no limit"),
+    "hotspa_max_failed_saves": _Number(0, whole=True, fix="use 0 to stop at the first one"),
+    "hotspa_trace_steps": _Number(0, whole=True, fix="use 0 for no trace, or some; 3 is the default"),
+    "hotspa_skip_non_finite": _Number(0, whole=True, fix="use 0 to skip none, or a small number"),
+    "hotspa_expert_capacity": _Number(0, fix="use 0 for no limit, or 1.25, say"),
+    "hotspa_resize_period": _Number(0, whole=True, fix="use some mini-batches, or 0 for a pass"),
+    "hotspa_switch_timeout": _Number(_SECONDS.least, _SECONDS.most, fix="use some minutes; 120 is the default"),
+}
+
+
+def check_values(args: Any) -> None:
+    """Refuses numbers that are none, or that no training can use, before anything is made of them.
+
+    Args:
+        args: `TrainingArguments`, or what a command line gives for them.
+
+    Raises:
+        HotspaConfigError: naming the argument, its value and what to use.
+    """
+    for name, rule in _NUMBERS.items():
+        value = getattr(args, name, None)
+        if value is None and getattr(type(args), name, None) is None:  # its default, or there is no such argument
+            continue
+        if name == "num_train_epochs" and _NUMBERS["max_steps"].takes(args.max_steps) and args.max_steps > 0:
+            continue  # which nothing reads
+        if not rule.takes(value):
+            text = "; this is text (YAML reads 1e-3 so: write 0.001)" if isinstance(value, str) else ""
+            raise HotspaConfigError(f"{name} is {value!r:.200}", fix=f"{rule.fix or rule}{text}")
+    options = vars(args)["lr_scheduler_kwargs"]
+    for name, value in options.items() if isinstance(options, dict) else ():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise HotspaConfigError(f"lr_scheduler_kwargs has {name}={value}", fix="give a finite number")
+    if args.output_dir == "":
+        raise HotspaConfigError("output_dir is ''", fix="name a folder, or leave it out")
 
 
 _EVALUATION = "evaluation runs in the dtype of training; use bf16 for both, or leave it off"

@@ -7,6 +7,7 @@ of a tensor would change with the cut, hence with the number of ranks: it is ref
 import enum
 import json
 import logging
+import math
 import re
 import weakref
 from collections import defaultdict
@@ -25,7 +26,7 @@ from hf_hotspa.checkpoint.tensors import Share, bare_optimizer, optimizer_to_jso
 from hf_hotspa.engine.cpu_adam import CPU_ADAM, cpu_adam_class, load_cpu_adam
 from hf_hotspa.engine.engine import HotSPaEngine
 from hf_hotspa.engine.master import MasterShare
-from hf_hotspa.errors import UnsupportedError
+from hf_hotspa.errors import HotspaConfigError, UnsupportedError
 from hf_hotspa.model.storage import to_storage
 from hf_hotspa.trainer.deepspeed_config import DeepSpeedSchedule
 
@@ -70,6 +71,7 @@ def check_elementwise(optimizer_class: Any, kwargs: dict[str, Any]) -> None:
 
     Raises:
         UnsupportedError: the pieces do not end up as the whole does, or it does not take 1-D parameters.
+        HotspaConfigError: it makes numbers that are not finite.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     _try_out(name, lambda parameters: optimizer_class([{"params": parameters}], **kwargs), torch.device("cpu"))
@@ -82,6 +84,7 @@ def check_optimizer(optimizer: Optimizer, elsewhere: Mapping[int, str] | None = 
         elsewhere: The ids of parameters that it must know nothing of, and their names.
 
     Raises:
+        HotspaConfigError: as above.
         UnsupportedError: as above; or it refers to one of those parameters outside of its groups.
     """
     name = type(optimizer).__name__
@@ -161,6 +164,14 @@ def _try_out(name: str, make: Callable[[list[nn.Parameter]], Optimizer], device:
             fix="use an elementwise optimizer such as torch.optim.AdamW",
         ) from error
     whole, pieces, alone = ends
+    if not bool(whole.isfinite().all()):
+        groups = optimizer.param_groups
+        odd = {k: v for group in groups for k, v in group.items() if isinstance(v, float) and not math.isfinite(v)}
+        named = ", ".join(f"{key}={value}" for key, value in odd.items())
+        raise HotspaConfigError(
+            f"the optimizer {name} makes weights that are not finite of finite gradients{f' ({named})' if named else ''}",
+            fix="give its options finite values",
+        )
     for actual, expected in ((pieces, whole), (alone, whole[:, :5])):
         if not torch.allclose(actual, expected, rtol=1e-5, atol=1e-6):  # kernels may round tails of vectors otherwise
             raise UnsupportedError(

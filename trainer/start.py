@@ -5,6 +5,7 @@
 """
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,13 +30,11 @@ from hf_hotspa.parallel.agreement import Agreement, Mailbox
 from hf_hotspa.parallel.own_loss import TokenLoss
 from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import SwitchedModel
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets, given_buckets
 from hf_hotspa.trainer.auto import (
     AutoStrategies,
     check_given,
     engine_options,
-    evaluation_buckets,
-    given_buckets,
     prepare_auto,
 )
 from hf_hotspa.trainer.events import CallbackEvents, PhaseDispatcher, is_users
@@ -70,11 +69,13 @@ class Ranks:
 
     def make_output_dir(self) -> None:
         """Makes `output_dir`, which the stock Trainer would do on one rank alone. Collective."""
-        folder = Path(self._args.output_dir)
+        folder = self._args.output_dir
         self.agreement().run(
             "output_dir",
-            lambda: folder.mkdir(parents=True, exist_ok=True) if self._args.should_save else None,
-            otherwise=lambda failure: write_error("output_dir cannot be made", folder, failure),
+            lambda: (
+                os.makedirs(folder, exist_ok=True) if self._args.should_save else None
+            ),  # as it does, so that all know
+            otherwise=lambda failure: write_error("output_dir cannot be made", Path(folder), failure),
         )
 
     @contextmanager
@@ -181,7 +182,7 @@ def start(trainer: Any, loader: Any) -> tuple[SwitchedModel, Watchers]:
         tables, size = lengths.tables(trainer.train_dataset, evaluated, loader, agreement), args.hotspa_rows_a_step
         watchers.auto = prepare_auto(model, args, agreement, lambda: tables, size, sampled=lengths.sampled)
     auto = watchers.auto
-    buckets = auto.plan.pool if auto is not None else given_buckets(args)
+    buckets = auto.plan.pool if auto is not None else given_buckets(args, model)
     evaluated_by = evaluation_buckets(args.hotspa_eval_strategy, buckets)
     costs = auto or calibration
     stage_costs = costs.stage_costs if costs is not None else None

@@ -47,12 +47,11 @@ from hf_hotspa.report import StepReport
 from hf_hotspa.switched.model import CUT, SwitchedModel
 from hf_hotspa.switched.model_object import as_built
 from hf_hotspa.switched.stale_weights import structure_only
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, named
-from hf_hotspa.trainer.auto import evaluation_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, argument_facts, completed, evaluation_buckets, named
 from hf_hotspa.trainer.batches import Rows
 from hf_hotspa.trainer.checkpoints import CheckpointPushes, Checkpoints, contents_of, hub_error, tokenizer_of, try_files
 from hf_hotspa.trainer.events import EVALUATION, LOG, SAVE, CallbackEvents, Flags, is_users
-from hf_hotspa.trainer.given_arguments import refuse_fields_of_others, refuse_longer_rows
+from hf_hotspa.trainer.given_arguments import check_values, refuse_fields_of_others, refuse_longer_rows
 from hf_hotspa.trainer.model_source import (
     ModelSource,
     argument_files,
@@ -123,10 +122,14 @@ class SwitchedMixin(_Base):
         self._hotspa_loss = own_loss(token_loss, loss_columns, args, kwargs.get("compute_loss_func"), type(self))
         self._hotspa_watchers, self._hotspa_ranks = Watchers(), Ranks(args)
         agreement = self._hotspa_ranks.agreement()
-        facts = library_facts() | argument_facts(args)
-        agreement.check({}, None, "arguments of the Trainer", facts=facts)
         datasets = [kwargs.get(name) for name in ("train_dataset", "eval_dataset")]
-        agreement.run("arguments of the Trainer", lambda: refuse_fields_of_others(args, type(self), datasets))
+
+        def checked() -> None:
+            check_values(args)
+            refuse_fields_of_others(args, type(self), datasets)
+
+        facts = library_facts() | argument_facts(args)
+        agreement.run("arguments of the Trainer", checked, facts=lambda _: facts)
         self._hotspa_ranks.make_output_dir()
         self._hotspa_source, self._hotspa_base = ModelSource(args), BaseDigest()
         self._hotspa_pushes, self._hotspa_optimizer = CheckpointPushes(self), MasterOptimizer(self)
@@ -269,12 +272,12 @@ class SwitchedMixin(_Base):
             asked = asked.lower() == "true"
         # before anything that ranks do together because of an argument: it may have been changed since the Trainer was made
         facts = argument_facts(self.args) | {"resume_from_checkpoint": text_of(asked)}
-        self._hotspa_ranks.agreement().check({}, None, "start of training", facts=facts)
+        agreement = self._hotspa_ranks.agreement()
+        agreement.run("start of training", lambda: check_values(self.args), facts=lambda _: facts)
         folder, checkpoints = Path(self._get_output_dir(None)), self._hotspa_checkpoints
         try:
             if self.args.save_strategy != SaveStrategy.NO or asked is True:
                 checkpoints.into(folder).lock()
-            agreement = self._hotspa_ranks.agreement()
             self._hotspa_resumption = find_checkpoint(asked, folder, self.args, agreement) if asked else None
             path = str(self._hotspa_resumption.path) if self._hotspa_resumption else None
             output: TrainOutput = super().train(path, *args, **kwargs)

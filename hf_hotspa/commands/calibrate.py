@@ -5,7 +5,6 @@ Owns the start of these processes and the way of their result, or of their error
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from datetime import timedelta
@@ -120,9 +119,7 @@ def _rank_main(
     rank: int, count: int, folder: str, data: dict[str, object], dtype: str | None, force: bool, quiet: bool
 ) -> None:
     """One process of `_run_own`."""
-    interfaces = [name for _, name in socket.if_nameindex()]
-    loopback = next((name for name in ("lo", "lo0") if name in interfaces), None)
-    if loopback is not None:
+    if (loopback := backends.loopback_interface()) is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)

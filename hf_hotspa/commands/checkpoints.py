@@ -12,7 +12,7 @@ from typing import Any
 from hf_hotspa.checkpoint.format.folder import check_step, checkpoints
 from hf_hotspa.checkpoint.format.manifest import MANIFEST, WEIGHT, Manifest, read_manifest, verify
 from hf_hotspa.costs.hardware import parse_bytes
-from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError
+from hf_hotspa.errors import DamagedCheckpointError, HotspaConfigError, printable
 from hf_hotspa.reporting.terminal import text_table
 
 DAMAGED = 1
@@ -82,7 +82,7 @@ def _verify(args: argparse.Namespace) -> int:
             manifest = verify(target)
             check_step(target, manifest)
         except DamagedCheckpointError as error:
-            print(f"{target}: {error}", file=sys.stderr)
+            print(f"{printable(str(target))}: {error}", file=sys.stderr)
             code = DAMAGED
         else:
             print(f"{target}: {len(manifest.files)} files, {manifest.num_bytes:,} bytes, as they were written")

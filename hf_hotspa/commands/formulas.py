@@ -5,6 +5,8 @@ import json
 from dataclasses import replace
 from typing import Any
 
+from hf_hotspa.commands.inputs import whole
+from hf_hotspa.costs.memory import UNLIMITED_TOKENS
 from hf_hotspa.search.formula_table import formulas_text, make_table, pipedream
 from hf_hotspa.search.planning import DTYPE, Setup
 
@@ -25,12 +27,18 @@ def add_parsers(commands: Any) -> None:
     parser.add_argument("--nodes", required=True, metavar="NODESxDEVICES", help="the cluster, such as 4x8")
     parser.add_argument("--hardware", default="h100-80g", help="`hf-hotspa hardware` lists them (default: %(default)s)")
     parser.add_argument(
-        "--batch", type=int, default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
+        "--batch", type=whole(), default=512, metavar="SEQUENCES", help="of one optimizer step (default: %(default)s)"
     )
     parser.add_argument(
-        "--micro-batch", type=int, default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
+        "--micro-batch", type=whole(), default=1, metavar="SEQUENCES", help="of one micro-batch (default: %(default)s)"
     )
-    parser.add_argument("--sequence", type=int, default=2048, metavar="TOKENS", help="of each (default: %(default)s)")
+    parser.add_argument(
+        "--sequence",
+        type=whole(UNLIMITED_TOKENS - 1),
+        default=2048,
+        metavar="TOKENS",
+        help="of each (default: %(default)s)",
+    )
     parser.add_argument(
         "--partition",
         action="store_true",

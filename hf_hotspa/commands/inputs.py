@@ -5,7 +5,11 @@ training will see. That alone imports `datasets` and `transformers`; a histogram
 """
 
 import argparse
+import errno
+import os
+import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,38 @@ from hf_hotspa.search.tables import histogram
 
 _GIB, _GB = 1 << 30, 1e9
 _SHARES = (50, 90, 99)
+
+
+def whole(most: int = 2**31 - 1) -> Callable[[str], int]:
+    """What `type=` of a flag takes that counts something: reads a number from 1 to `most`, or says so."""
+
+    def read(text: str) -> int:
+        if not re.fullmatch("[0-9]{1,20}", text) or not 1 <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r:.50} is not a whole number of at least 1 and at most {most}")
+        return int(text)
+
+    return read
+
+
+def file_to_write(flag: str, path: str | None) -> None:
+    """Makes the folder of a file that a command writes in the end, so that what is wrong with it is said before the work.
+
+    Raises:
+        HotspaConfigError: naming the flag.
+    """
+    if not path:
+        return
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        if Path(path).is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(Path(path).parent, os.W_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise HotspaConfigError(
+            f"{flag} {path} cannot be written: {reason}", fix="name a file in a folder of yours"
+        ) from None
 
 
 def add_parsers(commands: Any) -> None:
@@ -60,7 +96,7 @@ def add_data_arguments(source: Any, parser: Any, required: bool = False) -> None
     parser.add_argument(
         "--tokenizer", metavar="NAME", help="a name on the hub or a folder; not needed where rows have input_ids"
     )
-    parser.add_argument("--rows", type=int, metavar="N", help="read so many rows only, drawn at random")
+    parser.add_argument("--rows", type=whole(), metavar="N", help="read so many rows only, drawn at random")
 
 
 def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
@@ -76,8 +112,6 @@ def data_counts(args: argparse.Namespace, model: str | None = None) -> Counts:
     from hf_hotspa.rows.features import RowRules
     from hf_hotspa.rows.scan import scan_dataset
 
-    if args.rows is not None and args.rows < 1:
-        raise HotspaConfigError(f"--rows {args.rows} leaves nothing to count", fix="use at least 1")
     quiet = not sys.stderr.isatty()
     if quiet:
         import datasets
@@ -137,6 +171,7 @@ def _tokenizer(name: str) -> Any:
 
 
 def _lengths(args: argparse.Namespace) -> None:
+    file_to_write("--output", args.output)
     counts = data_counts(args)
     if args.output:
         counts.save(args.output)

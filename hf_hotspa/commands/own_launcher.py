@@ -1,18 +1,48 @@
 """The launcher of `hf-hotspa train`: torch's, but a start that fails ends with what the failed process has said.
 
 `python -m hf_hotspa.commands.own_launcher` takes what `torchrun` takes. Torch's own ends with a traceback of itself and a table.
+Where all processes are of this machine (`--rdzv-backend loopback`), they meet at its loopback address, which no other reaches:
+torch's `--standalone` listens on every address.
 """
 
 import logging
+import socket
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.elastic.rendezvous import RendezvousParameters, rendezvous_handler_registry
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.run import parse_args, run
 
+LOOPBACK = "loopback"
+"""The value of `--rdzv-backend`."""
 _TORCH = "torch.distributed.elastic"
+
+
+class _Loopback(StaticTCPRendezvous):
+    """The store of all processes of this machine, in the launcher, behind a socket that only this machine reaches."""
+
+    def __init__(self, run_id: str) -> None:
+        listener = socket.create_server(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+        super().__init__("127.0.0.1", port, 0, 1, run_id, timeout=600)
+        self._store = TCPStore(
+            self.master_addr, port, 1, True, self.timeout, multi_tenant=True, master_listen_fd=listener.detach()
+        )
+
+    def get_backend(self) -> str:
+        return LOOPBACK
+
+
+def _meet_at_loopback(parameters: RendezvousParameters) -> _Loopback:
+    return _Loopback(parameters.run_id)
+
+
+rendezvous_handler_registry.register(LOOPBACK, _meet_at_loopback)
 
 
 def main(words: Sequence[str]) -> int:

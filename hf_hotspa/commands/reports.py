@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+from hf_hotspa.commands.inputs import file_to_write
 from hf_hotspa.reporting.compare import compare, compare_page, sentences, strategy_rows
 from hf_hotspa.reporting.page import PAGE_NAME, report_page
 from hf_hotspa.reporting.pictures import save_pictures
@@ -31,6 +32,7 @@ def add_parsers(commands: Any) -> None:
 
 
 def _report(args: argparse.Namespace) -> None:
+    file_to_write("--output", args.output)
     record = read_run_log(args.run)
     target = Path(args.output) if args.output else Path(record.path).with_name(PAGE_NAME)
     write_whole(target, report_page(record))
@@ -49,6 +51,7 @@ def _report(args: argparse.Namespace) -> None:
 
 
 def _compare(args: argparse.Namespace) -> None:
+    file_to_write("--output", args.output)
     a, b = read_run_log(args.a), read_run_log(args.b)
     comparison = compare(a, b)
     said = [text_table(f"A: {a.path}\nB: {b.path}", strategy_rows(comparison)), *sentences(comparison)]

@@ -12,9 +12,12 @@ from typing import Any, NoReturn
 
 import torch
 
+from hf_hotspa.commands.inputs import whole
 from hf_hotspa.errors import HotspaConfigError, HotspaError, LaunchError
+from hf_hotspa.parallel import backends
 from hf_hotspa.strategy import parse_buckets
-from hf_hotspa.trainer.arguments import AUTO
+from hf_hotspa.trainer.arguments import AUTO, evaluation_strategy
+from hf_hotspa.trainer.given_arguments import check_values
 from hf_hotspa.trainer.script import MORE, look, parse, parser_of, read, run
 
 _MOST_CPU_PROCESSES = 4
@@ -35,8 +38,8 @@ def main(words: Sequence[str]) -> int:
     Raises:
         HotspaError: in a process of a launcher, which shows it.
     """
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument(_PROCESSES, type=int, default=None)
+    own = argparse.ArgumentParser(prog="hf-hotspa train", add_help=False, allow_abbrev=False)
+    own.add_argument(_PROCESSES, type=whole(), default=None)
     ours, rest = own.parse_known_args(list(words))
     parser = parser_of(
         prog="hf-hotspa train",
@@ -57,13 +60,15 @@ def main(words: Sequence[str]) -> int:
         return 0
     try:
         given = read(parser, rest)
-        count = number_of_processes(ours.processes, given, torch.cuda.device_count())
+        check_values(given)
+        evaluation_strategy(given.hotspa_eval_strategy)
         look(given)
+        count = number_of_processes(ours.processes, given, torch.cuda.device_count())
         if count > 1:
             _launch(count, rest)
         run(parse(parser, rest))
     except HotspaError as error:
-        print(f"hf-hotspa train: {error}", file=sys.stderr)
+        print(f"hf-hotspa train: {error}", file=sys.stderr)  # which escapes what stands in files
         return 2
     return 0
 
@@ -79,15 +84,15 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
     Raises:
         HotspaConfigError: there is no GPU and none was told to do without, or there are too few.
     """
-    if asked is not None and asked < 1:
-        raise HotspaConfigError(f"{_PROCESSES} is {asked}", fix="use at least 1")
+    strategies = (given.hotspa_strategies or "").strip()
+    needed = parse_buckets(strategies)[0].strategy.world_size if strategies not in ("", AUTO) else None
+    if asked is not None and needed is not None and asked != needed:
+        raise LaunchError(f"{_PROCESSES} {asked}, and --hotspa_strategies need {needed}", fix=f"leave {_PROCESSES} out")
     if not gpus and not given.use_cpu:
         raise HotspaConfigError(
             "this machine has no GPU that torch can use",
             fix=f"for CPU processes add --use_cpu (and {_PROCESSES} N); for a GPU check nvidia-smi, and that torch is a CUDA build",
         )
-    strategies = (given.hotspa_strategies or "").strip()
-    needed = parse_buckets(strategies)[0].strategy.world_size if strategies not in ("", AUTO) else None
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     count = asked or needed or (min(cores, _MOST_CPU_PROCESSES) if given.use_cpu else gpus)
     if not given.use_cpu and count > gpus:
@@ -98,9 +103,10 @@ def number_of_processes(asked: int | None, given: Any, gpus: int) -> int:
 def _launch(count: int, words: Sequence[str]) -> NoReturn:
     """Becomes the launcher, with this command in each process: one program hears Ctrl-C and SIGTERM."""
     environment = dict(os.environ)
-    # as examples/slurm.sh: a restarted job could meet the dead attempt's addresses
-    environment.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if (loopback := backends.loopback_interface()) is not None:
+        environment.setdefault("GLOO_SOCKET_IFNAME", loopback)  # gloo would listen at the address of the host's name
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
-    line = [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--standalone", "--nproc-per-node", str(count)]
+    line = [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--rdzv-backend", "loopback"]
+    line += ["--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", str(count)]
     sys.stdout.flush()
     os.execve(sys.executable, [*line, "-m", "hf_hotspa.cli", "train", *words], environment)

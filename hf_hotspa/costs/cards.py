@@ -182,8 +182,9 @@ def load_hardware(text: str | os.PathLike[str]) -> Hardware:
 
     try:
         data = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
-        raise HotspaConfigError(f"the hardware description is no YAML: {error}", where=str(path), fix=_LIST) from None
+    except (yaml.YAMLError, ValueError, RecursionError, OSError) as error:
+        said = " ".join(str(error).split())
+        raise HotspaConfigError(f"the hardware description is no YAML: {said}", where=str(path), fix=_LIST) from None
     if not isinstance(data, dict):
         raise HotspaConfigError(
             f"the hardware description holds {type(data).__name__} instead of fields",

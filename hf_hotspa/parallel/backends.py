@@ -6,6 +6,7 @@ both kinds at once: tags and batches mean nothing where a backend does not know 
 """
 
 import os
+import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -98,3 +99,9 @@ def abort(groups: Iterable[dist.ProcessGroup]) -> None:
     for group in groups:
         if not abilities(group).wakes_ranks:
             group.abort()
+
+
+def loopback_interface() -> str | None:
+    """The name of the network interface that only this machine reaches; None where it has another name than usual."""
+    interfaces = [name for _, name in socket.if_nameindex()]
+    return next((name for name in ("lo", "lo0") if name in interfaces), None)

@@ -5,11 +5,12 @@ from dataclasses import dataclass, replace
 from statistics import median
 
 from hf_hotspa.errors import RunLogError
+from hf_hotspa.report import StepReport
 from hf_hotspa.reporting import svg
 from hf_hotspa.reporting.page import document
 from hf_hotspa.reporting.panels import Panel, plan_panel, run_panel, table
-from hf_hotspa.reporting.run_log import RunLog, StepRecord
-from hf_hotspa.reporting.summary import StrategyTotals, summarize
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals
+from hf_hotspa.reporting.summary import summarize
 from hf_hotspa.reporting.svg import Series, short
 
 
@@ -39,10 +40,11 @@ class Comparison:
         loss_differences: B - A, one for each of them.
         largest_relative: The largest `|B - A| / |A|`.
         same_tokens: Whether both trained as many tokens in each of these steps; else losses are of different data.
+        not_alike: What the runs trained is not the same: `model`, `data`, `mini-batches`; their speeds then say nothing.
         same_rates: Whether their learning rates were the same in each of these steps.
         settings: What else differs, by name: what A had, what B had.
         speed_up: Median over these steps of seconds of A by seconds of B: above 1 B is faster. The first step, which
-            warms up, does not count where there are others.
+            warms up, does not count where there are others. None where the runs are not alike.
         a_seconds: Seconds of A's steps.
         b_seconds: Seconds of B's steps.
         strategies: One for each strategy of either run.
@@ -53,9 +55,10 @@ class Comparison:
     largest_relative: float
     largest_step: int
     same_tokens: bool
+    not_alike: tuple[str, ...]
     same_rates: bool
     settings: dict[str, tuple[str, str]]
-    speed_up: float
+    speed_up: float | None
     a_seconds: tuple[float, ...]
     b_seconds: tuple[float, ...]
     strategies: tuple[StrategyPair, ...]
@@ -80,6 +83,7 @@ def compare(a: RunLog, b: RunLog) -> Comparison:
     relative = [_relative(d, one.loss) for d, (one, _) in zip(differences, pairs, strict=True)]
     largest = max(range(len(steps)), key=lambda i: relative[i])
     timed = pairs[1:] if len(pairs) > 2 else pairs
+    not_alike = _not_alike(a, b, pairs)
     ratios = [one.total_s / other.total_s for one, other in timed if other.total_s > 0]
     return Comparison(
         steps=tuple(steps),
@@ -87,13 +91,33 @@ def compare(a: RunLog, b: RunLog) -> Comparison:
         largest_relative=relative[largest],
         largest_step=steps[largest],
         same_tokens=all(one.num_tokens == other.num_tokens for one, other in pairs),
+        not_alike=not_alike,
         same_rates=all(in_a[step].lr == in_b[step].lr for step in steps),
         settings=_differences(a, b),
-        speed_up=median(ratios) if ratios else 1.0,
+        speed_up=None if not_alike else median(ratios) if ratios else 1.0,
         a_seconds=tuple(one.total_s for one, _ in pairs),
         b_seconds=tuple(other.total_s for _, other in pairs),
-        strategies=_strategies(a, b),
+        strategies=_strategies(a, b, bool(not_alike)),
     )
+
+
+_MODEL = ("name", "family", "parameters", "layers")
+
+
+def _not_alike(a: RunLog, b: RunLog, pairs: Sequence[tuple[StepReport, StepReport]]) -> tuple[str, ...]:
+    """What was trained that is not the same. Rows of the same number may be cut or dropped in other ways: tokens decide."""
+    model, lengths = (
+        ([run.facts.model.get(name) for name in _MODEL] for run in (a, b)),
+        (a.facts.lengths, b.facts.lengths),
+    )
+    one, other = model
+    known = None not in lengths
+    differs = {
+        "model": one != other,
+        "data": known and lengths[0] != lengths[1],
+        "mini-batches": any(x.num_rows != y.num_rows or x.num_tokens != y.num_tokens for x, y in pairs),
+    }
+    return tuple(name for name, does in differs.items() if does)
 
 
 def _differences(a: RunLog, b: RunLog) -> dict[str, tuple[str, str]]:
@@ -114,7 +138,7 @@ def _relative(difference: float, base: float) -> float:
     return abs(difference) / abs(base) if base else float("inf")
 
 
-def _strategies(a: RunLog, b: RunLog) -> tuple[StrategyPair, ...]:
+def _strategies(a: RunLog, b: RunLog, apart: bool) -> tuple[StrategyPair, ...]:
     left, right = ({s.strategy: s for s in summarize(run).strategies} for run in (a, b))
     only = [next(iter(side.values())) if len(side) == 1 else None for side in (left, right)]
     pairs = []
@@ -122,7 +146,7 @@ def _strategies(a: RunLog, b: RunLog) -> tuple[StrategyPair, ...]:
         one, other = left.get(name), right.get(name)
         base, against = one or only[0], other or only[1]
         gain = None
-        if base is not None and against is not None and base.tokens_per_s and against.tokens_per_s:
+        if not apart and base is not None and against is not None and base.tokens_per_s and against.tokens_per_s:
             gain = against.tokens_per_s / base.tokens_per_s
         pairs.append(StrategyPair(name, one, other, gain))
     return tuple(pairs)
@@ -131,7 +155,10 @@ def _strategies(a: RunLog, b: RunLog) -> tuple[StrategyPair, ...]:
 def sentences(comparison: Comparison) -> list[str]:
     """The comparison in words, the answer first."""
     gain = comparison.speed_up
-    if abs(gain - 1) <= 0.01:
+    if gain is None:
+        what = " and ".join(comparison.not_alike)
+        answer = f"Which is faster cannot be said: {what} of A and B are not the same"
+    elif abs(gain - 1) <= 0.01:
         answer = "A and B are equally fast"
     elif gain > 1:
         answer = f"B is {gain:.2f}x as fast as A"
@@ -195,7 +222,7 @@ def compare_page(a: RunLog, b: RunLog, comparison: Comparison) -> str:
             panels.append(replace(panel, name=f"{panel.name}-{name.lower()}", title=f"{panel.title} of {name}"))
     totals = summarize(a), summarize(b)
     tiles = [
-        (f"{comparison.speed_up:.2f}x", "median speed-up of B over A"),
+        (f"{comparison.speed_up:.2f}x" if comparison.speed_up is not None else "-", "median speed-up of B over A"),
         (f"{comparison.largest_relative:.2g}", "largest relative loss difference"),
         (f"{len(steps)}", "steps in both"),
         *((f"{t.switch_share:.1%}", f"of {n}'s steps is switching") for n, t in zip("AB", totals, strict=True)),

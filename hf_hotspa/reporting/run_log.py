@@ -5,10 +5,13 @@ Owns the format (version `FORMAT`), its writer and its reader. Each line has a `
 * `header`, first: `format`, `time` (unix seconds), and the fields of `RunFacts`. A resumed run adds one more.
 * `step`: `step` (counted from 1), `time`, `wall_s` (seconds since the step began, optimizer included), `lr` (the one
   that was used; null when not known), `memory` (peak bytes of each rank; only where one of them grew by 1 %), and
-  `report` (the `StepReport`).
+  `report` (the `StepReport`), `before` (in a record that was thinned out, the `Sums` of the steps left out before this one).
 * `eval`: `step`, `time`, `metrics`. `save`: `step`, `time`.
 * `end`, last: `step`, `time`, `callback_s` (seconds inside callbacks of the main process, by class).
 * `gain`, after it where it was asked for: `time` and the fields of `MeasuredGain`.
+
+A record has no more than `MOST_BYTES`: where it would, every second of the older steps is left out, and their sums stand in the
+next one (`_thinned`). The first step stays, the last ones, and those after which a run may resume.
 
 The writer flushes every line, so a killed run loses one line at most; the reader leaves out a torn last line, and of
 steps that were trained twice (after a resume) takes the later ones. Anything else that is wrong is a `RunLogError` that
@@ -20,7 +23,8 @@ import logging
 import math
 import os
 import time
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TextIO, TypedDict
 
@@ -32,6 +36,7 @@ from hf_hotspa.report import RunFacts, StepReport
 from hf_hotspa.reporting.histogram import is_histogram
 from hf_hotspa.reporting.measured import MeasuredGain
 from hf_hotspa.typed import Count, typed
+from hf_hotspa.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -39,13 +44,51 @@ FORMAT = 1
 FILE_NAME = "hotspa_trace.jsonl"
 FOLDER_NAME = "hotspa_report"
 _PREVIOUS = "hotspa_trace.previous.jsonl"
+MOST_BYTES = 32 << 20
+"""Of a record: about 20,000 steps of two phases."""
+_LAST = 1000
+"""So many of the last steps, saves and evaluations are all kept."""
 _GROWTH = 1.01
 _REMEDY = "give the folder of a run that was trained with hotspa_report (the default), or its " + FILE_NAME
 
 
 @dataclass(frozen=True)
+class StrategyTotals:
+    """Sums over all phases of one strategy; what follows their number are attributes of `PhaseReport`."""
+
+    strategy: str
+    num_phases: int
+    num_packs: int
+    num_sequences: int
+    num_tokens: int
+    compute_s: float
+    wait_s: float
+    moved_s: float
+    hidden_s: float
+    moved_bytes: int
+    frozen_bytes: int
+    context_bytes: int
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens by seconds of computation."""
+        return self.num_tokens / self.compute_s if self.compute_s > 0 else 0.0
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Sums over steps: seconds as those of `Summary`."""
+
+    num_steps: Count = 0
+    seconds: float = 0.0
+    wall_s: float = 0.0
+    switch_s: float = 0.0
+    strategies: tuple[StrategyTotals, ...] = ()
+
+
+@dataclass(frozen=True)
 class StepRecord:
-    """A line of the kind `step`, see above; `memory` is empty where no rank's grew."""
+    """A line of the kind `step`, see above; `memory` is empty where no rank's grew, `before` stands for steps left out."""
 
     step: Count
     time: float
@@ -53,6 +96,33 @@ class StepRecord:
     lr: float | None
     report: StepReport
     memory: list[Count] = field(default_factory=list)
+    before: Sums | None = None
+
+
+def sums_of(records: Iterable[StepRecord], earlier: Sums | None = None) -> Sums:
+    """The sums over steps, over those that were left out before them, and `earlier` ones."""
+    first = earlier or Sums()
+    num_steps, seconds, wall_s, switch_s = first.num_steps, first.seconds, first.wall_s, first.switch_s
+    totals: dict[str, list[Any]] = {}
+    names = [f.name for f in fields(StrategyTotals)[2:]]
+
+    def add(strategy: str, count: int, source: Any) -> None:
+        so_far = totals.setdefault(strategy, [0] * (len(names) + 1))
+        totals[strategy] = [a + b for a, b in zip(so_far, (count, *(getattr(source, n) for n in names)), strict=True)]
+
+    for known in first.strategies:
+        add(known.strategy, known.num_phases, known)
+    for record in records:
+        report, before = record.report, record.before or Sums()
+        num_steps += 1 + before.num_steps
+        seconds += report.total_s + before.seconds
+        wall_s += record.wall_s + before.wall_s
+        switch_s += report.switch_s + before.switch_s
+        for known in before.strategies:
+            add(known.strategy, known.num_phases, known)
+        for phase in report.phases:
+            add(phase.strategy, 1, phase)
+    return Sums(num_steps, seconds, wall_s, switch_s, tuple(StrategyTotals(n, *values) for n, values in totals.items()))
 
 
 @dataclass
@@ -137,6 +207,7 @@ class RunLogWriter:
             os.replace(self.path, self.path.with_name(_PREVIOUS))
         self._file: TextIO = open(self.path, "a", encoding="utf-8")  # noqa: SIM115  # closed by close()
         self._memory: list[int] = []
+        self._bytes = self.path.stat().st_size
 
     def _cut_torn_line(self) -> None:
         if self.path.exists():
@@ -148,6 +219,27 @@ class RunLogWriter:
         line = json.dumps(plain({"kind": kind, **values, "time": time.time()}), allow_nan=False, separators=(",", ":"))
         self._file.write(line + "\n")
         self._file.flush()
+        self._bytes += len(line) + 1  # ASCII
+        if self._bytes > MOST_BYTES and kind == "step":
+            try:
+                self._thin()
+            except (ValueError, KeyError, TypeError) as error:  # of a record that was resumed, and changed by hand
+                raise OSError(f"{self.path} cannot be thinned out: {error}") from error
+
+    def _thin(self) -> None:
+        lines = [json.loads(line) for line in self.path.read_bytes().splitlines()]
+        size = self._bytes
+        while size > MOST_BYTES // 2:
+            fewer = _thinned(lines)
+            if len(fewer) == len(lines):
+                break  # the last steps alone are more
+            lines = fewer
+            text = "".join(json.dumps(line, allow_nan=False, separators=(",", ":")) + "\n" for line in lines)
+            size = len(text)
+        if size < self._bytes:
+            self._file.close()
+            write_whole(self.path, text)
+            self._file, self._bytes = open(self.path, "a", encoding="utf-8"), size  # noqa: SIM115
 
     def header(self, facts: RunFacts) -> None:
         """The first line."""
@@ -190,6 +282,38 @@ class RunLogWriter:
             self._file.close()
         finally:
             self._lock.release()
+
+
+def _thinned(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of a record without every second of the older steps, whose sums stand in the next one that is kept, and of the
+    older saves and evaluations; of steps that were trained twice the later ones. Lines are changed in place."""
+    places: dict[str, dict[int, int]] = {"step": {}, "save": {}, "eval": {}}
+    for place, line in enumerate(lines):
+        if line["kind"] in places:
+            places[line["kind"]][line["step"]] = place
+    kept = {place for place, line in enumerate(lines) if line["kind"] not in places}
+    for of_kind in (places["save"], places["eval"]):
+        order = sorted(of_kind)
+        kept.update(of_kind[step] for step in (*order[:-_LAST:2], *order[-_LAST:]))
+    newest = next((line["step"] for line in reversed(lines) if line["kind"] == "step"), 0)
+    kept.update(place for step, place in places["step"].items() if step > newest)  # a resumed run will train them again
+    steps = sorted(step for step in places["step"] if step <= newest)
+    resumes = {*sorted(places["save"])[-_LAST:], *steps[:1], *steps[-_LAST:]}
+    left, odd = list[StepRecord](), False
+    for step in steps:
+        line = lines[places["step"][step]]
+        odd = not odd
+        if step not in resumes and odd:
+            left.append(typed(_renamed(line), StepRecord))
+            continue
+        if left:
+            own = typed(line["before"], Sums) if "before" in line else None
+            line["before"] = plain(asdict(sums_of(left, own)))
+            if memory := next((record.memory for record in reversed(left) if record.memory), []):
+                line.setdefault("memory", memory)
+            left = []
+        kept.add(places["step"][step])
+    return [line for place, line in enumerate(lines) if place in kept]
 
 
 # -- reading ----------------------------------------------------------------------------------------------------------

@@ -4,39 +4,14 @@ Pure functions of a `RunLog`. Promises: a claim that was measured says so, and o
 taken from other lengths says that.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from statistics import median
 
-from hf_hotspa.report import PhaseReport
 from hf_hotspa.reporting.measured import CLEAR
-from hf_hotspa.reporting.run_log import RunLog, StepRecord
+from hf_hotspa.reporting.run_log import RunLog, StepRecord, StrategyTotals, sums_of
 
 _MUCH_SWITCHING = 0.25
 _MUCH_WAITING = 0.2
-
-
-@dataclass(frozen=True)
-class StrategyTotals:
-    """Sums over all phases of one strategy; what follows their number are attributes of `PhaseReport`."""
-
-    strategy: str
-    num_phases: int
-    num_packs: int
-    num_sequences: int
-    num_tokens: int
-    compute_s: float
-    wait_s: float
-    moved_s: float
-    hidden_s: float
-    moved_bytes: int
-    frozen_bytes: int
-    context_bytes: int
-
-    @property
-    def tokens_per_s(self) -> float:
-        """Tokens by seconds of computation."""
-        return self.num_tokens / self.compute_s if self.compute_s > 0 else 0.0
 
 
 @dataclass(frozen=True)
@@ -76,38 +51,32 @@ class Summary:
 def strategy_order(run: RunLog) -> list[str]:
     """The strategies of a run, shortest bucket first; those that no bucket names at the end."""
     named = [bucket["strategy"] for bucket in run.facts.buckets]
-    ran = [phase.strategy for record in run.steps for phase in record.report.phases]
+    ran = [totals.strategy for totals in sums_of(run.steps).strategies]
     return list(dict.fromkeys([*named, *ran]))
 
 
 def summarize(run: RunLog) -> Summary:
     """The numbers of a run; all zero for one without steps."""
     reports = [record.report for record in run.steps]
-    phases: dict[str, list[PhaseReport]] = {strategy: [] for strategy in strategy_order(run)}
-    for report in reports:
-        for phase in report.phases:
-            phases[phase.strategy].append(phase)
+    every = sums_of(run.steps)
+    by_name = {totals.strategy: totals for totals in every.strategies}
+    strategies = tuple(by_name[name] for name in strategy_order(run) if name in by_name)
     last = reports[-max(1, len(reports) // 10) :]
     return Summary(
-        num_steps=len(reports),
-        num_tokens=sum(r.num_tokens for r in reports),
-        seconds=sum(r.total_s for r in reports),
-        wall_s=sum(record.wall_s for record in run.steps),
-        switch_s=sum(r.switch_s for r in reports),
-        load_return_s=sum(r.load_return_s for r in reports),
-        hidden_s=sum(r.hidden_s for r in reports),
-        wait_s=sum(p.wait_s for r in reports for p in r.phases),
+        num_steps=every.num_steps,
+        num_tokens=sum(totals.num_tokens for totals in strategies),
+        seconds=every.seconds,
+        wall_s=every.wall_s,
+        switch_s=every.switch_s,
+        load_return_s=sum(totals.moved_s for totals in strategies) - every.switch_s,
+        hidden_s=sum(totals.hidden_s for totals in strategies),
+        wait_s=sum(totals.wait_s for totals in strategies),
         first_loss=reports[0].loss if reports else None,
         last_loss=sum(r.loss for r in last) / len(last) if last else None,
-        strategies=tuple(_totals(strategy, ran) for strategy, ran in phases.items() if ran),
+        strategies=strategies,
         median_step_s=median(r.total_s for r in reports) if reports else 0.0,
         callback_s=sum(run.callback_s.values()),
     )
-
-
-def _totals(strategy: str, phases: Sequence[PhaseReport]) -> StrategyTotals:
-    summed = [field.name for field in fields(StrategyTotals)[2:]]
-    return StrategyTotals(strategy, len(phases), *(sum(getattr(phase, name) for phase in phases) for name in summed))
 
 
 def measured_steps(run: RunLog) -> list[StepRecord]:

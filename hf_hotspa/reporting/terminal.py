@@ -1,10 +1,33 @@
 """Tables in a terminal: with rich where somebody looks at one, aligned plain text in a pipe or a file."""
 
+import secrets
 import sys
 from collections.abc import Sequence
 from io import StringIO
+from typing import Any
+
+from hf_hotspa.errors import printable
 
 _shown: set[str] = set()
+
+
+class CleanOutput:
+    """Standard output of a command: nothing that is printed acts on the terminal but the tables of `text_table`.
+
+    Args:
+        stream: What is written to.
+    """
+
+    def __init__(self, stream: Any) -> None:
+        self._stream, self.escape = stream, f"<{secrets.token_hex(8)}>"  # which no file can hold
+
+    def write(self, text: str) -> int:
+        """Writes text whose control characters become escapes."""
+        self._stream.write(printable(text).replace(self.escape, "\x1b"))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
 
 
 def is_terminal() -> bool:
@@ -14,8 +37,9 @@ def is_terminal() -> bool:
 
 def plain_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
     """A title and aligned columns; the first row is the heading, `left` columns are flush left."""
+    rows = _clean(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [title] if title else []
+    lines = [printable(title)] if title else []
     for row in rows:
         cells = [c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))]
         lines.append("  ".join(cells).rstrip())
@@ -29,14 +53,22 @@ def rich_table(title: str, rows: Sequence[Sequence[str]], left: int = 1) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    table = Table(title=Text(title) if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
+    rows = _clean(rows)
+    table = Table(
+        title=Text(printable(title)) if title else None, title_justify="left", box=SIMPLE_HEAD, pad_edge=False
+    )
     for i, name in enumerate(rows[0]):
         table.add_column(Text(name), justify="left" if i < left else "right", style="bold" if i < left else "")
     for row in rows[1:]:
         table.add_row(*map(Text, row))
     out = StringIO()
     Console(file=out, force_terminal=True).print(table)
-    return out.getvalue().rstrip("\n")
+    drawn = out.getvalue().rstrip("\n")
+    return drawn.replace("\x1b", sys.stdout.escape) if isinstance(sys.stdout, CleanOutput) else drawn
+
+
+def _clean(rows: Sequence[Sequence[str]]) -> list[list[str]]:
+    return [[printable(cell).replace("\n", "\\n") for cell in row] for row in rows]
 
 
 def text_table(title: str, rows: Sequence[Sequence[str]], left: int = 1, terminal: bool | None = None) -> str:

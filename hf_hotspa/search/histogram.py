@@ -28,7 +28,7 @@ LONGEST = 32768
 _SEQUENCES = 2048
 _MINI_BATCHES = 64
 """Lengths are drawn for so many sequences, or so many mini-batches where these are small."""
-_MOST_SEQUENCES = 1 << 14
+MOST_SEQUENCES = 1 << 14
 
 DISTRIBUTIONS = ("commoncrawl", "github", "uniform", "chat")
 """`commoncrawl`: log-normal, median 326, sigma 1.33. `github`: log-normal, median 1441, sigma 1.46. `uniform`: all
@@ -166,9 +166,9 @@ def read_lengths(
         OverlongError: there are sequences longer than `longest`, and the policy is `error`.
     """
     check_choice("the policy for over-long sequences", overlong, OVERLONG_POLICIES)
-    if not 1 <= mini_batch_size <= _MOST_SEQUENCES:
+    if not 1 <= mini_batch_size <= MOST_SEQUENCES:
         raise HotspaConfigError(
-            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {_MOST_SEQUENCES}"
+            f"a mini-batch of {mini_batch_size} sequences cannot be planned", fix=f"use 1 to {MOST_SEQUENCES}"
         )
     if longest is not None and not 1 <= longest < UNLIMITED_TOKENS:
         raise HotspaConfigError(f"a longest sequence of {longest} tokens is impossible", fix="use at least 1")

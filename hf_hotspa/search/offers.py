@@ -19,7 +19,7 @@ from hf_hotspa.search.capacities import Capacities
 from hf_hotspa.search.choice import Choice
 from hf_hotspa.search.long_sequences import with_chunks
 from hf_hotspa.search.search import search
-from hf_hotspa.strategy import Strategy
+from hf_hotspa.strategy import Strategy, expert_strategies
 
 _DEGREES = 2
 """How many degrees of ep are looked at beside one strategy: the smallest that holds the sequence, and one more."""
@@ -36,21 +36,6 @@ def context_strategies(strategies: Iterable[Strategy], model: ModelShape) -> lis
         for strategy in strategies
         for cp in range(2, strategy.dp + 1)
         if strategy.cp == 1 and strategy.dp % cp == 0
-    )
-    return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
-
-
-def expert_strategies(strategies: Iterable[Strategy], model: ModelShape) -> list[Strategy]:
-    """The strategies that divide experts over the ranks of a stage of given ones: every ep above 1 that divides these ranks
-    and runs the model, with their other degrees and options.
-
-    Those whose chunks or units of layers do not go with ep are left out.
-    """
-    candidates = (
-        replace(strategy, ep=ep)
-        for strategy in strategies
-        for ep in range(2, min(strategy.stage_size, model.num_experts) + 1)
-        if strategy.ep == 1 and not strategy.z and not strategy.ck and strategy.stage_size % ep == 0
     )
     return [strategy for strategy in candidates if strategy.unsupported_reason(model) is None]
 

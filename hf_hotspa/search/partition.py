@@ -1,7 +1,8 @@
 """The dynamic programme over sorted lengths: contiguous ranges, each with a strategy of its own.
 
 Given the cost of every (strategy, range of lengths), it finds the cheapest way to cut all lengths in at most
-`max_phases` ranges whose strategies differ. Exact for these costs, whatever the order of the strategies.
+`max_phases` ranges whose strategies differ. Exact for these costs, whatever the order of the strategies, for up to
+`EXACT_RANGES`.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
+
+EXACT_RANGES, _MOST_CHOICES = 3, 500
 
 
 @dataclass(frozen=True, order=True)
@@ -30,7 +33,8 @@ def best_partitions(costs: Array, max_phases: int, keep: int = 4) -> list[Partit
     """The cheapest partitions with 1, 2, ... ranges, for up to `keep` different choices of strategies of each number.
 
     `f(s_1 .. s_k, j) = min over i < j of f(s_1 .. s_{k-1}, i) + cost(s_k, i, j)`, over all ordered choices of
-    different strategies; memory and time grow with the number of strategies to the power `max_phases`.
+    different strategies; memory and time grow with the number of strategies to the power `max_phases`, up to `EXACT_RANGES`. Of
+    choices of so many strategies those go on that are nearest to the best at any edge: what is found of more is a heuristic.
 
     Args:
         costs: [strategies, edges, edges]: seconds of running the lengths between two edges; infinite where impossible.
@@ -62,6 +66,8 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
     partitions: list[Partition] = []
     for phases in range(1, min(max_phases, num_strategies, last) + 1):
         if phases > 1:
+            if phases > EXACT_RANGES:
+                chosen, reached = _nearest(chosen, reached)
             ends = range(1, num_edges) if phases < max_phases else (last,)
             chosen, reached = _extend(costs, chosen, reached, ends)
         totals = reached[:, last]
@@ -69,6 +75,14 @@ def _best(costs: Array, max_phases: int, keep: int) -> list[Partition]:
             if np.isfinite(totals[index]):
                 partitions.append(_traced(costs, chosen[index].tolist()))
     return sorted(partitions)
+
+
+def _nearest(chosen: npt.NDArray[np.int64], reached: Array) -> tuple[npt.NDArray[np.int64], Array]:
+    """The choices that cost least beyond the best one, at the edge where they do best; no more than `_MOST_CHOICES`."""
+    best = reached.min(axis=0)
+    beyond = (reached[:, np.isfinite(best)] - best[np.isfinite(best)]).min(axis=1, initial=np.inf)
+    kept = np.sort(np.argsort(beyond, kind="stable")[:_MOST_CHOICES])
+    return chosen[kept], reached[kept]
 
 
 def _extend(

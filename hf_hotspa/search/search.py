@@ -39,6 +39,8 @@ from hf_hotspa.search.partition import best_partitions
 from hf_hotspa.search.rounds import Phases, can_go_round, going_round
 from hf_hotspa.strategy import Bucket, Strategy
 
+MOST_PHASES = 8
+"""More than anything has gained from; the time of a search grows with them."""
 EXACT_PHASES = 600
 """Phases (strategies x ranges x pack sizes) up to which every one is packed and simulated."""
 _MOST_EDGES = 24

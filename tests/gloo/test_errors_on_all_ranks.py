@@ -210,3 +210,45 @@ def test_failure_of_one_rank_inside_a_phase_is_named_on_the_others():
     assert "no memory for this pack" in outcomes[1].error
     assert "no memory for this pack" in outcomes[0].error, outcomes[0].error
     assert "rank 1" in outcomes[0].error
+
+
+def wrong_values(rank, world_size, folder):
+    from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
+    from hf_hotspa.trainer.trainer import HotSPaTrainer
+
+    common = {"output_dir": folder, "use_cpu": True, "report_to": "none", "hotspa_strategies": "dp2:64", "max_steps": 1}
+    found = {}
+
+    def tries(name, make):
+        try:
+            found[name] = make()
+        except HotspaError as error:
+            found[name] = str(error)
+
+    def changed(name, value, here=True, after=False):
+        args = HotSPaTrainingArguments(**common)
+        trainer = (
+            HotSPaTrainer(tiny_model("llama_gqa_bias"), args, train_dataset=random_rows(4, 160, longest=60))
+            if after
+            else None
+        )
+        setattr(args, name, value if here else getattr(args, name))
+        if trainer is None:
+            HotSPaTrainer(tiny_model("llama_gqa_bias"), args)
+        else:
+            trainer.train()
+
+    for name, value in {"learning_rate": "1e-3", "max_grad_norm": float("nan"), "output_dir": ""}.items():
+        tries(name, lambda name=name, value=value: HotSPaTrainingArguments(**{**common, name: value}) and None)
+    tries("adam_beta1", lambda: changed("adam_beta1", 1.5, rank == 1))
+    tries("weight_decay", lambda: changed("weight_decay", float("inf"), rank == 0, after=True))
+    # what cannot be made on the main process, which alone makes it, is known to all
+    tries("output_dir cannot be made", lambda: changed("output_dir", "/dev/null/out"))
+    return found
+
+
+def test_wrong_values_are_refused_on_all_ranks(tmp_path):
+    for found in run_ranks(2, wrong_values, str(tmp_path)):
+        for name, message in found.items():
+            assert message is not None, f"{name} was taken"
+            assert name in message

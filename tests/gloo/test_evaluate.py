@@ -40,7 +40,7 @@ def engine_world(rank, world_size, family, dtype, strategies):
     from hf_hotspa.data.collator import PackedBucketCollator
     from hf_hotspa.packing.bucketing import plan_mini_batch
     from hf_hotspa.rows.scan import scan_dataset
-    from hf_hotspa.trainer.auto import evaluation_buckets
+    from hf_hotspa.trainer.arguments import evaluation_buckets
 
     model = tiny_model(family, dtype)
     rows = random_rows(23, model.config.vocab_size, longest=60, seed=5)

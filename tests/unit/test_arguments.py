@@ -2,11 +2,13 @@
 
 import copy
 import importlib
+import math
 import pickle
 import sys
 from dataclasses import dataclass, field
 
 import datasets
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -144,6 +146,105 @@ def test_wrong_flags_are_explained(tmp_path, options, error, fragment):
         make_arguments(tmp_path, **options)
     assert fragment in str(caught.value)
     assert isinstance(caught.value, ValueError)
+
+
+NAN, INF = math.nan, math.inf
+WRONG_NUMBERS = {
+    "learning_rate": (-1.0, NAN, INF, "1e-3", None, torch.ones(2)),
+    "weight_decay": (-0.1, NAN, INF, "0.1"),
+    "adam_beta1": (1.0, -0.1, NAN),
+    "adam_beta2": (1.5, INF),
+    "adam_epsilon": (-1e-8, NAN, INF),
+    "max_grad_norm": (NAN, "1.0"),
+    "max_steps": ("3", 2.5),
+    "num_train_epochs": (-1.0, NAN, INF, "3"),
+    "warmup_steps": (-1, NAN, INF, "10"),
+    "label_smoothing_factor": (-0.1, 1.5, NAN),
+    "neftune_noise_alpha": (-1.0, NAN, INF),
+    "logging_steps": (NAN, INF, "5"),
+    "save_steps": (NAN, "5"),
+    "eval_delay": (NAN,),
+    "per_device_train_batch_size": (0, 6.0),
+    "gradient_accumulation_steps": (0, -2),
+    "dataloader_num_workers": (-1, 1.0),
+    "dataloader_prefetch_factor": (0,),
+    "seed": (-1, 2**32),
+    "ddp_timeout": (0, NAN),
+    "lr_scheduler_kwargs": ({"min_lr": NAN}, '{"min_lr": NaN}'),
+    "output_dir": ("",),
+    "hotspa_longest": (0, 10**15),
+    "hotspa_max_buckets": (0, 10**6),
+    "hotspa_mini_batch_size": (0, 10**12),
+    "hotspa_expert_capacity": (-1.0, NAN, INF),
+    "hotspa_switch_timeout": (0.0, NAN, INF),
+    "hotspa_eval_strategy": ("short", "dp3", "dp1:64", ""),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_NUMBERS)
+def test_a_value_that_nothing_can_train_with_is_refused_by_its_name(tmp_path, name):
+    for value in WRONG_NUMBERS[name]:
+        options = {"max_steps": -1, name: value}
+        with pytest.raises(HotspaConfigError, match=rf"\b{name} (is|has) .* Fix: "):
+            make_arguments(tmp_path, **options)
+
+
+def test_values_are_checked_wherever_arguments_are_from(tmp_path):
+    model, trainer = tiny_model("llama_gqa_bias"), make_trainer(tmp_path)
+    trainer.args.weight_decay = NAN  # after the trainer was made
+    with pytest.raises(HotspaConfigError, match="weight_decay is nan"):
+        trainer.train()
+    args = make_arguments(tmp_path)
+    args.learning_rate = -1.0  # and before
+    with pytest.raises(HotspaConfigError, match="learning_rate is -1.0"):
+        HotSPaTrainer(model, args)
+    with pytest.raises(HotspaConfigError, match="adam_beta1 is 1.5"):
+        HotSPaTrainer(model, TrainingArguments(output_dir=str(tmp_path), use_cpu=True, adam_beta1=1.5))
+    config = {"optimizer": {"type": "AdamW", "params": {"lr": NAN}}, "train_micro_batch_size_per_gpu": 8}
+    with pytest.raises(HotspaConfigError, match=r"optimizer\.params\.lr=NaN"):
+        make_arguments(tmp_path, deepspeed=config)
+
+
+def test_odd_values_that_the_stock_trainer_can_do_with_are_taken(tmp_path):
+    for options in (
+        {"max_grad_norm": -1.0}, {"max_grad_norm": INF}, {"num_train_epochs": -1.0, "max_steps": 2}, {"learning_rate": 0},
+        {"learning_rate": np.float32(1e-3)}, {"learning_rate": torch.tensor(1e-3)}, {"save_steps": 0}, {"adam_beta1": 0.0},
+        {"data_seed": -1}, {"eval_delay": INF}, {"save_total_limit": -1}, {"max_steps": -7}, {"neftune_noise_alpha": 0},
+    ):  # fmt: skip
+        assert make_arguments(tmp_path, **options)
+
+
+def test_a_value_that_the_optimizer_alone_reads_is_named(tmp_path):
+    with pytest.raises(HotspaConfigError, match=r"SGD makes weights that are not finite .*\(weight_decay=nan\)"):
+        make_trainer(tmp_path, optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 1e-3, "weight_decay": NAN}))
+
+
+@dataclass
+class _Derived(HotSPaTrainingArguments):
+    """Arguments of a user's, with an `__init__` of their own."""
+
+    temperature: float = 0.5
+
+
+def test_a_misspelt_argument_names_the_one_that_was_meant(tmp_path):
+    for cls in (HotSPaTrainingArguments, _Derived):
+        for wrong, meant in (("hotspa_strategy", "hotspa_strategies"), ("learning_rat", "learning_rate")):
+            with pytest.raises(TypeError, match=rf"{cls.__name__} .*'{wrong}'; did you mean {meant}\?"):
+                cls(output_dir=str(tmp_path), **{wrong: 1})
+    with pytest.raises(TypeError, match="unexpected keyword argument 'zzz'$"):
+        HotSPaTrainingArguments(zzz=1)
+    assert (
+        _Derived(output_dir=str(tmp_path), use_cpu=True, hotspa_strategies="dp1:64", temperature=1.0).temperature == 1.0
+    )
+
+
+def test_recomputing_more_than_there_are_layers(tmp_path):
+    with pytest.raises(StrategyError, match=r"\+rc9 is more than the 4 layers"):
+        make_trainer(tmp_path, hotspa_strategies="dp1+rc9:64@128").train()
+    if RECOMPUTE == "activation_checkpointing":  # of the stock Trainer, which recomputes the first layer then
+        trainer = make_trainer(tmp_path, **{RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"every_n_layers": 9}})
+        trainer.train()
+        assert trainer.engine.buckets[0].strategy.rc == 4
 
 
 def test_rows_of_a_step(tmp_path):

@@ -22,6 +22,7 @@ from hf_hotspa.strategy import parse_buckets
 from tests.contract.layers import ROOT
 from tests.families import FAMILIES, tiny_config, tiny_model
 from tests.family_table import facts_of, family_table, render
+from tests.run_logs import write_run
 
 PLAN_7B = ["plan", "--model", "llama2-7b", "--nodes", "1x8", "--hardware", "a800-80g", "--lengths", "commoncrawl"]
 HEAVY = ("torch", "transformers", "accelerate", "datasets")
@@ -282,10 +283,6 @@ def test_an_estimate_lists_the_longest_sequence_of_each_way(capsys: pytest.Captu
         ({"memory_limit": "500GiB"}, "more than the 79.35 GiB of a device"),
         ({"memory_limit": "10GiB"}, "no strategy holds.*a limit of"),
         ({"longest": "10000000"}, "no strategy holds a sequence of 10000000.*at most [0-9]+ tokens"),
-        ({"longest": "-1"}, "longest sequence of -1 tokens is impossible"),
-        ({"mini_batch": "0"}, "use 1 to"),
-        ({"mini_batch": "1000000"}, "use 1 to"),
-        ({"max_buckets": "0"}, "max_phases 0"),
         ({"dtype": "int4"}, "no size is known for dtype 'int4'"),
         ({"dtype": "float64"}, "no peak speed for 'float64'"),
     ],
@@ -297,6 +294,69 @@ def test_refusals(capsys: pytest.CaptureFixture[str], changes: dict[str, str], m
     assert re.search(message, captured.err), captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize(
+    ("flag", "values"),
+    [
+        ("longest", ("-1", str(10**15), "x")),
+        ("mini_batch", ("0", "1000000")),
+        ("max_buckets", ("0", "1000000", "1" * 5000)),
+    ],
+)
+def test_numbers_of_flags_have_bounds(capsys: pytest.CaptureFixture[str], flag: str, values: tuple[str, ...]) -> None:
+    for value in values:
+        with pytest.raises(SystemExit):
+            main(replaced(**{flag: value}))
+        name = flag.replace("_", "-")
+        assert re.search(
+            rf"argument --{name}: '{value[:30]}.* is not a whole number of at least 1 and at most [0-9]+",
+            capsys.readouterr().err,
+        )
+
+
+def test_what_is_written_in_the_end_is_looked_at_first(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "no" / "such" / "x.svg"
+    args = [*replaced(), "--plot", str(file)]
+    assert main(args) == 0
+    assert f"picture: {file}" in capsys.readouterr().out
+    assert file.is_file()
+    for path, reason in ((file / "x.svg", "Not a directory"), (tmp_path / "a.svg", "Is a directory")):
+        (tmp_path / "a.svg").mkdir(exist_ok=True)
+        message = refusal(capsys, [*replaced(model="no such model"), "--plot", str(path)])
+        assert f"--plot {path} cannot be written: " in message
+        assert reason in message or "File exists" in message
+
+
+@pytest.mark.parametrize("content", ["[" * 3000, "a: 2020-99-99", "\xff", "a: [1", "- 1"])
+def test_corrupt_hardware(capsys: pytest.CaptureFixture[str], tmp_path: Path, content: str) -> None:
+    (tmp_path / "deep.yaml").write_text(content, encoding="latin-1")
+    assert "deep.yaml" in refusal(capsys, replaced(hardware=str(tmp_path / "deep.yaml")))
+
+
+EVIL = "\x1b]0;title\x07\x1b[2J\x9b5m\u202e"
+
+
+def test_nothing_from_a_file_acts_on_the_terminal(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / f"run{EVIL}"
+    write_run(folder)
+    record = next(folder.rglob("*.jsonl"))
+    record.write_text(record.read_text().replace("dp2tp1pp1", "\\u001b[2J\\u009b1m"))
+    (tmp_path / "counts.json").write_text(
+        json.dumps({"kind": "hf_hotspa length histogram", "schema_version": 1, "source": EVIL, "counts": {EVIL: 1}})
+    )
+    for terminal in (False, True):
+        monkeypatch.setattr("hf_hotspa.reporting.terminal.is_terminal", lambda terminal=terminal: terminal)
+        for command in (
+            ["report", str(folder)], ["compare", str(folder), str(folder)], ["inspect", str(folder)],
+            ["verify", str(folder)], replaced(lengths=str(tmp_path / "counts.json")), replaced(model=str(folder)),
+        ):  # fmt: skip
+            main(command)
+            said = "".join(capsys.readouterr())
+            drawn = re.sub("\x1b\\[[0-9;]*m", "", said) if terminal and command[0] in ("report", "compare") else said
+            assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202e]", drawn), (command, drawn)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"model_type": "llama"}', "\xff\xfe", "[" * 100_000])
@@ -313,7 +373,6 @@ def test_corrupt_configs(capsys: pytest.CaptureFixture[str], tmp_path: Path, con
         ("dp4tp2", "100", "it needs 8 processes and 32 are running"),
         ("tp128", "100", "legal with 32 processes"),
         ("nonsense", "100", "is not a strategy"),
-        ("dp32", "0", "a pack of 0 tokens is impossible"),
         ("cp32+ck1024+kh", "8192", "keys and values in host memory (+kh) with cp"),
         ("cp32", "16", "packs of 16 tokens, and cp32 divides them over 32 ranks"),
     ],

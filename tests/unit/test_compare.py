@@ -12,7 +12,7 @@ from hf_hotspa import cli
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.reporting import terminal
 from hf_hotspa.reporting.chrome_trace import TracedStep, save_trace, trace_events
-from hf_hotspa.reporting.compare import compare, sentences
+from hf_hotspa.reporting.compare import compare, compare_page, sentences
 from hf_hotspa.reporting.pictures import save_pictures
 from hf_hotspa.reporting.run_log import FILE_NAME, read_run_log
 from tests.run_logs import LONG, SHORT, made_report, write_run
@@ -36,6 +36,25 @@ def test_what_makes_runs_hard_to_compare_is_said(tmp_path):
         "Their learning rates differ in some steps.",
         "Different: strategies auto and tp2:100; pipeline_schedule auto and None.",
     ]
+
+
+def test_no_speed_up_is_claimed_between_runs_of_other_things(tmp_path):
+    a = read_run_log(write_run(tmp_path / "a"))
+    lengths = a.facts.lengths
+    assert lengths is not None
+    others = {
+        "model": {"facts": replace(a.facts, model={**a.facts.model, "parameters": 1})},
+        "data": {"facts": replace(a.facts, lengths={**lengths, "sequences": [2 * n for n in lengths["sequences"]]})},
+        "mini-batches": {
+            "steps": [replace(r, report=replace(r.report, num_rows=r.report.num_rows + 1)) for r in a.steps],
+        },
+    }  # fmt: skip
+    for what, change in others.items():
+        b = replace(read_run_log(write_run(tmp_path / "b", faster=2.0)), **change)
+        found = compare(a, b)
+        assert (found.speed_up, [pair.speed_up for pair in found.strategies]) == (None, [None, None])
+        assert sentences(found)[0] == f"Which is faster cannot be said: {what} of A and B are not the same"
+        assert "x as fast" not in compare_page(a, b, found)
 
 
 def test_losses_that_differ(tmp_path):

@@ -10,11 +10,12 @@ from hf_hotspa.costs.cards import load_hardware
 from hf_hotspa.costs.memory import MemoryModel, activation_bytes
 from hf_hotspa.costs.run_options import RunOptions
 from hf_hotspa.costs.sizes import ModelSizes
+from hf_hotspa.errors import StrategyError
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.search.long_sequences import longest_by_strategy, with_chunks
-from hf_hotspa.search.offers import divided, expert_strategies, experts_that_pay
+from hf_hotspa.search.offers import divided, experts_that_pay
 from hf_hotspa.search.planning import Setup, make_plan
-from hf_hotspa.strategy import Strategy, parse_buckets
+from hf_hotspa.strategy import Strategy, check_buckets, expert_strategies, parse_buckets
 from tests.unit.test_cost_memory import LLAMA_7B
 
 MIXTRAL_8X7B = {
@@ -52,6 +53,14 @@ def test_every_division_of_experts() -> None:
     assert all(s.pp == 1 for s in runnable(schedule="gpipe"))
     assert all(not s.sp for s in runnable(expert_capacity=1.25))
     assert runnable(flexible=True) == []
+
+
+def test_a_refusal_lists_them_among_the_legal_ones() -> None:
+    with pytest.raises(StrategyError, match=r"legal with 2 processes .*: dp2tp1pp1, .*dp2tp1pp1ep2, dp1tp2pp1ep2"):
+        check_buckets(parse_buckets("dp4ep4:64"), 2, SHAPE)
+    with pytest.raises(StrategyError) as caught:
+        check_buckets(parse_buckets("dp4:64"), 2, LLAMA_7B)
+    assert "ep" not in str(caught.value.fix).partition(": ")[2]
 
 
 def test_what_cannot_pay_is_left_out() -> None:

@@ -6,8 +6,7 @@ import pytest
 from transformers import HfArgumentParser
 
 from hf_hotspa.errors import HotspaConfigError, StrategyError, UnsupportedError
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import given_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, given_buckets
 from hf_hotspa.trainer.deepspeed_config import FSDP_UNUSED, read_fsdp
 
 
@@ -61,9 +60,8 @@ def test_length_ranges_that_become_the_same_strategy_are_joined_or_refused(tmp_p
     [first, last] = given_buckets(arguments(tmp_path, hotspa_strategies=given, activation_checkpointing=True))
     assert (str(first.strategy), first.low, first.longest, first.pack_tokens) == ("dp1tp1pp1+rc", 0, 64, 64)
     assert (str(last.strategy), last.low, last.longest) == ("dp1tp1pp1+rc+z2", 64, 128)
-    apart = arguments(tmp_path, hotspa_strategies="dp1:16,dp1+z2:64,dp1+rc:128", activation_checkpointing=True)
     with pytest.raises(StrategyError, match="two length ranges .* under dp1tp1pp1.rc"):
-        given_buckets(apart)
+        arguments(tmp_path, hotspa_strategies="dp1:16,dp1+z2:64,dp1+rc:128", activation_checkpointing=True)
 
 
 def test_strategies_that_say_nothing_are_sharded(tmp_path):

@@ -16,8 +16,7 @@ from hf_hotspa.errors import HotspaConfigError, HotspaError
 from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model_shape import ModelShape
 from hf_hotspa.strategy import Strategy, check_buckets, check_launch, parse_buckets
-from hf_hotspa.trainer.arguments import HotSPaTrainingArguments
-from hf_hotspa.trainer.auto import evaluation_buckets
+from hf_hotspa.trainer.arguments import HotSPaTrainingArguments, evaluation_buckets
 
 NUMBER = 10_000
 LARGEST_WORLD = 4096

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -9,8 +10,11 @@ import pytest
 from hf_hotspa.engine.measures import PhaseMeasure
 from hf_hotspa.errors import RunLogError
 from hf_hotspa.report import MEASURES
+from hf_hotspa.reporting import run_log
 from hf_hotspa.reporting.histogram import bin_edges, is_histogram, length_histogram
+from hf_hotspa.reporting.page import report_page
 from hf_hotspa.reporting.run_log import FILE_NAME, RunLogWriter, find_run_log, plain, read_run_log
+from hf_hotspa.reporting.summary import summarize
 from tests.run_logs import made_facts, made_report, write_run
 
 
@@ -179,3 +183,60 @@ def test_every_length_is_counted_once(lengths):
     assert sum(found["tokens"]) == sum(lengths)
     for low, high, count in zip(found["edges"], found["edges"][1:], found["sequences"], strict=False):
         assert count == sum(low < n <= high for n in lengths)
+
+
+def test_a_long_record_is_thinned_out_and_its_sums_stay(tmp_path, monkeypatch):
+    write_run(tmp_path / "whole", steps=300)
+    whole = read_run_log(tmp_path / "whole")
+    lines = find_run_log(tmp_path / "whole").read_text().splitlines()
+    monkeypatch.setattr(run_log, "_LAST", 10)
+    monkeypatch.setattr(run_log, "MOST_BYTES", most := 60_000)
+    assert find_run_log(tmp_path / "whole").stat().st_size > 3 * most
+    records, folder = {r.step: r for r in whole.steps}, tmp_path / "thin"
+    writer, largest = RunLogWriter(folder), 0
+    writer.header(whole.facts)
+
+    def steps(begin, end):
+        for step in range(begin, end):
+            writer.step(step, records[step].report, records[step].wall_s, records[step].lr)
+            if step == 120:
+                writer.save(step)
+                writer.evaluation(step, {"eval_loss": 1.0})
+            nonlocal largest
+            largest = max(largest, writer.path.stat().st_size)
+
+    steps(1, 181)
+    writer.close()
+    writer = RunLogWriter(folder, goes_on=True)  # resumed from the save: what was trained beyond it is trained again
+    writer.header(whole.facts)
+    steps(121, 301)
+    writer.close()
+    assert largest <= most
+    thin = read_run_log(folder)
+    numbers = [r.step for r in thin.steps]
+    assert len(numbers) < 100
+    assert {1, 120, *range(291, 301)} <= set(numbers)
+    assert numbers == sorted(numbers)
+    assert (thin.starts, thin.saves, thin.evaluations) == (2, [120], [(120, {"eval_loss": 1.0})])
+    ours, theirs = summarize(thin), summarize(whole)
+    for name in ("num_steps", "num_tokens", "first_loss"):
+        assert getattr(ours, name) == getattr(theirs, name)
+    for name in ("seconds", "wall_s", "switch_s", "load_return_s", "hidden_s", "wait_s"):
+        assert getattr(ours, name) == pytest.approx(getattr(theirs, name), rel=1e-12)
+    for found, expected in zip(ours.strategies, theirs.strategies, strict=True):
+        assert found.strategy == expected.strategy
+        assert [*asdict(found).values()][1:] == pytest.approx([*asdict(expected).values()][1:], rel=1e-12)
+    assert "<html" in report_page(thin)
+    assert len(lines) > 300  # the old form: without sums of what was left out
+    assert all(record.before is None for record in whole.steps)
+
+
+def test_a_record_that_cannot_be_thinned_out_ends(tmp_path, monkeypatch):
+    path = find_run_log(write_run(tmp_path / "a", steps=3))
+    path.write_text(path.read_text() + "[]\n")
+    monkeypatch.setattr(run_log, "MOST_BYTES", 10)
+    run = read_run_log(write_run(tmp_path / "b", steps=1))
+    writer = RunLogWriter(path.parent, goes_on=True)
+    with pytest.raises(OSError, match="cannot be thinned out"):  # which ends the record, not the training
+        writer.step(4, run.steps[0].report, 1.0, None)
+    writer.close()

@@ -65,9 +65,8 @@ def test_processes_are_started_by_the_launcher_of_torch(folder, started):
     with pytest.raises(SystemExit):
         main(["train", *words, "--processes", "3"])
     [(line, environment)] = started
-    assert line == [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--standalone", "--nproc-per-node", "3",
-                    "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
-    assert environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert line == [sys.executable, "-m", "hf_hotspa.commands.own_launcher", "--rdzv-backend", "loopback",
+                    "--rdzv-endpoint", "127.0.0.1:0", "--nproc-per-node", "3", "-m", "hf_hotspa.cli", "train", *words]  # fmt: skip
     assert int(environment["OMP_NUM_THREADS"]) >= 1
 
 
@@ -100,8 +99,23 @@ def test_how_many_processes():
         number_of_processes(4, given(), 0)
     with pytest.raises(HotspaConfigError, match="9 processes on 8 GPUs"):
         number_of_processes(9, given(), 8)
-    with pytest.raises(HotspaConfigError, match="--processes is 0"):
-        number_of_processes(0, given(use_cpu=True), 0)
+    with pytest.raises(HotspaConfigError, match="--processes 2, and --hotspa_strategies need 4"):
+        number_of_processes(2, given(hotspa_strategies="dp4:64"), 0)
+
+
+def test_what_is_wrong_with_arguments_is_said_before_a_gpu_is_looked_for(folder, started, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    words = ["train", "--model", f"{folder}/model", "--dataset", f"{folder}/good.jsonl"]
+    for more, said in {
+        ("--learning_rate", "nan"): "learning_rate is nan", ("--hotspa_strategies", "dpx:64"): "'dpx' is not a strategy",
+        ("--dataset", "none.jsonl"): "none.jsonl", ("--hotspa_eval_strategy", "short"): "hotspa_eval_strategy is 'short'",
+        (): "this machine has no GPU",
+    }.items():  # fmt: skip
+        assert main([*words, *more]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--processes", "0"])
+    assert "argument --processes: '0' is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def settings(*words, **options):
