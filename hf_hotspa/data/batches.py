@@ -78,6 +78,7 @@ class RowCollator:
         policy: What becomes of sequences of more than `longest` tokens: error, truncate, split or drop.
         counts: Whether the batch says how many were cut (`COUNTS`).
         refused: Columns that the model would be given and that packing cannot honour.
+        borders: As of `RowRules`.
 
     Attributes:
         longest: Tokens of the longest sequence that is trained; None while that is not known.
@@ -91,6 +92,7 @@ class RowCollator:
     policy: str = ERROR
     counts: bool = False
     refused: frozenset[str] = frozenset()
+    borders: tuple[int, ...] = ()
     longest: int | None = None
     kept: frozenset[str] = frozenset()
 
@@ -130,7 +132,7 @@ class RowCollator:
         return self.collator(examples)
 
     def _padded(self, examples: list[Any]) -> dict[str, Tensor]:
-        rules = RowRules(refused=self.refused, columns=tuple(self.loss_columns))
+        rules = RowRules(borders=self.borders, refused=self.refused, columns=tuple(self.loss_columns))
         if "input_ids" not in examples[0]:
             raise DataError(
                 f"a row has no 'input_ids', only {sorted(map(str, examples[0]))}",

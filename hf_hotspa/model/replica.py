@@ -42,6 +42,7 @@ from hf_hotspa.parallel.mesh import StrategyMesh
 from hf_hotspa.parallel.noise import EmbeddingNoise
 from hf_hotspa.parallel.own_loss import SequenceLoss
 from hf_hotspa.parallel.recompute import recompute_layers
+from hf_hotspa.parallel.rope import RopeByRow
 from hf_hotspa.parallel.router_loss import ChunkPrefix, RouterLoss, attach_loss
 from hf_hotspa.parallel.sequence_parallel import apply_sequence_parallel, gather_tokens, same_tokens
 from hf_hotspa.parallel.stage_input import PassThrough, take_hidden_state
@@ -123,6 +124,7 @@ class Replica:
         self._num_attentions = sum(kind.num_attentions for kind in kinds if not kind.alone)
         self.model = self._build(description)
         self._base = getattr(self.model, description.base)
+        self._rope = RopeByRow(self._base)
         self.layers = [layer for name in description.layers for layer in self._base.get_submodule(name)]
         self.parameters = self._own_parameters(description)
         self.check_weights: Callable[[], None] = lambda: None
@@ -378,6 +380,7 @@ class Replica:
         return out
 
     def _begin(self, micro_batch: MicroBatch, whole: MicroBatch, pack: PackedSequences, with_loss: bool) -> None:
+        self._rope.begin(micro_batch)
         if self.dropout is not None:
             self.dropout.begin(pack, micro_batch)
         if self.routers is not None:

@@ -33,12 +33,12 @@ from hf_hotspa.parallel.attention import calls_attention
 from hf_hotspa.parallel.counted_positions import counting_from
 from hf_hotspa.parallel.dropout_settings import attention_dropouts, refuse_dropout, without_attention_dropout
 from hf_hotspa.parallel.isolation import LayerKind, layer_kinds
+from hf_hotspa.parallel.rope import refuse_hidden_rope
 from hf_hotspa.parallel.router_loss import router_layers
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 
 _RANDOM_ROUTERS = {"phimoe"}
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
-_POSITION_DEPENDENT_ROPE = {"dynamic", "longrope"}
 
 
 @dataclass(frozen=True)
@@ -128,16 +128,7 @@ def refuse_inexact(config: PreTrainedConfig) -> None:
     Raises:
         UnsupportedError: naming the setting of the config.
     """
-    text = config.get_text_config()
-    name = text.model_type
-    rope = getattr(text, "rope_parameters", None) or {}
-    kinds = {str(r.get("rope_type")) for r in (rope, *(v for v in rope.values() if isinstance(v, dict)))}
-    if bad := kinds & _POSITION_DEPENDENT_ROPE:
-        raise UnsupportedError(
-            f"{name} config has rope_type={sorted(bad)}",
-            why="it is computed from the longest position of the whole row, so sequences of a pack would change each other",
-            fix="use a rope type that does not depend on the length (default, linear, yarn, llama3)",
-        )
+    name = config.get_text_config().model_type
     if name in _RANDOM_ROUTERS:
         raise UnsupportedError(
             f"the router of {name} draws random numbers in training",
@@ -282,6 +273,7 @@ def describe_model(
     refuse_inexact(bare.config)
     refuse_own_attention(bare)
     structure = _structure(bare, prefix, adapters)
+    refuse_hidden_rope(bare.config, structure.base_model, [f"{name}." for name in structure.layers])
     plan = TensorPlan(bare, structure.layer_prefixes, structure.input_embedding, structure.head)
     counted = counting_from(structure.base_model, bare.config.get_text_config().model_type)
     decoder_layers = list(structure.decoder_layers.values())

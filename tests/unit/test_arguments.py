@@ -312,9 +312,6 @@ def test_a_model_changed_after_it_was_built_is_refused(tmp_path):
     model.model.layers[0].mlp.up_proj = torch.nn.Linear(32, 60)
     with pytest.raises(HotspaConfigError, match=r"layers.0.mlp.up_proj.bias.*2 differ"):
         make_trainer(tmp_path, model=model).train()
-    model = tiny_model("llama_gqa_bias", rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
-    with pytest.raises(UnsupportedError, match="dynamic"):
-        make_trainer(tmp_path, model=model).train()
 
 
 def test_resized_embeddings_are_carried_over(tmp_path):
