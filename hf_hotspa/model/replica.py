@@ -27,6 +27,7 @@ from hf_hotspa.model.options import EngineOptions
 from hf_hotspa.model.skeleton import build_skeleton
 from hf_hotspa.model.specs import ModelDescription, vocabulary_of_logits
 from hf_hotspa.model.storage import slot_view
+from hf_hotspa.parallel.adapters import base_layer
 from hf_hotspa.parallel.attention import PackedSequences
 from hf_hotspa.parallel.context import ContextParallel, Division, all_tokens
 from hf_hotspa.parallel.context_attention import divided_pack
@@ -182,7 +183,8 @@ class Replica:
         self._after_forward = self._shard(description) if mesh.tensor is not None else lambda: None
         self._tail = Tail(self.model, description.base) if self.is_last else None
         if self.capacity is not None and self.experts is None:
-            self.capacity.limit(self.model, description.experts)
+            modules = dict(self.model.named_modules())  # without those of other stages
+            self.capacity.limit(base_layer(modules[name]) for name in description.experts if name in modules)
 
     def _take_loss(self, description: ModelDescription, options: EngineOptions) -> None:
         """What is computed of logits, and of the logits of routers."""

@@ -38,6 +38,7 @@ from hf_hotspa.parallel.router_loss import router_layers
 from hf_hotspa.parallel.stage_input import stage_unsupported_reason
 
 _RANDOM_ROUTERS = {"phimoe"}
+_ADAPTED_EXPERTS = "experts are adapted (target_parameters), and lora_B holds those of all in each row, so ep must be 1"
 _MLP = re.compile(r"mlp|moe|expert|feed_?forward|ffn|fc[12]|dense_4h|gate_proj|up_proj|down_proj|router")
 
 
@@ -217,9 +218,9 @@ class _Structure:
         """What names inside the modules before the layers begin with."""
         return [f"{self.base}.{name}." for name in self.embeddings]
 
-    def is_of_adapter(self, name: str) -> bool:
-        """Whether a parameter is one of the adapter's."""
-        return self.adapters is not None and self.adapters.layer_of(name.rpartition(".")[0])[1] is not None
+    def adapted(self, name: str) -> tuple[str, str | None]:
+        """See `Adapters`; any name as it is without an adapter."""
+        return (name, None) if self.adapters is None else self.adapters.adapted(name)
 
 
 def _structure(model: PreTrainedModel, prefix: str, adapters: Adapters | None) -> _Structure:
@@ -373,7 +374,8 @@ def _with_unsupported_reasons(
         if model.supports_gradient_checkpointing
         else f"{type(model).__name__} cannot compute the activations of its layers again (+rc)",
         z_unsupported_reason=order_unsupported_reason(model, structure.base, layers, vector, structure.prefix),
-        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds),
+        ep_unsupported_reason=experts.unsupported_reason(family, plan.modules, plan.layer_prefixes, kinds)
+        or (_ADAPTED_EXPERTS if structure.adapters is not None and structure.adapters.parameters else None),
     )
 
 
@@ -388,8 +390,9 @@ def _parameter_vector(
         _check_tied(name, tied, structure)
         unit = _unit(name, layer_units, structure.embedding_prefixes)
         spec = _spec(name, tuple(tied), parameter, unit, plan, compute_dtype, structure)
-        specs.append(replace(spec, experts=fused.get(name.rpartition(".")[0], 0)))
-        if unit >= 0 and not structure.is_of_adapter(name):
+        name_in_plan, role = structure.adapted(name)
+        specs.append(replace(spec, experts=fused.get(name_in_plan.rpartition(".")[0], 0) if role is None else 0))
+        if unit >= 0 and role is None:
             costs[unit] += parameter.numel()  # an adapter costs next to nothing
     return build_vector(specs, costs, head_cost=model.get_parameter(f"{structure.head}.weight").numel())
 
@@ -458,15 +461,14 @@ def _spec(
     compute_dtype: torch.dtype | None,
     structure: _Structure,
 ) -> ParameterSpec:
-    prefix, adapters = structure.prefix, structure.adapters
-    module, _, leaf = name.rpartition(".")
-    module, role = adapters.layer_of(module) if adapters is not None else (module, None)
-    name_in_plan = f"{module}.{leaf}"
+    prefix = structure.prefix
+    name_in_plan, role = structure.adapted(name)
     cut, is_partial = plan.cuts.get(name_in_plan), name_in_plan in plan.partial
     if role is not None and cut is not None:
         # of A and B, the one that meets the cut dim of the base is cut alike; every shard adds its part to the other
-        is_partial = role == (LORA_B if cut.dim == 1 else LORA_A)
-        cut = None if is_partial else cut
+        of_inputs = cut.dim == plan.input_dim(name_in_plan)
+        is_partial = role == (LORA_B if of_inputs else LORA_A)
+        cut = None if is_partial else replace(cut, dim=int(of_inputs))
     return ParameterSpec(
         name=prefix + name,
         shape=tuple(parameter.shape),
