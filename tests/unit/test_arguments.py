@@ -124,14 +124,9 @@ def test_elementwise_optimizers_train(tmp_path, optim):
         ({"hotspa_attention_dropout": 0.1}, HotspaConfigError, "hotspa_attention_dropout is 0.1"),
         ({"hotspa_skip_non_finite": -1}, HotspaConfigError, "hotspa_skip_non_finite is -1"),
         (
-            {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"use_reentrant": True}},
-            UnsupportedError,
-            "without re-entrance",
-        ),
-        (
             {RECOMPUTE: True, f"{RECOMPUTE}_kwargs": {"offload": True}},
             UnsupportedError,
-            "every_n_layers alone",
+            "every_n_layers and use_reentrant",
         ),
     ],
 )
